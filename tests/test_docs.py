@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -87,7 +88,7 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PAGES)
-def test_examples_of_a_page_run(name: str, tmp_path: Path) -> None:
+def test_examples_of_a_page_run(name: str, tmp_path: Path, run_python: Any) -> None:
     script, commands = [], []
     for block in blocks_of(DOCS / name):
         if block.language == "bash":
@@ -98,7 +99,8 @@ def test_examples_of_a_page_run(name: str, tmp_path: Path) -> None:
             script.append(block.text)
     if script:
         (tmp_path / "page.py").write_text("\n\n".join(script))
-        run([sys.executable, "page.py"], tmp_path)
+        ran = run_python("page.py", cwd=tmp_path)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
     for command in commands:
         run(["bash", "-euo", "pipefail", "-c", command], tmp_path)
 

@@ -1,18 +1,15 @@
 """Every script of examples/ runs, and does what its page of the documentation says it does.
 
-`python -m tests.test_examples` writes what they print into docs/outputs, which the pages show.
+The pages show docs/outputs: `python examples/lora.py > docs/outputs/lora.txt`, and so on.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -21,7 +18,6 @@ import autofit
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 _NEEDS = {"huggingface_trainer": ("transformers", "accelerate"), "lora": ("transformers", "peft")}
-_SECONDS = 540  # on a machine that is busy; alone each takes less than half a minute
 
 
 def trains_with_the_saved_plan(printed: str, folder: Path) -> None:
@@ -59,37 +55,12 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
 }
 
 
-def printed_by(script: Path, folder: Path) -> str:
-    """Run a script in a folder; return what it prints to standard output."""
-    ran = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_an_example_runs(script: Path, tmp_path: Path) -> None:
+def test_an_example_runs(script: Path, tmp_path: Path, run_python: Any) -> None:
     for name in _NEEDS.get(script.stem, ()):
         pytest.importorskip(name)
-    CHECKS[script.stem](printed_by(script, tmp_path), tmp_path)
-
-
-def _write(script: Path) -> None:
-    if all(map(find_spec, _NEEDS.get(script.stem, ()))):
-        with TemporaryDirectory() as folder:
-            printed = printed_by(script, Path(folder))
-            CHECKS[script.stem](printed, Path(folder))
-        (ROOT / "docs" / "outputs" / f"{script.stem}.txt").write_text(printed)
-
-
-if __name__ == "__main__":
-    for each in SCRIPTS:
-        _write(each)
+    ran = run_python(script, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    CHECKS[script.stem](ran.stdout, tmp_path)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
 
 from autofit.equivalence.ranks import normalizing_apart
-from tests.torchrun import started
 
 TRAIN = """
 import json
@@ -54,18 +53,11 @@ os._exit(0)  # gloo's threads abort some processes that exit by themselves
 """
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_wrappers_send_statistics_before_a_step_and_sharding_never(tmp_path: Path) -> None:
+def test_wrappers_send_statistics_before_a_step_and_sharding_never(
+    on_two_ranks: Callable[[Path, str], Any], tmp_path: Path
+) -> None:
     """Whether two ranks see the same ones in each micro-batch of two steps of two."""
-    (tmp_path / "train.py").write_text(TRAIN)
-    process = started(tmp_path, "train.py")
-    try:
-        out, errors = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors
-    assert json.loads(out.splitlines()[-1]) == {
+    assert on_two_ranks(tmp_path, TRAIN) == {
         "ddp once": [True, False, True, False],
         "ddp each": [True, True, True, True],
         "zero1 once": [True, False, True, False],

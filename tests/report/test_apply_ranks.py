@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.torchrun import ROOT, started
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+ROOT = Path(__file__).parents[2]
 
 HEAD = """
 import copy
@@ -108,7 +105,10 @@ finish(found)
 """
 
 
-def ran(folder: Path, script: str) -> list[dict[str, Any]]:
+Run = Callable[[Path, str], Any]
+
+
+def ran(on_two_ranks: Run, folder: Path, script: str) -> list[dict[str, Any]]:
     """Return what each of two ranks found, beside reports of one micro-batch of 4 on each."""
     data = json.loads((ROOT / "tests" / "recorded" / "report.json").read_text())
     data["workload"].update(loss="loss_fn", given=["loss_fn"], parameters=16 * 8 + 8 * 16 + 16)
@@ -125,20 +125,15 @@ def ran(folder: Path, script: str) -> list[dict[str, Any]]:
         trials = [t | {"plan": plan} if t["number"] == best else t for t in data["trials"]]
         of_mode = {**data, "dimensions": dimensions, "trials": trials}
         (folder / f"{mode}.json").write_text(json.dumps(of_mode))
-    (folder / "train.py").write_text(HEAD + script)
-    process = started(folder, "train.py")
-    try:
-        out, errors = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors
-    found: list[dict[str, Any]] = json.loads(out.splitlines()[-1])
+    found: list[dict[str, Any]] = on_two_ranks(folder, HEAD + script)
     return found
 
 
-def test_a_live_optimizer_is_refused_and_a_function_of_parameters_trains(tmp_path: Path) -> None:
+def test_a_live_optimizer_is_refused_and_a_function_of_parameters_trains(
+    on_two_ranks: Run, tmp_path: Path
+) -> None:
     """Sharding would leave it parameters that nothing trains, zero1 the whole of its state."""
-    for of_rank in ran(tmp_path, OPTIMIZERS):
+    for of_rank in ran(on_two_ranks, tmp_path, OPTIMIZERS):
         for each in of_rank.values():
             assert "such as torch.optim.AdamW" in each["refused"]
             assert each["is_as_it_was"]
@@ -147,8 +142,8 @@ def test_a_live_optimizer_is_refused_and_a_function_of_parameters_trains(tmp_pat
             assert of_rank[mode]["held"] < 0.8 * of_rank["ddp"]["held"]
 
 
-def test_padding_that_differs_between_ranks_is_warned_of(tmp_path: Path) -> None:
+def test_padding_that_differs_between_ranks_is_warned_of(on_two_ranks: Run, tmp_path: Path) -> None:
     """Also where each rank has one micro-batch, in which nothing differs."""
-    for of_rank in ran(tmp_path, PADDING):
+    for of_rank in ran(on_two_ranks, tmp_path, PADDING):
         assert of_rank["alike"] == []
         assert len(of_rank["apart"]) == 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autofit.plan import Plan, ResolvedPlan
 from autofit.searching.result import paste_lines
-from tests.torchrun import started
 
 LOOP = """
 import json
@@ -101,18 +101,11 @@ os._exit(0)  # gloo's threads abort some processes that exit by themselves
 """
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_pasted_lines_of_two_ranks_train_what_apply_does(tmp_path: Path) -> None:
+def test_pasted_lines_of_two_ranks_train_what_apply_does(
+    on_two_ranks: Callable[[Path, str], Any], tmp_path: Path
+) -> None:
     """Also where the ranks' shares, and the micro-batches of each, differ."""
-    (tmp_path / "loop.py").write_text(LOOP)
-    process = started(tmp_path, "loop.py")
-    try:
-        out, errors = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors
-    found = json.loads(out.splitlines()[-1])
+    found = on_two_ranks(tmp_path, LOOP)
     assert [*found] == ["ddp", "ddp_view", "zero1", "fsdp2"]
     for each in found.values():
         assert each["apart"] < 1e-12 < 1e-3 < each["moved"]
