@@ -110,7 +110,7 @@ def test_a_loader_that_fails_costs_no_answer() -> None:
 @pytest.mark.slow
 def test_a_loader_that_hangs_ends_with_the_timeout_and_costs_no_answer(tmp_path: Path) -> None:
     stuck = functools.partial(DataLoader, Photographs(tmp_path, 1000.0))
-    report = autofit.search(nn.Linear(8, 3), batch(), loader=stuck, timeout=40, **HERE)
+    report = autofit.search(nn.Linear(8, 3), batch(), loader=stuck, timeout=20, **HERE)
     assert report.best.ok
     assert report.record.findings["loader"]["failed"] == "the time of the search was over"
     assert not any(Path(f"/proc/{path.name}").exists() for path in tmp_path.iterdir())

@@ -446,11 +446,6 @@ def test_ctrl_c_before_anything_was_measured_is_ctrl_c() -> None:
         search_here(progress=press_ctrl_c)
 
 
-def test_a_timeout_before_anything_was_measured_is_an_error() -> None:
-    with pytest.raises(autofit.SearchTimedOut, match=r"timeout of 0\.01 s .*give a longer one"):
-        search_here(timeout=0.01)
-
-
 def hangs_in_a_worker(parent: int) -> nn.Module:
     if os.getpid() != parent:
         time.sleep(10_000)
@@ -578,25 +573,6 @@ def test_progress_names_every_stage_from_the_first_to_the_last() -> None:
     assert elapsed == sorted(elapsed)
 
 
-def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
-    study = tmp_path / "study.log"
-    first = search_here(study=study, max_probes=2)
-    started: list[autofit.Plan] = []
-
-    def watch(event: Event) -> None:
-        if isinstance(event, ProbeStarted):
-            started.append(event.plan)
-
-    second = search_here(study=study, max_probes=4, progress=watch)
-    earlier = second.trials[: len(first.trials)]
-    assert [t.measurement for t in earlier] == [t.measurement for t in first.trials]
-    assert len(started) == len(second.trials) - len(first.trials)
-    assert len(second.trials) <= 4
-    third = search_here(study=study, max_probes=4, progress=watch)
-    assert third.trials == second.trials
-    assert third.best == second.best
-
-
 def test_a_changed_workload_is_refused_an_old_study(tmp_path: Path) -> None:
     study = tmp_path / "study.log"
     search_here(study=study, max_probes=1)
@@ -604,15 +580,6 @@ def test_a_changed_workload_is_refused_an_old_study(tmp_path: Path) -> None:
         search_here(study=study, max_probes=1, model=lambda: classifier(width=17))
     with pytest.raises(autofit.StudyError, match=r"numerics.*reduced_precision.*exact"):
         search_here(study=study, max_probes=1, numerics="exact")
-
-
-def test_another_sampler_may_search(tmp_path: Path) -> None:
-    sampler = optuna.samplers.RandomSampler(seed=3)
-    report = search_here(sampler=sampler, max_probes=4)
-    proposed = [trial for trial in report.trials if trial.kind is autofit.TrialKind.SEARCH]
-    assert proposed, "the sampler was not asked"
-    assert report.record.search.probes <= 4
-    assert report.best.ok
 
 
 @pytest.mark.parametrize("level", ["exact", autofit.Numerics.EXACT])
@@ -648,13 +615,6 @@ def test_a_probe_runs_the_plan_it_is_given_in_full() -> None:
     assert trial.ok
     assert trial.measurement.micro_batches_run == 5
     assert trial.measurement.held_bytes
-
-
-def test_a_probe_that_does_not_fit_says_so_and_does_not_raise() -> None:
-    workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
-    trial = autofit.probe(workload, plan=autofit.Plan(100_000), **(HERE | {"vram_budget": "4MiB"}))
-    assert trial.measurement.outcome is autofit.Outcome.OOM
-    assert trial.samples_per_second is None
 
 
 class Naming:

@@ -23,7 +23,8 @@ from autofit.units import format_bytes
 MEDIAN_ERROR, ERROR_90TH = 0.21, 0.46
 """Of ratios of estimated times, in the median and for one plan in ten.
 
-Those of the worse of two recorded grids, after one scale for each (`benchmarks/results/roofline-2026-11-22.md`).
+Those of the worse of two recorded grids, after one scale for each
+(`benchmarks/results/roofline-2026-11-22.md`).
 """
 
 FORMS = (".json", ".txt", ".csv")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from autofit.devices.cpu import CpuDevice
 from autofit.equivalence.gradients import compare_plans
@@ -74,63 +73,6 @@ def test_class_weights_follow_the_model_to_the_device() -> None:
     assert _probe(session_of(make), Plan(4)).value.ok
 
 
-class _Deep(nn.Module):
-    """4 MiB of weights, 2 KiB of activations a row and layer; recomputed or kept."""
-
-    def __init__(self, recomputes: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
-        self.recomputes = recomputes
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return (
-            checkpoint(self.layers, x, use_reentrant=False) if self.recomputes else self.layers(x)
-        )
-
-
-@pytest.mark.parametrize(
-    ("budget_mib", "rows", "recomputes", "frame"),
-    [
-        (60, 8192, False, "forward"),
-        (60, 8192, True, "backward"),
-        (12, 1, False, "update"),
-    ],
-)
-def test_memory_that_ends_in_any_phase_is_an_outcome_and_costs_nothing_after(
-    budget_mib: int, rows: int, recomputes: bool, frame: str
-) -> None:
-    reached: list[str] = []
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        reached.append("forward")
-        value: torch.Tensor = model(batch).mean()
-        reached.append("backward")
-        return value
-
-    def before_step(model: Any, optimizer: Any) -> None:
-        reached.append("update")
-
-    def make() -> Workload:
-        return Workload(
-            _Deep(recomputes),
-            torch.randn(4, 512),
-            loss_fn=loss,
-            before_step=before_step,
-            optimizer=lambda p: torch.optim.AdamW(p, foreach=False),
-        )
-
-    session = session_of(make)
-    reply = _probe(session, Plan(rows), budget_mib * MIB)
-    assert reply.value.outcome is Outcome.OOM
-    assert "out of memory" in reply.value.detail
-    assert reply.exception is None
-    assert not reply.spent
-    assert reached[-1] == frame
-    assert reply.value.peak_reserved_bytes <= budget_mib * MIB
-    assert _probe(session, Plan(4)).value.ok
-
-
 def test_probes_do_not_see_each_other() -> None:
     session = session_of(
         lambda: Workload(classifier(nn.Tanh()), labelled(), criterion=CROSS_ENTROPY)
@@ -140,24 +82,6 @@ def test_probes_do_not_see_each_other() -> None:
     again = _probe(session, Plan(64)).value
     assert again.peak_allocated_bytes == first.peak_allocated_bytes
     assert again.peak_reserved_bytes == first.peak_reserved_bytes
-
-
-class _Mine(LookupError):
-    pass
-
-
-@pytest.mark.parametrize("kind", [_Mine, ValueError, SystemExit, AssertionError])
-def test_the_users_own_errors_keep_type_text_and_traceback(kind: type[BaseException]) -> None:
-    def breaks_here(output: Any, target: Any) -> torch.Tensor:
-        raise kind("sample 3 is broken")
-
-    session = session_of(lambda: Workload(classifier(), labelled(), criterion=breaks_here))
-    reply = _probe(session, Plan(4))
-    assert reply.value.outcome is Outcome.USER_ERROR
-    assert type(reply.exception) is kind
-    assert str(reply.exception) == "sample 3 is broken"
-    assert "in breaks_here" in (reply.traceback or "")
-    assert not reply.spent
 
 
 @pytest.mark.parametrize(
@@ -185,14 +109,6 @@ def test_what_is_no_loss_is_refused_in_our_words(more: dict[str, Any], message: 
     assert isinstance(reply.exception, InvalidArgument)
     with pytest.raises(InvalidArgument, match=message):
         raise reply.exception
-
-
-def test_a_loss_that_is_not_finite_is_an_outcome() -> None:
-    session = session_of(
-        lambda: Workload(classifier(), labelled(), criterion=lambda y, t: y.sum() * float("inf"))
-    )
-    reply = _probe(session, Plan(4))
-    assert reply.value.outcome is Outcome.NONFINITE
 
 
 def test_a_gan_is_probed_by_its_own_step() -> None:

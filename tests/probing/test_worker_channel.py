@@ -29,12 +29,6 @@ HOPELESS: Any = {"incumbent_samples_per_second": 1e12}
 """A rate that no plan beats: probes are as short as can be."""
 
 
-class Trouble(LookupError):
-    def __init__(self, sample: int, why: str) -> None:
-        super().__init__(why)
-        self.sample = sample
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -48,14 +42,10 @@ class Net(nn.Module):
 
 
 def _criterion(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Cross entropy; larger batches than any real one make it fail in one way each."""
+    """Cross entropy; a larger batch than any real one makes it fail."""
     print("user code may print", len(output))
     if len(output) == 77:
-        raise Trouble(7, "sample 7 is broken")
-    if len(output) == 78:
-        raise SystemExit("enough")
-    if len(output) == 79:
-        return output
+        raise LookupError("sample 7 is broken")
     return nn.functional.cross_entropy(output, target)
 
 
@@ -128,15 +118,6 @@ def test_every_probe_starts_from_the_same_weights(live: Live) -> None:
     assert losses[0] == losses[1]
 
 
-def test_the_users_error_arrives_with_type_attributes_and_traceback(live: Live) -> None:
-    raised = live.probe(77).user_exception
-    assert type(raised) is Trouble
-    assert raised.sample == 7
-    assert str(raised) == "sample 7 is broken"
-    assert "in _criterion" in str(raised.__cause__)
-    assert Path(__file__).name in str(raised.__cause__)
-
-
 def test_the_users_error_begins_with_what_was_tried(live: Live) -> None:
     raised = live.probe(77).user_exception
     assert raised is not None
@@ -146,32 +127,6 @@ def test_the_users_error_begins_with_what_was_tried(live: Live) -> None:
     assert "autofit was probing 77 x 1" in before
 
 
-def test_an_exit_is_the_users_error_too_and_the_worker_stays(live: Live) -> None:
-    worker = live.prober.worker_pid
-    assert isinstance(live.probe(78).user_exception, SystemExit)
-    assert live.probe(4, **HOPELESS).measurement.ok
-    assert live.prober.worker_pid == worker
-
-
-def test_what_is_no_loss_is_refused_in_our_words(live: Live) -> None:
-    raised = live.probe(79).user_exception
-    assert isinstance(raised, InvalidArgument)
-    assert "criterion" in str(raised)
-
-
-def test_out_of_memory_is_an_outcome_and_the_next_probe_is_as_before(live: Live) -> None:
-    before = live.probe(4, **HOPELESS).measurement
-    assert live.probe(2**17).measurement.outcome is Outcome.OOM
-    after = live.probe(4, **HOPELESS).measurement
-    assert after.peak_reserved_bytes == before.peak_reserved_bytes
-
-
-def test_plans_are_compared_in_the_worker(live: Live) -> None:
-    found = live.prober.compare(ResolvedPlan(Plan(5)), ResolvedPlan(Plan.split(5, 3)), 5)
-    assert not found.equal
-    assert found.modules == ("norm",)
-
-
 def test_a_renewed_worker_is_another_process_with_the_same_budget(live: Live) -> None:
     first = live.prober.worker_pid
     live.prober.renew()
@@ -179,13 +134,6 @@ def test_a_renewed_worker_is_another_process_with_the_same_budget(live: Live) ->
     assert live.prober.vram_budget_bytes == BUDGET
     assert live.probe(4, **HOPELESS).measurement.ok
     assert live.prober.worker_pid not in (None, first)
-
-
-def test_a_request_carries_its_own_budget(live: Live) -> None:
-    assert live.probe(4, **HOPELESS).measurement.ok
-    tight = live.probe(4, vram_budget_bytes=2**20).measurement
-    assert tight.outcome is Outcome.OOM
-    assert live.prober.survey().vram_budget_bytes == BUDGET
 
 
 def test_closing_ends_the_worker_and_removes_the_payload(
