@@ -59,7 +59,7 @@ class Row:
 def rows(gpu: Gpu) -> Iterator[Row]:
     """Yield every workload at every precision and micro-batch, with one worker per workload."""
     for name in MODELS:
-        workload = workload_of(Case(name, "as_is", "adamw", checkpointed=False))
+        workload = workload_of(Case(name, PRECISIONS[0], "adamw", checkpointed=False))
         workload = replace(workload, model=workload.build_model())
         with open_prober(workload, load_strategies(["precision"]), Target("cuda")) as prober:
             for precision in PRECISIONS:

@@ -304,7 +304,7 @@ class TestInABrowser:
         tab.run(click.format(0))
         tab.run(
             "(() => { const box = document.getElementById('filter-words');"
-            " box.value = 'confirmed folding'; box.dispatchEvent(new Event('input')); })()"
+            " box.value = 'confirmation folding'; box.dispatchEvent(new Event('input')); })()"
         )
         assert tab.run(shown) == ["6"]
         assert tab.run("document.getElementById('filter-count').textContent") == "1 of 8"
