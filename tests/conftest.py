@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # it reads the variable above when it is imported
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports no name
 
 from autofit.probing import worker_channel
 from autofit.snapshot import process
@@ -151,28 +151,48 @@ def run_python(
     return run
 
 
+Told = tuple[str, str, set[int]]
+"""Standard output and standard error of all ranks, and their exit codes."""
+
+
 @pytest.fixture(scope="session")
-def on_two_ranks(
-    python: Callable[..., subprocess.Popen[Any]],
-) -> Callable[[Path, str], Any]:
-    """Run a script on two ranks of this machine; return what rank 0 prints last, as JSON."""
+def run_ranks(python: Callable[..., subprocess.Popen[Any]]) -> Callable[..., Told]:
+    """Run a script or a module (`"-m", ...`) on ranks of this machine, as torchrun would."""
+
+    def run(folder: Path, *command: str, ranks: int = 2, forks_workers: bool = True) -> Told:
+        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        world = {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started = []
+        for rank in map(str, range(ranks)):
+            env = os.environ | world | {"RANK": rank, "LOCAL_RANK": rank}
+            options = {"cwd": folder, "env": env, "forks_workers": forks_workers, **pipes}
+            started.append(python(*command, **options))
+        try:
+            told = [rank.communicate(timeout=240) for rank in started]
+        finally:
+            for process in started:
+                process.kill()
+        out, errors = ("".join(texts) for texts in zip(*told, strict=True))
+        return out, errors, {process.returncode for process in started}
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def on_two_ranks(run_ranks: Callable[..., Told]) -> Callable[[Path, str], Any]:
+    """Run a script that trains on two ranks; return what one of them prints, as JSON."""
 
     def run(folder: Path, script: str) -> Any:
         (folder / "train.py").write_text(script)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks = []
-        for rank in "01":
-            env = os.environ | world | {"RANK": rank, "LOCAL_RANK": rank}
-            ranks.append(python("train.py", cwd=folder, env=env, forks_workers=False, **pipes))
-        try:
-            told = [rank.communicate(timeout=240) for rank in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-        assert [process.returncode for process in ranks] == [0, 0], told
-        return json.loads(told[0][0].splitlines()[-1])
+        out, errors, codes = run_ranks(folder, "train.py", forks_workers=False)
+        assert codes == {0}, errors
+        return json.loads(out.splitlines()[-1])
 
     return run

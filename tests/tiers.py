@@ -47,8 +47,10 @@ def tier_of(item: pytest.Item) -> str | None:
     ):
         return None
     info = item._fixtureinfo
-    fixtures = (info.name2fixturedefs[name][-1].func for name in _asked_for(item))
-    return "process" if any(map(_starts_one, (item.function, *fixtures))) else "unit"
+    fixtures = [info.name2fixturedefs[name][-1].func for name in _asked_for(item)]
+    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    functions = (item.function, *fixtures, *filter(inspect.isfunction, given))
+    return "process" if any(map(_starts_one, functions)) else "unit"
 
 
 def _asked_for(item: pytest.Function) -> Iterator[str]:

@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.torchrun import WORKLOAD, exit_codes, ranks_of, started, tree_of
+from tests.torchrun import WORKLOAD, ranks_of, started, tree_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -31,30 +32,31 @@ with open(f"rank{os.environ['RANK']}.json", "w") as file:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(run_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workload beside the report of a search on two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "train.py").write_text(WORKLOAD)
     limits = ["--vram-budget", "64MiB", "--strategies", "parallel", "--max-probes", "2"]
-    output, errors, code = run(folder, "search", TARGET, "--device", "cpu", *limits, "--json")
-    assert code == 0, errors
+    search = ("-m", "autofit", "search", TARGET, "--device", "cpu", *limits, "--json")
+    output, errors, codes = run_ranks(folder, *search)
+    assert codes == {0}, errors
     (folder / "r.json").write_text(output)
     return folder
 
 
-def run(folder: Path, *command: str, ranks: int = 2) -> tuple[str, str, int]:
-    """Return standard output, standard error and the exit code of a command of so many ranks."""
-    options = ("--nproc-per-node", str(ranks))
-    process = started(folder, "-m", "autofit", *command, options=options)
-    output, errors = process.communicate(timeout=500)
-    return output, errors, process.returncode
+@pytest.fixture
+def run(run_ranks: Any, folder: Path) -> Callable[..., tuple[str, str, set[int]]]:
+    """Run a command of autofit on so many ranks."""
+    return lambda *command, ranks=2: run_ranks(folder, "-m", "autofit", *command, ranks=ranks)
 
 
-def test_a_soak_is_trained_by_all_ranks_and_holds_each_to_the_report(folder: Path) -> None:
+def test_a_soak_is_trained_by_all_ranks_and_holds_each_to_the_report(
+    folder: Path, run: Any
+) -> None:
     report: dict[str, Any] = json.loads((folder / "r.json").read_text())
-    output, errors, code = run(folder, "soak", "r.json", TARGET, "--steps", "12", "--json")
+    output, errors, codes = run("soak", "r.json", TARGET, "--steps", "12", "--json")
     said = json.loads(output)  # which it would not be if both ranks printed
-    assert code == (0 if said["passed"] else 1), errors
+    assert codes == {0 if said["passed"] else 1}, errors
     assert said["steps"] == 12
     assert said["plan"] == report["best"]["plan"]
     assert said["measurement"]["outcome"] == "ok"
@@ -62,17 +64,16 @@ def test_a_soak_is_trained_by_all_ranks_and_holds_each_to_the_report(folder: Pat
     for trial in (report["best"], *report["trials"]):
         trial["ranks"][1]["peak_allocated_bytes"] //= 2
     (folder / "half.json").write_text(json.dumps(report))
-    output, errors, code = run(folder, "soak", "half.json", TARGET, "--steps", "8")
+    output, errors, codes = run("soak", "half.json", TARGET, "--steps", "8")
     assert output.count("rank 1: peak allocated rose from") == 1
     assert "on each rank" in output
-    assert exit_codes(errors) == {1}
+    assert codes == {1}
 
 
-def test_a_script_soaks_on_every_rank_alike(folder: Path) -> None:
+def test_a_script_soaks_on_every_rank_alike(folder: Path, run_ranks: Any) -> None:
     (folder / "soak.py").write_text(SCRIPT)
-    process = started(folder, "soak.py")
-    _, errors = process.communicate(timeout=500)
-    assert process.returncode == 0, errors
+    _, errors, codes = run_ranks(folder, "soak.py")
+    assert codes == {0}, errors
     first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert first["measurement"]["outcome"] == "ok"
@@ -88,12 +89,12 @@ def test_a_script_soaks_on_every_rank_alike(folder: Path) -> None:
     ],
     ids=["soak", "check", "asked"],
 )
-def test_a_report_of_another_number_of_ranks_is_refused(folder: Path, command: list[str]) -> None:
-    output, errors, _ = run(folder, *command, ranks=3)
+def test_a_report_of_another_number_of_ranks_is_refused(run: Any, command: list[str]) -> None:
+    output, errors, codes = run(*command, ranks=3)
     assert output == ""
     refused = "the plan is for 2 ranks, but this is 3 ranks"
     assert errors.count(refused) == 1
-    assert exit_codes(errors) == {2}
+    assert codes == {2}
 
 
 def test_one_process_starts_the_ranks_of_a_report(folder: Path, run_python: Any) -> None:
@@ -105,27 +106,27 @@ def test_one_process_starts_the_ranks_of_a_report(folder: Path, run_python: Any)
     assert len(said["measurement"]["ranks"]) == 2
 
 
-def test_a_check_probes_all_ranks(folder: Path) -> None:
+def test_a_check_probes_all_ranks(folder: Path, run: Any) -> None:
     here = ["--device", "cpu", "--micro-batch", "2", "--parallel", "fsdp2"]
-    output, errors, code = run(folder, "check", TARGET, *here, "--vram-budget", "64MiB", "--json")
+    output, errors, codes = run("check", TARGET, *here, "--vram-budget", "64MiB", "--json")
     verdict = json.loads(output)
-    assert code == 0, errors
+    assert codes == {0}, errors
     assert (verdict["fits"], verdict["method"], verdict["device"]) == (True, "probe", "cpu")
     assert (verdict["plan"]["world_size"], verdict["plan"]["global_batch"]) == (2, 8)
     assert verdict["plan"]["settings"] == {"parallel.mode": "fsdp2"}
     junit = folder / "capacity.xml"
     page = ["--junit-xml", str(junit), "--vram-budget", "1MiB"]
-    output, errors, code = run(folder, "check", TARGET, *here, *page)
+    output, errors, codes = run("check", TARGET, *here, *page)
     assert output.count("does not fit in 1.00 MiB") == 1
-    assert exit_codes(errors) == {1}
+    assert codes == {1}
     assert junit.read_text().count("<testcase") == 1
 
 
-def test_a_check_without_a_device_predicts_one_of_the_ranks(folder: Path) -> None:
+def test_a_check_without_a_device_predicts_one_of_the_ranks(run: Any) -> None:
     asked = ["--gpu", "H100", "--parallel", "fsdp2", "--micro-batch", "2", "--json"]
-    output, errors, code = run(folder, "check", TARGET, *asked)
+    output, errors, codes = run("check", TARGET, *asked)
     verdict = json.loads(output)
-    assert code == 0, errors
+    assert codes == {0}, errors
     assert (verdict["fits"], verdict["method"], verdict["gpu"]) == (True, "predict", "H100")
     assert (verdict["plan"]["world_size"], verdict["plan"]["global_batch"]) == (2, 8)
 

@@ -34,7 +34,7 @@ def text(record: Record, **findings: Any) -> str:
     return " ".join(render(found, 400, verbose=True).split())
 
 
-NOT_TO_THE_END = {"num_workers": None, "bottleneck": None, "warnings": []}
+NOT_TO_THE_END: dict[str, Any] = {"num_workers": None, "bottleneck": None, "warnings": []}
 CAUGHT = "OSError: Caught OSError in DataLoader worker process 0.\nTraceback\nOSError: no disk"
 
 
