@@ -32,7 +32,7 @@ if __name__ == "__main__":
         global_batch=64,  # 32 x 2 today
         vram_budget="64MiB",
         device="cpu",  # leave it out on a GPU
-        effort="quick",
+        options=autofit.SearchOptions(effort="quick"),
         max_probes=6,
     )
     print(report)

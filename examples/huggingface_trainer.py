@@ -3,6 +3,7 @@
 import torch
 import transformers
 
+import autofit
 from autofit.integrations import transformers as tuning
 
 
@@ -40,7 +41,8 @@ if __name__ == "__main__":
         train_dataset=texts(128),
     )
 
-    report = tuning.search(trainer, vram_budget="96MiB", max_probes=6, effort="quick")
+    options = autofit.SearchOptions(effort="quick")
+    report = tuning.search(trainer, vram_budget="96MiB", max_probes=6, options=options)
     print(report)
     print(tuning.apply(report, trainer))
     trainer.train()

@@ -33,7 +33,7 @@ if __name__ == "__main__":
         global_batch=16,
         vram_budget="64MiB",
         device="cpu",  # leave it out on a GPU
-        effort="quick",
+        options=autofit.SearchOptions(effort="quick"),
         max_probes=6,
     )
     print(report)

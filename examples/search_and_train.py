@@ -23,7 +23,7 @@ if __name__ == "__main__":
         global_batch=64,
         vram_budget="32MiB",
         device="cpu",  # leave it out on a GPU
-        effort="quick",
+        options=autofit.SearchOptions(effort="quick"),
         max_probes=8,
     )
     print(report)

@@ -294,16 +294,19 @@ def test_senseless_arguments_are_refused_in_words(
     monkeypatch.chdir(tmp_path)
     draw = random.Random(5)
     odd = [value for value in ODD if value is not None]
-    names = ("global_batch", "vram_budget", "device", "strategies", "numerics", "max_micro_batch",
-             "max_probes", "timeout", "study", "sampler", "seed", "progress",
-             "allow_accumulation_change", "clip_grad_norm", "loss_fn", "criterion",
-             "optimizer")  # fmt: skip
+    names = ("global_batch", "vram_budget", "device", "strategies", "numerics",
+             "max_probes", "timeout", "study", "seed", "progress", "loss_fn", "criterion",
+             "optimizer", "options")  # fmt: skip
+    tuned = ("max_micro_batch", "sampler", "allow_accumulation_change", "even_split", "effort",
+             "executor", "workers", "ranks", "profile")  # fmt: skip
     model: Any = workload.model
     search = functools.partial(autofit.search, model, workload.sample_batch)
     for _ in range(CALLS):
         # Were all that is drawn valid, the last argument would be refused.
         given = {name: draw.choice(odd) for name in draw.sample(names, 2)}
-        in_words(functools.partial(search, **({"effort": "none"} | given)), given)
+        in_words(functools.partial(search, **({"timeout": -1} | given)), given)
+        options = {name: draw.choice(odd) for name in draw.sample(tuned, 2)}
+        in_words(functools.partial(autofit.SearchOptions, **options), options)
         plan = {name: draw.choice(odd) for name in ("accumulation_steps", "global_batch")}
         in_words(functools.partial(autofit.Plan, draw.choice(odd), **plan), plan)
         where = {name: draw.choice(odd) for name in ("plan", "vram_budget", "gpu")}

@@ -34,8 +34,8 @@ from torch import nn
 import autofit
 
 model, batch = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)), torch.ones(4, 16)
-report = autofit.search(model, batch, device="{DEVICE}", vram_budget="{BUDGET}",
-                        max_micro_batch=16, max_probes=6)
+report = autofit.search(model, batch, device="{DEVICE}", vram_budget="{BUDGET}", max_probes=6,
+                        options=autofit.SearchOptions(max_micro_batch=16))
 workload = autofit.Workload(model, batch)
 verdict = autofit.check(workload, vram_budget="{BUDGET}", allow_stand_in_loss=True)
 print(report.best.measurement.ok, verdict.fits, torch._C._cuda_hasPrimaryContext(0))
@@ -73,8 +73,9 @@ def probed(prober: Prober, settings: dict[str, Scalar]) -> Any:
 
 def test_a_search_ends_with_a_plan_that_ran_within_the_budget() -> None:
     given = workload()
+    options = autofit.SearchOptions(max_micro_batch=2 * SAMPLES)
     report = autofit.search(
-        given, device=DEVICE, vram_budget=BUDGET, max_micro_batch=2 * SAMPLES, max_probes=24
+        given, device=DEVICE, vram_budget=BUDGET, max_probes=24, options=options
     )
     assert report.best.kind is TrialKind.CONFIRMATION
     best: Any = report.best.measurement
@@ -108,9 +109,9 @@ def test_a_search_in_this_process_leaves_model_and_process_as_they_were() -> Non
         batch,
         optimizer=optimizer,
         vram_budget=BUDGET,
-        max_micro_batch=16,
         max_probes=6,
         device=DEVICE,
+        options=autofit.SearchOptions(max_micro_batch=16),
     )
     assert report.best.measurement.ok
     assert differences(before, digest(objects)) == []

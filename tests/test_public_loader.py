@@ -20,7 +20,6 @@ HERE: dict[str, Any] = {
     "device": "cpu",
     "vram_budget": "64MiB",
     "max_probes": 1,
-    "criterion": nn.CrossEntropyLoss(),
 }
 SAMPLES = 16
 
@@ -57,6 +56,12 @@ class Slow(nn.Module):
         return scores
 
 
+def fed_by(loader: Any, model: nn.Module | None = None) -> autofit.Workload:
+    """Return a training of a layer whose batches that loader makes."""
+    layer = nn.Linear(8, 3) if model is None else model
+    return autofit.Workload(layer, batch(), criterion=nn.CrossEntropyLoss(), loader=loader)
+
+
 def said(report: autofit.Report) -> str:
     return " ".join(str(report).split())
 
@@ -66,7 +71,8 @@ def test_a_slow_loader_is_the_bottleneck_and_workers_are_recommended(tmp_path: P
     read, trace, saved = tmp_path / "read", tmp_path / "trace.json", tmp_path / "report.json"
     read.mkdir()
     photographs = functools.partial(DataLoader, Photographs(read, 0.01), shuffle=True)
-    report = autofit.search(nn.Linear(8, 3), batch(), loader=photographs, profile=trace, **HERE)
+    options = autofit.SearchOptions(profile=trace)
+    report = autofit.search(fed_by(photographs), options=options, **HERE)
     found = report.record.findings["loader"]
     assert found["bottleneck"] == "loader"
     assert found["num_workers"] > 1
@@ -87,7 +93,7 @@ def test_a_slow_loader_is_the_bottleneck_and_workers_are_recommended(tmp_path: P
 def test_a_loader_that_keeps_up_needs_no_workers() -> None:
     rows = TensorDataset(torch.ones(4000, 8), torch.zeros(4000, dtype=torch.int64))
     live = DataLoader(rows, 4, shuffle=True, num_workers=2)
-    report = autofit.search(Slow(), batch(), loader=live, **HERE)
+    report = autofit.search(fed_by(live, Slow()), **HERE)
     found = report.record.findings["loader"]
     assert found["bottleneck"] == "device"
     assert found["num_workers"] == 0
@@ -100,7 +106,7 @@ def test_a_loader_that_fails_costs_no_answer() -> None:
         raise ValueError("this photograph is torn")
 
     live = DataLoader(TensorDataset(torch.ones(4, 8)), 2, collate_fn=torn)
-    report = autofit.search(nn.Linear(8, 3), batch(), loader=live, **HERE)
+    report = autofit.search(fed_by(live), **HERE)
     assert report.best.ok
     assert report.record.findings["loader"]["failed"] == "ValueError: this photograph is torn"
     words = " ".join(report.to_text(verbose=True).split())
@@ -110,7 +116,7 @@ def test_a_loader_that_fails_costs_no_answer() -> None:
 @pytest.mark.slow
 def test_a_loader_that_hangs_ends_with_the_timeout_and_costs_no_answer(tmp_path: Path) -> None:
     stuck = functools.partial(DataLoader, Photographs(tmp_path, 1000.0))
-    report = autofit.search(nn.Linear(8, 3), batch(), loader=stuck, timeout=20, **HERE)
+    report = autofit.search(fed_by(stuck), timeout=20, **HERE)
     assert report.best.ok
     assert report.record.findings["loader"]["failed"] == "the time of the search was over"
     assert not any(Path(f"/proc/{path.name}").exists() for path in tmp_path.iterdir())
@@ -118,7 +124,4 @@ def test_a_loader_that_hangs_ends_with_the_timeout_and_costs_no_answer(tmp_path:
 
 def test_a_loader_is_checked_before_anything_is_started() -> None:
     with pytest.raises(autofit.InvalidArgument, match="must accept num_workers"):
-        autofit.search(nn.Linear(8, 3), batch(), loader=lambda batch_size: [], **HERE)
-    workload = autofit.Workload(nn.Linear(8, 3), batch(), criterion=nn.CrossEntropyLoss())
-    with pytest.raises(autofit.InvalidArgument, match="give loader to the Workload"):
-        autofit.search(workload, loader=DataLoader(TensorDataset(torch.ones(2, 8))))
+        fed_by(lambda batch_size: [])

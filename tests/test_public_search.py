@@ -121,7 +121,8 @@ def own_training_step() -> autofit.Report:
         training.optimizer_step()
         return loss
 
-    return autofit.search(classifier, labelled(), training_step=training_step, max_probes=1, **HERE)
+    workload = autofit.Workload(classifier, labelled(), training_step=training_step)
+    return autofit.search(workload, max_probes=1, **HERE)
 
 
 @pytest.mark.parametrize(
@@ -201,12 +202,15 @@ def searched() -> Searched:
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     events: list[Event] = []
     before, frozen = states(), gc.get_freeze_count()
-    report = autofit.search(
+    workload = autofit.Workload(
         model,
         labelled(4),
         criterion=nn.CrossEntropyLoss(),
         clip_grad_norm=1.0,
         global_batch=12,
+    )
+    report = autofit.search(
+        workload,
         vram_budget="32MiB",
         device="cpu",
         max_probes=4,
@@ -411,8 +415,13 @@ def step_of_each(training: autofit.Training, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("training_step", "splits"), [(step_of_all, False), (step_of_each, True)])
-def test_a_train_step_that_does_not_split_is_said_not_to(training_step: Any, splits: bool) -> None:
-    report = search_here(training_step=training_step, max_probes=1)
+def test_a_training_step_that_does_not_split_is_said_not_to(
+    training_step: Any, splits: bool
+) -> None:
+    workload = autofit.Workload(
+        classifier, labelled(), training_step=training_step, global_batch=16
+    )
+    report = autofit.search(workload, max_probes=1, **HERE)
     assert report.best.plan == autofit.Plan.split(16, 4, report.best.plan.settings)
     words = "all 16 samples of a step ran at once"
     assert (words in " ".join(report.record.notes)) is not splits
@@ -590,7 +599,8 @@ def test_numerics_limits_what_is_tried(level: autofit.Numerics | str) -> None:
 
 
 def test_a_free_global_batch_is_said_to_have_changed() -> None:
-    report = search_here(global_batch=None, max_probes=6, max_micro_batch=64)
+    options = autofit.SearchOptions(max_micro_batch=64)
+    report = search_here(global_batch=None, max_probes=6, options=options)
     assert all(trial.plan.accumulation_steps == 1 for trial in report.trials)
     assert report.best.plan.micro_batch > 4
     size = report.best.plan.micro_batch
@@ -645,7 +655,8 @@ class Naming:
 
 def test_a_strategy_may_be_given_as_an_object() -> None:
     sampler = optuna.samplers.RandomSampler(seed=0)
-    report = search_here(strategies=[Naming()], sampler=sampler, max_probes=8)
+    options = autofit.SearchOptions(sampler=sampler)
+    report = search_here(strategies=[Naming()], options=options, max_probes=8)
     assert list(report.record.dimensions) == ["naming.word"]
     assert all(trial.measurement.outcome is autofit.Outcome.OK for trial in report.trials)
     probed = {trial.plan.settings["naming.word"] for trial in report.trials}
@@ -836,16 +847,15 @@ def test_the_users_code_runs_in_workers_alone(tmp_path: Path, device: str) -> No
     def before_step(model: nn.Module, optimizer: Any) -> None:
         note("before_step")
 
+    workload = autofit.Workload(
+        model, batch, loss_fn=loss_fn, optimizer=optimizer, before_step=before_step
+    )
     autofit.search(
-        model,
-        batch,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        before_step=before_step,
+        workload,
         device=device,
         vram_budget="32MiB" if device == "cpu" else "4GiB",
-        max_micro_batch=8,
         max_probes=3,
+        options=autofit.SearchOptions(max_micro_batch=8),
     )
     lines = [line.split() for line in ran.read_text().splitlines()]
     assert {what for _, what in lines} == {

@@ -136,17 +136,21 @@ def search(
         check_writable(path)
     from autofit.registry import numerics_level
     from autofit.searching.limits import check_search_arguments
+    from autofit.searching.options import SearchOptions
 
     numerics_level(numerics)
     check_search_arguments(
-        max_micro_batch=max_micro_batch,
         max_probes=max_probes,
         timeout=timeout,
         planned_steps=planned_steps,
-        effort=effort,
         study=study,
-        sampler=None,
         progress=None,
+    )
+    options = SearchOptions(
+        effort=effort,
+        max_micro_batch=max_micro_batch,
+        allow_accumulation_change=allow_accumulation_change,
+        ranks=ranks,
         profile=profile,
     )
     from autofit.cli.progress import ProgressLine
@@ -159,30 +163,24 @@ def search(
             if progress is not None:
                 progress.show_stage(f"loading {target}")
             workload = load_target(target)  # before the slow imports: it may be mistyped
-            from autofit.searching.options import SearchOptions
             from autofit.searching.result import INTERRUPTED
             from autofit.searching.search import search as run
 
             if global_batch is not None:
                 workload = replace(workload, global_batch=global_batch)
-            if allow_accumulation_change:
-                workload = replace(workload, allow_accumulation_change=True)
             report = run(
                 workload,
                 vram_budget=read_budget(vram_budget),
                 device=device,
                 strategies=strategies,
                 numerics=numerics,
-                max_micro_batch=max_micro_batch,
                 max_probes=max_probes,
                 timeout=timeout,
                 planned_steps=planned_steps,
-                effort=effort,
                 study=study,
                 seed=seed,
                 progress=progress or False,
-                profile=profile,
-                options=SearchOptions(ranks=ranks),
+                options=options,
             )
         report = replace(
             report,

@@ -1,4 +1,4 @@
-"""Decide whether the accumulation count may change, by comparing gradients on a few samples.
+"""Decide whether the accumulation steps may change, by comparing gradients on a few samples.
 
 Where the gradients differ beyond rounding, all together or of one parameter, the count stays at the
 baseline's unless the user allows otherwise, and a note says by how much they differ, where, and
@@ -64,27 +64,27 @@ Repeated: TypeAlias = Callable[[], Iterable[StepTrace]]
 
 
 @dataclass(frozen=True)
-class Resplit:
-    """Decision about the accumulation count.
+class SplitGradients:
+    """Whether split batches may train in place of whole ones.
 
     Attributes:
-        allowed: whether the accumulation count may change.
+        why_kept: why the accumulation steps may not change; None: they may.
         comparison: of split and whole gradients; None where it was not needed or failed.
-        notes: for the reader of the report.
+        notes: for the reader of the report; the one about `why_kept` begins with it.
     """
 
-    allowed: bool
+    why_kept: str | None = None
     comparison: Comparison | None = None
     notes: tuple[str, ...] = ()
 
 
-def decide_resplit(
+def compare_split_gradients(
     builder: TrainingBuilder,
     workload: Workload,
     *,
     most_samples: int | None = None,
     lost: str | None = None,
-) -> Resplit:
+) -> SplitGradients:
     """Decide whether split batches of the workload may train in place of whole ones.
 
     Args:
@@ -93,18 +93,12 @@ def decide_resplit(
         most_samples: the most that may be run; None: any number.
         lost: how comparing them lost a worker before, so that they are not; None: it did not.
     """
-    allowed = workload.allow_accumulation_change
     if workload.global_batch is None or workload.global_batch == 1:
-        return Resplit(True)
+        return SplitGradients()
     if workload.training_step is not None:
-        return _unknown(
-            "training_step decides how a batch is split", "allow_accumulation_change", allowed
-        )
+        return _kept("training_step decides how a batch is split")
     if lost is not None:
-        why = f"split and whole gradients could not be compared ({lost})"
-        return Resplit(
-            allowed, notes=(why if allowed else _kept(why, "allow_accumulation_change"),)
-        )
+        return _kept(f"split and whole gradients could not be compared ({lost})")
     try:
         batch = workload.batch(
             min(SAMPLES_OF_A_COMPARISON, most_samples or SAMPLES_OF_A_COMPARISON)
@@ -113,38 +107,34 @@ def decide_resplit(
         batch = _varied(batch, places)
         if not any(_has_distinct_samples(tensors_of(batch)[place]) for place in places):
             why = "copies of one sample do not show whether split gradients equal whole ones"
-            return _unknown(why, "samples that differ", allowed)
+            return _kept(why, way_out="samples that differ")
         split = _split_against_whole(builder, batch)
         noise = None if split.equal else _whole_against_whole(builder, batch)
         carried = _second_against_first(builder, batch) if split.equal else None
     except Exception as error:
         release_exception(error)
-        why = f"split and whole gradients could not be compared ({with_type(error)})"
-        return Resplit(
-            allowed, notes=(why if allowed else _kept(why, "allow_accumulation_change"),)
-        )
+        return _kept(f"split and whole gradients could not be compared ({with_type(error)})")
     finally:
         builder.reclaim_or_not()
     if carried is not None:
-        return Resplit(allowed, carried.comparison, (_note_of_state(carried, allowed),))
+        return _kept(_why_by_state(carried), carried.comparison)
     if noise is None:
-        return (
-            Resplit(True, split.comparison)
-            if allowed
-            else _with_padding(builder, batch, places, split.comparison)
-        )
-    if not noise.equal and not allowed:
+        return _with_padding(builder, batch, places, split.comparison)
+    if not noise.equal:
         why = (
-            "the model draws random numbers that move the gradients of the same samples by "
+            "the model draws random numbers that change the gradients of the same samples by "
             f"{noise.gradient:.1%}, so split and whole gradients cannot be compared"
         )
-        return Resplit(False, split.comparison, (_kept(why, "allow_accumulation_change"),))
-    return Resplit(allowed, split.comparison, (_note(split, workload),))
+        return _kept(why, split.comparison)
+    return _kept(_why_by_split(split), split.comparison, way_out=_way_out(split, workload))
 
 
-def _unknown(why: str, way_out: str, allowed: bool) -> Resplit:
-    """Return the decision where no gradients could be compared."""
-    return Resplit(allowed, notes=() if allowed else (_kept(why, way_out),))
+def _kept(
+    why: str, comparison: Comparison | None = None, *, way_out: str = "allow_accumulation_change"
+) -> SplitGradients:
+    """Return the decision to keep the accumulation steps; `way_out` is what to pass instead."""
+    note = f"{why}: the accumulation steps were kept. To free them, pass {way_out}"
+    return SplitGradients(why, comparison, (note,))
 
 
 @dataclass(frozen=True)
@@ -252,16 +242,14 @@ def _changed(
     return tuple(sorted(names, key=lambda name: not torch.is_tensor(after[name])))
 
 
-def _note_of_state(carried: _Compared, allowed: bool) -> str:
+def _why_by_state(carried: _Compared) -> str:
     more = " and others" * (len(carried.state) > 3)
     where = f"{', '.join(carried.state[:3])}{more}" or "what it keeps outside its modules"
-    why = (
-        f"a forward in training changes {where}, which the next one reads: it moves the gradients "
-        f"of the same samples by {carried.by()}, so split gradients differ from whole ones"
+    return (
+        f"a forward in training changes {where}, which the next one reads: it changes the "
+        f"gradients of the same samples by {carried.by()}, so split gradients differ from whole "
+        "ones"
     )
-    if allowed:
-        return f"{why}: allow_accumulation_change was given, so the accumulation count is free"
-    return _kept(why, "allow_accumulation_change")
 
 
 def _whole_against_whole(builder: TrainingBuilder, batch: Batch) -> Comparison:
@@ -270,21 +258,20 @@ def _whole_against_whole(builder: TrainingBuilder, batch: Batch) -> Comparison:
     return compare_passes(builder, ((whole, builder.seed), (whole, builder.seed + 1)), batch)
 
 
-def _note(split: _Compared, workload: Workload) -> str:
+def _why_by_split(split: _Compared) -> str:
     comparison = split.comparison
     what = "which normalize over the batch" if comparison.normalizes_over_batch else "most of all"
     where = f" (in {', '.join(comparison.modules)}, {what})" if comparison.modules else ""
-    why = f"Split gradients differ from whole ones by {split.by()}{'' if split.apart else where}"
-    if workload.allow_accumulation_change:
-        return f"{why}: allow_accumulation_change was given, so the accumulation count is free"
-    if comparison.normalizes_over_batch or workload.loss_weight is not None:
-        return _kept(why, "allow_accumulation_change")
-    weight = "loss_weight where the loss is a mean over something other than samples"
-    return _kept(why, f"allow_accumulation_change, or {weight}")
+    return f"Split gradients differ from whole ones by {split.by()}{'' if split.apart else where}"
 
 
-def _kept(why: str, way_out: str) -> str:
-    return f"{why}: the accumulation count was kept. To free it, pass {way_out}"
+def _way_out(split: _Compared, workload: Workload) -> str:
+    if split.comparison.normalizes_over_batch or workload.loss_weight is not None:
+        return "allow_accumulation_change"
+    return (
+        "allow_accumulation_change, or loss_weight where the loss is a mean over something other "
+        "than samples"
+    )
 
 
 # Samples altered as padding alters them.
@@ -295,7 +282,7 @@ _KEPT = (1.0, 0.5, 0.75, 0.25, 0.5)
 
 def _with_padding(
     builder: TrainingBuilder, batch: Batch, places: Collection[int], comparison: Comparison
-) -> Resplit:
+) -> SplitGradients:
     """Return the decision where split and whole gradients of the sample batch are equal."""
     masks, masked = _masks_altered(batch, places)
     if masks and (found := _tried(builder, masked)) is not None and not found.equal:
@@ -303,8 +290,8 @@ def _with_padding(
             f"split gradients equal whole ones on the sample batch, whose masks "
             f"({', '.join(masks)}) leave nothing out, and differ by {found.by()} where they do"
         )
-        kept = _kept(why, "loss_weight (what the masks leave), or allow_accumulation_change")
-        return Resplit(False, found.comparison, (kept,))
+        way_out = "loss_weight (what the masks leave), or allow_accumulation_change"
+        return _kept(why, found.comparison, way_out=way_out)
     if builder.fresh_workload().loss_weight is None:
         found = _tried(builder, batch, _targets_ignored)
         if found is not None and not found.equal:
@@ -312,8 +299,8 @@ def _with_padding(
                 f"{ACT}Padded targets (-100) would change gradients by {found.by()} when "
                 "accumulating: pass loss_weight="
             )
-            return Resplit(True, comparison, (note,))
-    return Resplit(True, comparison)
+            return SplitGradients(None, comparison, (note,))
+    return SplitGradients(None, comparison)
 
 
 def _tried(

@@ -164,7 +164,7 @@ def check_even(plan: Plan) -> None:
         raise InvalidArgument(
             f"the plan splits {plan.samples_per_step} samples into {sizes}, but a "
             "trainer makes micro-batches of one size: search again with "
-            "even_split=True, or train with report.apply(model, optimizer)"
+            "SearchOptions(even_split=True), or train with report.apply(model, optimizer)"
         )
 
 

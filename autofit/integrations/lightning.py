@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,6 +40,9 @@ from autofit.training.batch import batch_size
 from autofit.training.workload import Workload
 from autofit.units import kind_of
 
+if TYPE_CHECKING:
+    from autofit.searching.options import SearchOptions
+
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _APPLY = (
     "from autofit.integrations import lightning as tuning",
@@ -58,7 +61,7 @@ def workload(
     sample_batch: Any = None,
     examine: int = MOST_EXAMINED,
     progress: OnEvent | bool | None = None,
-    **options: Any,
+    **more: Any,
 ) -> Workload:
     """Return what a LightningModule trains, as a workload.
 
@@ -73,7 +76,7 @@ def workload(
         examine: samples to look at for the longest ones, for some seconds at most; of images and
             the like, which have no length, a few.
         progress: of that, as for `autofit.search`.
-        options: further fields of the `Workload`, such as optimizer, where `configure_optimizers`
+        more: further fields of the `Workload`, such as optimizer, where `configure_optimizers`
             needs a Trainer, or global_batch.
 
     Raises:
@@ -91,13 +94,12 @@ def workload(
     sample_batch = module.on_before_batch_transfer(sample_batch, 0)
     given: dict[str, Any] = {
         "loss_fn": ModuleLoss(precision=_own_precision(trainer)),
-        "even_split": True,  # a loader makes micro-batches of one size
         "global_batch": batch_size(sample_batch) * getattr(trainer, "accumulate_grad_batches", 1),
         **_clipping(trainer),
     }
-    if "optimizer" not in options:
+    if "optimizer" not in more:
         given["optimizer"] = _optimizer(module)
-    return Workload(module, sample_batch, **given | options)
+    return Workload(module, sample_batch, **given | more)
 
 
 def search(
@@ -109,11 +111,11 @@ def search(
     examine: int = MOST_EXAMINED,
     optimizer: Any = None,
     global_batch: int | None = None,
-    allow_accumulation_change: bool = False,
-    strategies: Iterable[str | Strategy] | None = None,
     numerics: Any = "reduced_precision",
+    strategies: Iterable[str | Strategy] | None = None,
     progress: OnEvent | bool | None = None,
-    **options: Any,
+    options: SearchOptions | None = None,
+    **more: Any,
 ) -> Report:
     """Find the fastest way to train a LightningModule.
 
@@ -125,18 +127,19 @@ def search(
         examine: see `workload`.
         optimizer: parameters -> Optimizer; None: that of `configure_optimizers`.
         global_batch: samples per optimizer step; None: those of `data` times the accumulation.
-        allow_accumulation_change: as for `autofit.search`.
-        strategies: as for `autofit.search`.
         numerics: as for `autofit.search`. If the Trainer has mixed precision, every plan keeps it,
             and no other is tried.
+        strategies: as for `autofit.search`.
         progress: as for `autofit.search`.
-        options: further arguments of `autofit.search` (vram_budget, timeout, study, ...).
+        options: as for `autofit.search`; a loader makes micro-batches of one size, so `even_split`
+            is always on.
+        more: further arguments of `autofit.search` (vram_budget, timeout, study, ...).
 
     Raises:
         InvalidArgument: see `workload`, and what `autofit.search` raises.
     """
     own = _own_precision(trainer)
-    more = {"optimizer": optimizer, "global_batch": global_batch}
+    given = {"optimizer": optimizer, "global_batch": global_batch}
     trained = workload(
         module,
         data,
@@ -144,8 +147,7 @@ def search(
         sample_batch=sample_batch,
         examine=examine,
         progress=progress,
-        allow_accumulation_change=allow_accumulation_change,
-        **{name: value for name, value in more.items() if value is not None},
+        **{name: value for name, value in given.items() if value is not None},
     )
     device = {} if trainer is None else {"device": str(trainer.strategy.root_device)}
     return search_workload(
@@ -158,7 +160,8 @@ def search(
         else [],
         apply=_APPLY,
         progress=progress,
-        **device | options,
+        options=options,
+        **device | more,
     )
 
 

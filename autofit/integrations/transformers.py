@@ -15,7 +15,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +35,9 @@ from autofit.searching.events import OnEvent
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 
+if TYPE_CHECKING:
+    from autofit.searching.options import SearchOptions
+
 _APPLY = (
     "from autofit.integrations import transformers as tuning",
     "print(tuning.apply(report, trainer))  # sets its arguments",
@@ -48,7 +51,7 @@ def workload(
     sample_batch: Any = None,
     examine: int = MOST_EXAMINED,
     progress: OnEvent | bool | None = None,
-    **options: Any,
+    **more: Any,
 ) -> Workload:
     """Return what a Trainer trains, as a workload.
 
@@ -59,7 +62,7 @@ def workload(
         examine: samples to look at for the longest ones, for some seconds at most; of images and
             the like, which have no length, a few.
         progress: of that, as for `autofit.search`.
-        options: further fields of the `Workload`, such as allow_accumulation_change.
+        more: further fields of the `Workload`.
 
     Raises:
         InvalidArgument: the Trainer uses more than one device, or has no training data.
@@ -75,9 +78,8 @@ def workload(
         "optimizer": _optimizer(trainer),
         "clip_grad_norm": args.max_grad_norm or None,
         "global_batch": samples_per_step(args),
-        "even_split": True,  # a Trainer's loader makes micro-batches of one size
     }
-    return Workload(trainer.model, sample_batch, **given | options)
+    return Workload(trainer.model, sample_batch, **given | more)
 
 
 def search(
@@ -85,11 +87,11 @@ def search(
     *,
     sample_batch: Any = None,
     examine: int = MOST_EXAMINED,
-    allow_accumulation_change: bool = False,
-    strategies: Iterable[str | Strategy] | None = None,
     numerics: Any = "reduced_precision",
+    strategies: Iterable[str | Strategy] | None = None,
     progress: OnEvent | bool | None = None,
-    **options: Any,
+    options: SearchOptions | None = None,
+    **more: Any,
 ) -> Report:
     """Find the fastest way to run this Trainer, with its own samples per optimizer step.
 
@@ -97,12 +99,13 @@ def search(
         trainer: a live `transformers.Trainer`; its model, arguments and data stay as they are.
         sample_batch: see `workload`.
         examine: see `workload`.
-        allow_accumulation_change: as for `autofit.search`.
-        strategies: as for `autofit.search`.
         numerics: as for `autofit.search`. If the arguments ask for bf16 or fp16, every plan keeps
             it, and no other precision is tried.
+        strategies: as for `autofit.search`.
         progress: as for `autofit.search`.
-        options: further arguments of `autofit.search` (vram_budget, timeout, study, ...).
+        options: as for `autofit.search`; a Trainer's loader makes micro-batches of one size, so
+            `even_split` is always on.
+        more: further arguments of `autofit.search` (vram_budget, timeout, study, ...).
 
     Raises:
         InvalidArgument: see `workload`, and what `autofit.search` raises.
@@ -113,7 +116,6 @@ def search(
         sample_batch=sample_batch,
         examine=examine,
         progress=progress,
-        allow_accumulation_change=allow_accumulation_change,
     )
     with in_training_mode(trainer.model):
         return search_workload(
@@ -124,7 +126,8 @@ def search(
             notes=_notes(trainer.args, own),
             apply=_APPLY,
             progress=progress,
-            **{"device": str(trainer.args.device)} | options,
+            options=options,
+            **{"device": str(trainer.args.device)} | more,
         )
 
 

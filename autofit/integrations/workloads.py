@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,9 @@ from autofit.searching.events import OnEvent, Progress, StageStarted
 from autofit.snapshot import process
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
+
+if TYPE_CHECKING:
+    from autofit.searching.options import SearchOptions
 
 MOST_EXAMINED = 10_000
 """Samples of a data set that are looked at for the longest ones, evenly spread over it."""
@@ -190,24 +193,29 @@ def search_workload(
     numerics: Any,
     notes: Iterable[str],
     apply: Sequence[str],
-    **options: Any,
+    options: SearchOptions | None,
+    **more: Any,
 ) -> Report:
-    """Search a workload that may have mixed precision of its own, which every plan then keeps.
+    """Search what a trainer trains: in micro-batches of one size, as its loader makes them.
+
+    Mixed precision of its own is kept by every plan.
 
     Args:
         workload: its loss enters that precision.
         precision: the type of its autocast; None: it has none, and types are searched.
-        strategies, numerics, options: as for `autofit.search`.
+        strategies, numerics, options, more: as for `autofit.search`.
         notes: for the reader of the report.
         apply: lines of code that train by the report.
     """
+    from autofit.searching.options import SearchOptions
     from autofit.searching.search import search
 
     if precision:
         loaded = load_strategies(strategies, numerics=numerics)
         kept = [s for s in loaded if "autocast" not in getattr(s, "standard_terms", ())]
         strategies = Unnamed(kept) if strategies is None else kept
-    report = search(workload, strategies=strategies, numerics=numerics, **options)
+    even = replace(SearchOptions() if options is None else options, even_split=True)
+    report = search(workload, strategies=strategies, numerics=numerics, options=even, **more)
     record = report.record
     facts = {**record.workload, "apply": list(apply)}
     told = replace(record, notes=(*record.notes, *notes), workload=facts)

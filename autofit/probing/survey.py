@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autofit.devices.base import Environment
-from autofit.equivalence.accumulation import decide_resplit
+from autofit.equivalence.accumulation import compare_split_gradients
 from autofit.equivalence.strategy_context import StrategyContext
 from autofit.errors import InvalidArgument, NoFeasiblePlan, release_exception, with_type
 from autofit.measurement import ACT, NOT_TRIED
@@ -60,12 +60,14 @@ class Survey:
         batched: the places of those that hold samples.
         global_batch: samples per optimizer step to keep.
         resplit: how split and whole gradients compare; None where that was not asked or failed.
-        may_change_accumulation: whether the accumulation count may change.
+        may_change_accumulation: whether the accumulation steps may change.
         dimensions: setting -> its values.
         notes: what a reader of the report should know.
         busy: what others did on the device before this search computed there; None: not much.
-        even_split: whether all micro-batches of a plan must have one size.
         world_size: ranks that train together.
+        accumulation_kept: why the accumulation steps are kept, with which a note begins; None: they
+            may change.
+        allow_accumulation_change: whether they may change all the same, since the user said so.
     """
 
     environment: Environment
@@ -83,10 +85,11 @@ class Survey:
     dimensions: Mapping[str, Dimension]
     notes: tuple[str, ...] = ()
     busy: str | None = None
-    even_split: bool = False
     world_size: int = 1
+    accumulation_kept: str | None = None
+    allow_accumulation_change: bool = False
 
-    def space(self, max_micro_batch: int | None = None) -> Space:
+    def space(self, max_micro_batch: int | None = None, *, even: bool = False) -> Space:
         """Return the search space that these facts leave."""
         # A plan of several ranks names how these share the work, also where there is one way
         fewest = 2 if self.world_size == 1 else 1
@@ -98,7 +101,7 @@ class Survey:
             global_batch=self.global_batch,
             may_change_accumulation=self.may_change_accumulation,
             max_micro_batch=max_micro_batch,
-            even_split=self.even_split,
+            even_split=even,
             fixed=fixed,
             world_size=self.world_size,
         )
@@ -110,6 +113,16 @@ class Survey:
         """
         named = {setting.partition(".")[0] for setting in (plan.settings if plan else ())}
         return self.without_costly(named).space()
+
+    def with_accumulation_free(self) -> Survey:
+        """Return the survey of a search that may change the accumulation steps in any case."""
+        why, notes = self.accumulation_kept, self.notes
+        if why is not None:
+            freed = f"{why}: the accumulation steps are free by allow_accumulation_change"
+            notes = tuple(freed if note.startswith(why) else note for note in notes)
+        return replace(
+            self, notes=notes, may_change_accumulation=True, allow_accumulation_change=True
+        )
 
     def without_costly(self, asked_for: Collection[str]) -> Survey:
         """Return the survey without what is costly to try, of strategies that nobody asked for."""
@@ -238,7 +251,7 @@ def take_survey(
         notes += [*unequal, *ranks.normalizing_apart(one.model)]
     workload = builder.fresh_workload()
     session.on_stage(stage_of(SPLIT_GRADIENTS))
-    resplit = decide_resplit(
+    resplit = compare_split_gradients(
         builder,
         workload,
         most_samples=workload.sample_batch_size if SPLIT_GRADIENTS in sparing else None,
@@ -256,7 +269,7 @@ def take_survey(
         batched=sorted(workload.samples.batched),
         global_batch=workload.global_batch,
         resplit=resplit.comparison,
-        may_change_accumulation=resplit.allowed,
+        may_change_accumulation=resplit.why_kept is None,
         dimensions=dimensions,
         notes=(
             *(f"{ACT}{note}" for note in session.notes),
@@ -266,8 +279,8 @@ def take_survey(
             *resplit.notes,
         ),
         busy=busy,
-        even_split=workload.even_split,
         world_size=world.size,
+        accumulation_kept=resplit.why_kept,
     )
 
 

@@ -9,12 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from optuna.samplers import BaseSampler
-
 from autofit.errors import InvalidArgument, SearchTimedOut
 from autofit.measurement import Trial, TrialKind, fastest_of, oom_probes_of, probes_of
 from autofit.plan import check_count
-from autofit.planning.search_spec import Effort
 from autofit.searching.events import Progress
 
 _LARGEST_TIMEOUT_S = 1e9  # about as long as a system call waits
@@ -154,24 +151,14 @@ def _seconds_in_full(trial: Trial) -> float:
 
 
 def check_search_arguments(
-    *,
-    max_micro_batch: Any,
-    max_probes: Any,
-    timeout: Any,
-    planned_steps: Any,
-    study: Any,
-    sampler: Any,
-    progress: Any,
-    effort: Any,
-    profile: Any,
+    *, max_probes: Any, timeout: Any, planned_steps: Any, study: Any, progress: Any
 ) -> None:
     """Check the arguments of `autofit.search` that say how to search.
 
     Raises:
         InvalidArgument: one is invalid; the message names it and its value.
     """
-    counts = {"max_probes": max_probes, "planned_steps": planned_steps}
-    for name, count in {"max_micro_batch": max_micro_batch, **counts}.items():
+    for name, count in {"max_probes": max_probes, "planned_steps": planned_steps}.items():
         if count is not None:
             check_count(name, count)
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
@@ -180,32 +167,9 @@ def check_search_arguments(
             f"timeout must be above zero seconds and below {_LARGEST_TIMEOUT_S:g}, or None for no "
             f"limit, got {timeout!r}"
         )
-    if effort not in list(Effort):  # a list asks for no hash, and it may be anything
-        names = ", ".join(repr(each.value) for each in Effort)
-        raise InvalidArgument(f"effort must be one of {names}, got {effort!r}")
     if study is not None and not (isinstance(study, (str, os.PathLike)) and os.fspath(study)):
         raise InvalidArgument(f"study must be a file path or an Optuna storage URL, got {study!r}")
-    if sampler is not None and not isinstance(sampler, BaseSampler):
-        raise InvalidArgument(f"sampler must be an Optuna sampler object, got {sampler!r}")
-    if profile is not None:
-        _check_profile(profile)
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise InvalidArgument(
             f"progress must be True or a function that is called with each event, got {progress!r}"
-        )
-
-
-def _check_profile(profile: Any) -> None:
-    """Refuse a file for the trace before the search rather than after it."""
-    is_path = isinstance(profile, (str, os.PathLike)) and bool(os.fspath(profile))
-    if not is_path or not os.fspath(profile).endswith((".json", ".json.gz")):
-        raise InvalidArgument(
-            f"profile must be a .json or .json.gz file for a trace, got {profile!r}"
-        )
-    if "\0" in os.fspath(profile):
-        raise InvalidArgument(f"profile={os.fspath(profile)!r}: no file's name has a NUL")
-    folder = os.path.dirname(os.path.abspath(profile))
-    if os.path.isdir(profile) or not os.access(folder, os.W_OK | os.X_OK):
-        raise InvalidArgument(
-            f"profile={os.fspath(profile)!r}: give a file in a folder that can be written"
         )

@@ -118,7 +118,7 @@ def record_of(
             "global_batch": survey.global_batch,
             "sample_batch_size": survey.sample_batch_size,
             "may_change_accumulation": survey.may_change_accumulation,
-            "allow_accumulation_change": workload.allow_accumulation_change,
+            "allow_accumulation_change": survey.allow_accumulation_change,
             "loss": survey.loss,
             "lacks_loss": survey.loss == LossSource.STAND_IN,
             "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],

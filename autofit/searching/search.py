@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from optuna.samplers import BaseSampler
 
 from autofit.devices.cpu import load_of_others
 from autofit.errors import InvalidArgument, NoFeasiblePlan, SearchTimedOut, hides_own_frames
@@ -47,7 +46,6 @@ from autofit.searching.study import Store
 from autofit.searching.wording import logged
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
-from autofit.training.loader import Loader
 from autofit.training.workload import Workload
 from autofit.units import counted
 
@@ -59,31 +57,20 @@ def search(
     model: torch.nn.Module | Callable[[], torch.nn.Module] | Workload,
     sample_batch: Any = None,
     *,
-    loss_fn: Callable[..., torch.Tensor] | None = None,
     criterion: Callable[..., torch.Tensor] | None = None,
-    loss_weight: Callable[[Any], float] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     optimizer: Any = torch.optim.AdamW,
-    before_step: Callable[..., None] | None = None,
-    clip_grad_norm: float | None = None,
-    training_step: Callable[..., torch.Tensor] | None = None,
     global_batch: int | None = None,
-    allow_accumulation_change: bool = False,
-    even_split: bool = False,
-    loader: Loader | None = None,
     vram_budget: str | float | None = None,
     device: str | Sequence[str] | None = None,
-    strategies: Iterable[str | Strategy] | None = None,
     numerics: Numerics | str = "reduced_precision",
-    max_micro_batch: int | None = None,
+    strategies: Iterable[str | Strategy] | None = None,
+    planned_steps: int | None = None,
     max_probes: int | None = None,
     timeout: float | None = None,
-    planned_steps: int | None = None,
-    effort: str = "normal",
     study: str | os.PathLike[str] | None = None,
-    sampler: BaseSampler | None = None,
     seed: int = 0,
     progress: OnEvent | bool | None = None,
-    profile: str | os.PathLike[str] | None = None,
     options: SearchOptions | None = None,
 ) -> Report:
     """Find, by running it, the fastest way to train a model within a VRAM budget.
@@ -94,75 +81,59 @@ def search(
     also when this raises.
 
     Args:
-        model: the module; a function of no arguments that builds one; or a `Workload`, alone.
+        model: the module; a function of no arguments that builds one; or a `Workload`, alone,
+            which also takes what this signature leaves out: loss_weight, clip_grad_norm,
+            before_step, training_step and loader.
         sample_batch: any pytree of tensors, as long as the longest the training will see; or a
             function n -> batch of n samples.
-        loss_fn: (model, batch) -> scalar tensor, the mean over samples.
         criterion: (output, target) -> scalar tensor; the batch is then (input, target).
-        loss_weight: batch -> what its loss is a mean over (say, its valid tokens); None: samples.
-        optimizer: parameters -> Optimizer; a live Optimizer; or, with training_step, a mapping.
-        before_step: (model, optimizer), called after unscaling and before the update.
-        clip_grad_norm: clip the gradients' total norm to this before the update.
-        training_step: (training, batch) -> loss, the whole optimizer step.
+        loss_fn: (model, batch) -> scalar tensor, the mean over samples.
+        optimizer: parameters -> Optimizer; or a live Optimizer.
         global_batch: samples per optimizer step to keep; None: free, with one micro-batch a step.
-        allow_accumulation_change: change the accumulation steps even where gradients change.
-        even_split: split the global batch into micro-batches of one size only.
-        loader: a function of batch_size, num_workers, pin_memory and prefetch_factor (or as many of
-            them as it takes) that makes a `DataLoader`; or a live one, made again with other
-            numbers of workers. What it delivers is measured against what the best plan consumes.
         vram_budget: "24GiB", bytes, or a fraction of the device; None: what is free, less a margin.
             On a CPU it bounds the training's tensors, not the memory of the process.
         device: "cuda", "cuda:1", "cpu"; None: cuda where there is one. Several that are alike run
             plans at the same time: ["cuda:0", "cuda:1"], "cuda:0,cuda:1", "all" (every GPU), or
             ["cpu", "cpu"], which share the cores.
-        strategies: names or Strategy objects; None: all that `numerics` allows.
         numerics: "exact", "rounding" or "reduced_precision", or such a `Numerics`: how far a plan
             may change the arithmetic.
-        max_micro_batch: the largest micro-batch to try, in samples; at least the baseline's.
-        max_probes: the most probes: runs of a plan that are timed, baseline and confirmations
-            counted. What looks at the workload before the first (its memory, settings and split
-            gradients) and the profile of a step after the last are not counted.
-        timeout: seconds from the call until the search ends, with what was measured by then. A
-            probe that runs is ended.
+        strategies: names or Strategy objects; None: all that `numerics` allows.
         planned_steps: optimizer steps that the training will take. Settings whose trials take long,
             such as a compilation, are tried where they are expected to save more than that over so
             many steps, and count with it. None: they are left out, unless `strategies` names them.
-        effort: "quick", "normal" or "thorough": how small a gain is still looked for.
+        max_probes: the most probes: runs of a plan that are timed, baseline and confirmations
+            counted. The look at the workload before the first probe (its memory, settings and split
+            gradients) and the profile of a step after the last one are not counted.
+        timeout: seconds from the call until the search ends, with what was measured by then. A
+            probe that runs is ended.
         study: a file path or an Optuna storage URL: the search can be stopped and resumed.
-        sampler: an Optuna sampler in place of autofit's planner.
         seed: of everything random; a study that is resumed keeps that of its planner.
         progress: True shows it on standard error, False does not; None: where that is a terminal
-            or a notebook, and elsewhere, as in a log, a line every half minute. Or what is called
-            with each event of `autofit.searching.events`. All events go to the logger "autofit"
-            too.
-        profile: a file for a trace of the best plan's steps, in torch's own format (.json or
-            .json.gz).
-        options: a `SearchOptions`, for probes in the processes of an executor.
+            or a notebook, and elsewhere, as in a log, a line every half minute. A function is
+            called with each event of `autofit.searching.events`. All events go to the logger
+            "autofit" too.
+        options: a `SearchOptions`: how plans are chosen, and where they run.
 
     Returns:
         The report. After Ctrl-C, a timeout, or damage to the study it holds what had been measured
         by then.
 
     Raises:
-        InvalidArgument: an argument, the sample batch or the budget cannot mean what was asked.
+        InvalidArgument: an argument, the sample batch or the budget is invalid.
         NoFeasiblePlan: nothing fits the budget.
         StudyError: the study belongs to another search, is in use, or cannot be written.
         DeviceUnavailable: the device is not there.
-        WorkerFailed: the worker ended or hung before the first probe, or whatever it was given.
+        WorkerFailed: the worker ended or hung before the first probe, or with every plan.
         SearchTimedOut: the timeout was reached before a plan that fits had been measured.
         Exception: what the user's own code raised, as it was raised.
     """
     allowance = Allowance(max_probes, timeout)
     check_search_arguments(
-        max_micro_batch=max_micro_batch,
         max_probes=max_probes,
         timeout=timeout,
         planned_steps=planned_steps,
         study=study,
-        sampler=sampler,
         progress=progress,
-        effort=effort,
-        profile=profile,
     )
     options = SearchOptions() if options is None else options
     if not isinstance(options, SearchOptions):
@@ -172,42 +143,32 @@ def search(
     workload = _workload(
         model,
         sample_batch,
-        loss_fn=loss_fn,
         criterion=criterion,
-        loss_weight=loss_weight,
+        loss_fn=loss_fn,
         optimizer=optimizer,
-        before_step=before_step,
-        clip_grad_norm=clip_grad_norm,
-        training_step=training_step,
         global_batch=global_batch,
-        allow_accumulation_change=allow_accumulation_change,
-        even_split=even_split,
-        loader=loader,
     )
     Space(  # refuses what leaves no baseline, before anything is started
         {},
         workload.sample_batch_size,
         global_batch=workload.global_batch,
-        max_micro_batch=max_micro_batch,
-        even_split=workload.even_split,
+        max_micro_batch=options.max_micro_batch,
+        even_split=options.even_split,
         world_size=size,
     )
     places = Places.asked(device, options, ranks=size)
-
     asked = _Asked(
         workload,
         chosen,
         _named(strategies),
         level,
         vram_budget,
-        max_micro_batch,
         planned_steps,
-        Effort(effort),
         study,
-        sampler,
         seed,
         progress,
-        None if profile is None else os.path.abspath(profile),
+        options,
+        None if options.profile is None else os.path.abspath(options.profile),
         places,
         allowance,
     )
@@ -223,6 +184,7 @@ class _Asked:
         strategies: that may be used.
         named: the names of those that the caller named.
         level: how far a plan may change the arithmetic.
+        profile: the file of `options`, wherever the process is by then.
     """
 
     workload: Workload
@@ -230,13 +192,11 @@ class _Asked:
     named: set[str]
     level: Numerics
     vram_budget: str | float | None
-    max_micro_batch: int | None
     planned_steps: int | None
-    effort: Effort
     study: str | os.PathLike[str] | None
-    sampler: BaseSampler | None
     seed: int
     progress: OnEvent | bool | None
+    options: SearchOptions
     profile: str | None
     places: Places
     allowance: Allowance
@@ -319,6 +279,8 @@ class _Course:
         survey = prober.survey()
         if self._asked.planned_steps is None:
             survey = survey.without_costly(self._asked.named)
+        if self._asked.options.allow_accumulation_change:
+            survey = survey.with_accumulation_free()
         check_weights_fit(survey)
         if survey.world_size > 1:
             survey = replace(survey, notes=(*survey.notes, _OF_RANKS))
@@ -335,7 +297,7 @@ class _Course:
         if spec is not None:
             self._on_stage(f"resuming {store.name}, with {counted(len(self._trials), 'trial')}")
         else:
-            space = survey.space(asked.max_micro_batch)
+            space = survey.space(asked.options.max_micro_batch, even=asked.options.even_split)
             apart = partial(
                 open_prober, asked.workload, asked.strategies, Target("cpu"), ends_at=asked.ends_at
             )
@@ -355,7 +317,8 @@ class _Course:
             )
         steps, samples = asked.planned_steps, spec.space.baseline.samples_per_step
         train_samples = None if steps is None else steps * samples
-        return survey, replace(spec, effort=asked.effort, train_samples=train_samples)
+        effort = Effort(asked.options.effort)
+        return survey, replace(spec, effort=effort, train_samples=train_samples)
 
     def _limits(self, store: Store) -> dict[str, Any]:
         """Return the arguments of `run_search` beside what runs, what is searched and where."""
@@ -367,7 +330,7 @@ class _Course:
             self._on_event(event)
 
         return {
-            "sampler": self._asked.sampler,
+            "sampler": self._asked.options.sampler,
             "max_probes": allowance.max_probes,
             "timeout_s": allowance.timeout_s,
             "on_event": on_event,
@@ -481,12 +444,12 @@ def _identity(survey: Survey, asked: _Asked) -> dict[str, str]:
     is_free = asked.vram_budget is None
     return {
         "workload": survey.fingerprint,
-        "allow_accumulation_change": str(asked.workload.allow_accumulation_change),
-        "even_split": str(asked.workload.even_split),
+        "allow_accumulation_change": str(asked.options.allow_accumulation_change),
+        "even_split": str(asked.options.even_split),
         "strategies": ",".join(strategy.name for strategy in asked.strategies),
         "numerics": asked.level.name.lower(),
         "vram_budget": "free" if is_free else str(survey.vram_budget_bytes),
-        "max_micro_batch": str(asked.max_micro_batch),
+        "max_micro_batch": str(asked.options.max_micro_batch),
         **({"ranks": str(survey.world_size)} if survey.world_size > 1 else {}),
         **({"costly settings": ",".join(costly)} if costly else {}),
     }

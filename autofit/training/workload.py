@@ -53,10 +53,6 @@ class Workload:
             for each probe; or, with training_step, a mapping of either. A function in a mapping
             gets the parameters of the submodule that its key names.
         global_batch: samples per optimizer step to keep; None: free.
-        allow_accumulation_change: let the accumulation steps change even where split and
-            whole gradients differ.
-        even_split: split the global batch into micro-batches of one size only, as trainers need
-            that make batches themselves.
         loader: a function of batch_size, num_workers, pin_memory and prefetch_factor (or as many
             of them as it takes) that makes a `DataLoader`, or a live one. A search measures what it
             delivers against what its answer consumes.
@@ -68,16 +64,14 @@ class Workload:
     model: torch.nn.Module | Callable[[], torch.nn.Module]
     sample_batch: Batch | BatchMaker
     _: KW_ONLY
-    loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor] | None = None
     criterion: Callable[[Any, Any], torch.Tensor] | None = None
+    loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor] | None = None
     loss_weight: Callable[[Batch], float] | None = None
     optimizer: OptimizerChoice = torch.optim.AdamW
-    before_step: Callable[[torch.nn.Module, Any], None] | None = None
     clip_grad_norm: float | None = None
+    before_step: Callable[[torch.nn.Module, Any], None] | None = None
     training_step: Callable[[Training, Batch], torch.Tensor] | None = None
     global_batch: int | None = None
-    allow_accumulation_change: bool = False
-    even_split: bool = False
     loader: Loader | None = None
 
     def __post_init__(self) -> None:
@@ -89,9 +83,6 @@ class Workload:
             _on_one_device(self.model)
         if self.global_batch is not None:
             object.__setattr__(self, "global_batch", check_count("global_batch", self.global_batch))
-        for name in ("allow_accumulation_change", "even_split"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise InvalidArgument(f"{name} must be True or False, got {value!r}")
         if not self.makes_batches:
             check_batched_dimension(self.sample_batch)
             if self.criterion is not None:
@@ -188,7 +179,7 @@ class Workload:
             )
         _check_steps(samples, size)
         size = min(size, -(-samples // world_size))
-        plan = Plan.split(samples, size, settings, even=self.even_split, world_size=world_size)
+        plan = Plan.split(samples, size, settings, world_size=world_size)
         if micro_batch is not None and plan.micro_batch != micro_batch:
             steps = plan.accumulation_steps
             raise InvalidArgument(

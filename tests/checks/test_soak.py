@@ -136,8 +136,9 @@ class LateLeak(nn.Module):
 def test_what_is_kept_late_is_found_on_the_cpu_too(last: int, strayed: str) -> None:
     workload = autofit.Workload(LateLeak(60, last), torch.randn(8, 32))
     here: Any = {"device": "cpu"}
+    options = autofit.SearchOptions(max_micro_batch=8)
     report = autofit.search(
-        workload, vram_budget="32MiB", max_micro_batch=8, strategies=[], max_probes=2, **here
+        workload, vram_budget="32MiB", strategies=[], max_probes=2, options=options, **here
     )
     assert report.best.ok
     assert any(line.startswith(strayed) for line in report.soak(steps=80, **here).deviations)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.equivalence.accumulation import Resplit, decide_resplit
+from autofit.equivalence.accumulation import SplitGradients, compare_split_gradients
 from autofit.equivalence.strategy_context import PlainContext
 from autofit.training.workload import Workload
 
 X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(16, 1)
 
 
-def decided(build: Callable[[], nn.Module], batch: Any = (X, Y), **more: Any) -> Resplit:
+def decided(build: Callable[[], nn.Module], batch: Any = (X, Y), **more: Any) -> SplitGradients:
     """Return the decision on a model that is built alike each time."""
 
     def seeded() -> nn.Module:
@@ -26,7 +26,7 @@ def decided(build: Callable[[], nn.Module], batch: Any = (X, Y), **more: Any) ->
 
     given = {"criterion": nn.functional.mse_loss, "global_batch": 16, **more}
     make = partial(Workload, seeded, batch, **given)
-    return decide_resplit(PlainContext(make)._builder, make())
+    return compare_split_gradients(PlainContext(make)._builder, make())
 
 
 class Routed(nn.Module):
@@ -53,14 +53,13 @@ def balanced(model: Any, batch: Any) -> torch.Tensor:
 
 def test_one_parameter_that_differs_does_not_hide_in_all_gradients_together() -> None:
     found = decided(Routed, criterion=None, loss_fn=balanced)
-    assert not found.allowed
+    assert found.why_kept
     assert found.comparison is not None
     assert found.comparison.gradient < found.comparison.tolerance
     assert found.comparison.modules == ("router",)
     (note,) = found.notes
     assert "router.weight" in note
     assert "allow_accumulation_change" in note
-    assert decided(Routed, criterion=None, loss_fn=balanced, allow_accumulation_change=True).allowed
 
 
 class Attentive(nn.Module):
@@ -90,7 +89,7 @@ def test_gradients_that_are_zero_but_for_roundings_are_noise(
     build: Callable[[], nn.Module], dtype: torch.dtype
 ) -> None:
     found = decided(lambda: build().to(dtype), (X.to(dtype), Y.to(dtype)))
-    assert found.allowed, found.notes
+    assert found.why_kept is None, found.notes
 
 
 class Tracking(nn.Module):
@@ -150,14 +149,11 @@ def test_what_one_forward_leaves_and_the_next_reads_is_found_and_named(
         return nn.Sequential(nn.Linear(8, 8), make(), nn.Linear(16, 1))
 
     found = decided(build)
-    assert not found.allowed
+    assert found.why_kept
     assert found.comparison is not None
     assert found.comparison.gradient > 0.02
     (note,) = found.notes
     assert name in note
-    free = decided(build, allow_accumulation_change=True)
-    assert free.allowed
-    assert name in free.notes[0]
 
 
 class Counting(nn.Module):
@@ -181,5 +177,5 @@ def test_what_no_forward_reads_and_what_is_random_leave_the_count_free(
     make: Callable[[], nn.Module], features: int
 ) -> None:
     found = decided(lambda: nn.Sequential(make(), nn.Linear(features, 1)))
-    assert found.allowed
+    assert found.why_kept is None
     assert found.notes == ()

@@ -18,6 +18,8 @@ from autofit.report.details import training_lines
 from autofit.report.report import Report
 from autofit.report.summary import Place
 
+QUICK = autofit.SearchOptions(effort="quick")
+
 lightning: Any = pytest.importorskip(
     "lightning.pytorch", reason="lightning is not installed: pip install -e .[dev]"
 )
@@ -179,7 +181,7 @@ def test_a_search_tries_what_a_search_of_the_workload_tries(precision: str) -> N
 def test_a_search_keeps_the_trainers_mixed_precision() -> None:
     module, own = Classifier(), trainer_of(precision="bf16-mixed")
     report = integration.search(
-        module, Data(), trainer=own, vram_budget="64MiB", max_probes=2, effort="quick"
+        module, Data(), trainer=own, vram_budget="64MiB", max_probes=2, options=QUICK
     )
     assert report.best.ok
     assert "precision.dtype" not in report.best.plan.settings

@@ -25,6 +25,7 @@ Trainer: Any = transformers.Trainer
 
 from autofit.integrations import transformers as integration  # noqa: E402  # after the skip
 
+QUICK = autofit.SearchOptions(effort="quick")
 LENGTHS = (5, 31, 12, 9, 24, 7, 16, 28)
 TOKENS = 32
 
@@ -322,7 +323,7 @@ def test_a_search_leaves_the_trainer_as_it_was_and_its_plan_trains(tmp_path: Pat
     before, args = copy.copy(vars(trainer)), copy.copy(vars(trainer.args))
     weights = [parameter.clone() for parameter in trainer.model.parameters()]
     report = autofit.integrations.transformers.search(
-        trainer, vram_budget="64MiB", max_probes=3, effort="quick"
+        trainer, vram_budget="64MiB", max_probes=3, options=QUICK
     )
     assert vars(trainer) == before
     assert vars(trainer.args) == args

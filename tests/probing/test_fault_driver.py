@@ -505,7 +505,7 @@ def searched(model: nn.Module, on_event: Any = None) -> autofit.Report:
         device="cuda",
         vram_budget=FULL,
         strategies=[],
-        max_micro_batch=16,
+        options=autofit.SearchOptions(max_micro_batch=16),
         max_probes=8,
         progress=on_event,
     )

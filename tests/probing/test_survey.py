@@ -110,7 +110,10 @@ def test_where_splitting_changes_gradients_the_count_stays_and_the_report_says_w
 @pytest.mark.parametrize("kind", NOT_ALIKE)
 def test_the_user_may_split_all_the_same(kind: str) -> None:
     middle, more = NOT_ALIKE[kind]
-    survey = _surveyed(*middle, **more, allow_accumulation_change=True)
+    kept = _surveyed(*middle, **more)
+    survey = kept.with_accumulation_free()
+    assert survey.allow_accumulation_change
+    assert len(survey.notes) == len(kept.notes)
     assert survey.may_change_accumulation
     assert "allow_accumulation_change" in survey.notes[0]
     assert survey.space().plan(1, {}) == Plan.split(12, 1)
@@ -155,15 +158,11 @@ def test_a_sample_without_padding_is_said_to_show_nothing_of_batches_with_it() -
     assert "loss_weight" in note
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"loss_weight": lambda batch: float((batch["targets"] >= 0).sum())},
-        {"allow_accumulation_change": True},
-    ],
-)
-def test_who_gave_a_weight_or_allowed_it_is_told_nothing_of_padding(more: Any) -> None:
-    survey = _surveyed(sample_batch=_tokens(), criterion=None, loss_fn=_mean_over_tokens, **more)
+def test_a_weight_makes_a_warning_about_padding_needless() -> None:
+    valid = lambda batch: float((batch["targets"] >= 0).sum())  # noqa: E731 - as a user gives it
+    survey = _surveyed(
+        sample_batch=_tokens(), criterion=None, loss_fn=_mean_over_tokens, loss_weight=valid
+    )
     assert survey.may_change_accumulation
     assert survey.notes == ()
 
@@ -242,9 +241,7 @@ def test_a_train_step_is_not_split_unless_the_user_says_so() -> None:
     assert survey.loss == "training_step"
     assert not survey.may_change_accumulation
     assert "training_step" in survey.notes[0]
-    assert _surveyed(
-        training_step=_steps_itself, allow_accumulation_change=True
-    ).may_change_accumulation
+    assert survey.with_accumulation_free().may_change_accumulation
 
 
 @pytest.mark.parametrize("more", [{"global_batch": None}, {"global_batch": 1}])

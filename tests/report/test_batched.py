@@ -44,7 +44,7 @@ def report(request: pytest.FixtureRequest) -> autofit.Report:
         vram_budget="64MiB",
         strategies=[],
         max_probes=1,
-        max_micro_batch=2,
+        options=autofit.SearchOptions(max_micro_batch=2),
     )
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from optuna.samplers import RandomSampler
 
 from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
@@ -86,29 +85,23 @@ def test_time_is_kept_for_steps_that_run_all_their_micro_batches() -> None:
 
 
 GOOD: dict[str, Any] = {
-    "max_micro_batch": 8,
     "max_probes": 3,
     "timeout": 1.5,
     "study": Path("study.log"),
-    "sampler": RandomSampler(),
     "progress": print,
-    "effort": "quick",
     "planned_steps": 1000,
-    "profile": Path("trace.json"),
 }
 
 
 def test_valid_arguments_pass() -> None:
     check_search_arguments(**GOOD)
-    check_search_arguments(**dict.fromkeys(GOOD) | {"effort": "thorough"})
+    check_search_arguments(**dict.fromkeys(GOOD))
     check_search_arguments(**GOOD | {"progress": True})
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_micro_batch", 0),
-        ("max_micro_batch", "3"),
         ("max_probes", 0),
         ("max_probes", 1.5),
         ("max_probes", True),
@@ -119,15 +112,8 @@ def test_valid_arguments_pass() -> None:
         ("timeout", float("nan")),
         ("study", 3),
         ("study", b"x"),
-        ("sampler", "tpe"),
-        ("sampler", RandomSampler),
         ("study", ""),
         ("progress", 3),
-        ("effort", "hasty"),
-        ("effort", None),
-        ("profile", 3),
-        ("profile", "trace.txt"),
-        ("profile", "/no/such/folder/trace.json"),
     ],
 )
 def test_invalid_arguments_are_refused_by_name(name: str, value: Any) -> None:

@@ -313,7 +313,7 @@ def test_a_search_offers_it_only_where_it_is_named(strategies: list[str] | None)
         deep(),
         device="cpu",
         vram_budget="64MiB",
-        max_micro_batch=SAMPLES,
+        options=autofit.SearchOptions(max_micro_batch=SAMPLES),
         max_probes=4,
         strategies=strategies,
     )

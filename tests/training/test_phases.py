@@ -191,7 +191,7 @@ def test_a_search_runs_both_kinds() -> None:
         vram_budget="64MiB",
         strategies=strategies,
         max_probes=6,
-        max_micro_batch=8,
+        options=autofit.SearchOptions(max_micro_batch=8),
     )
     tried = {name for trial in report.trials for name, on in trial.plan.settings.items() if on}
     assert tried >= {"swaps.on", "shards.on"}

@@ -139,7 +139,7 @@ def _about(record: Record) -> Iterator[str]:
             f"# The plan splits {sum(sizes)} samples into {' + '.join(map(str, sizes))}; a trainer "
             f"makes {len(sizes)} times {sizes[0]}, so an optimizer step has {len(sizes) * sizes[0]}"
         )
-        yield "# samples. Search with even_split=True for a plan that needs no such change."
+        yield "# samples. Search with SearchOptions(even_split=True) to avoid that."
 
 
 def _clipping_comment(record: Record, code: str) -> Iterator[str]:
