@@ -159,7 +159,9 @@ Told = tuple[str, str, set[int]]
 def run_ranks(python: Callable[..., subprocess.Popen[Any]]) -> Callable[..., Told]:
     """Run a script or a module (`"-m", ...`) on ranks of this machine, as torchrun would."""
 
-    def run(folder: Path, *command: str, ranks: int = 2, forks_workers: bool = True) -> Told:
+    def run(
+        folder: Path, *command: str, ranks: int = 2, forks_workers: bool = True, **variables: str
+    ) -> Told:
         store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         world = {
             "WORLD_SIZE": str(ranks),
@@ -171,7 +173,7 @@ def run_ranks(python: Callable[..., subprocess.Popen[Any]]) -> Callable[..., Tol
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started = []
         for rank in map(str, range(ranks)):
-            env = os.environ | world | {"RANK": rank, "LOCAL_RANK": rank}
+            env = os.environ | world | {"RANK": rank, "LOCAL_RANK": rank} | variables
             options = {"cwd": folder, "env": env, "forks_workers": forks_workers, **pipes}
             started.append(python(*command, **options))
         try:

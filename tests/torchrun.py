@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -38,45 +34,17 @@ def make_workload() -> autofit.Workload:
 """
 
 
-def started(
-    folder: Path, *command: str, options: Sequence[str] = ("--nproc-per-node", "2")
-) -> subprocess.Popen[str]:
-    alone = [] if "--nnodes" in options else ["--standalone"]  # older torchruns listen on 29500
+def started(folder: Path, *command: str) -> subprocess.Popen[str]:
+    """Start torchrun with two ranks; where it only starts them, `run_ranks` is cheaper."""
+    alone = ["--standalone", "--nproc-per-node", "2"]  # else older torchruns listen on 29500
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *alone, *options, *command],
+        [sys.executable, "-m", "torch.distributed.run", *alone, *command],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def exit_codes(errors: str) -> set[int]:
-    """Return the exit codes of the ranks that failed by themselves, as torchrun tells them.
-
-    It ends with SIGTERM those that still run once it has seen that another failed.
-    """
-    found = re.findall(r"rank *: \d+ .*\n *exitcode *: (-?\d+)", errors)
-    return {int(code) for code in found} - {-signal.SIGTERM}
-
-
-def two_machines(folder: Path, *command: str) -> list[subprocess.Popen[str]]:
-    """Start an agent of torchrun for each of two machines, both here; the first has the store."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "test"]
-    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
-    agents = [started(folder, *command, options=options)]
-    while not _listens(port):
-        assert agents[0].poll() is None
-        time.sleep(0.1)
-    return [*agents, started(folder, *command, options=options)]
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def tree_of(root: int) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autofit.searching import trial_codec
-from tests.torchrun import WORKLOAD, exit_codes, ranks_of, started, two_machines
+from tests.torchrun import WORKLOAD, ranks_of, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -56,16 +56,19 @@ def test_every_rank_gets_the_same_report(folder: Path) -> None:
     assert first["baseline"]["plan"]["settings"]["parallel.mode"] == "ddp"
 
 
-def test_an_error_is_said_once_and_ends_every_rank_with_its_code(folder: Path) -> None:
-    process = started(folder, *SEARCH, "--vram-budget", "1MiB")
-    output, errors = process.communicate(timeout=500)
+def test_an_error_is_said_once_and_ends_every_rank_with_its_code(
+    folder: Path, run_ranks: Any
+) -> None:
+    output, errors, codes = run_ranks(folder, *SEARCH, "--vram-budget", "1MiB")
     assert output == ""
     assert errors.count("autofit: nothing fits") == 1
-    assert exit_codes(errors) == {1}
+    assert codes == {1}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_ends_all_and_the_study_goes_on(folder: Path, rank: int) -> None:
+def test_a_rank_that_is_killed_ends_all_and_the_study_goes_on(
+    folder: Path, rank: int, run_ranks: Any
+) -> None:
     study = folder / "study.log"
     options = ["--vram-budget", "64MiB", "--max-probes", "5", "--study", str(study)]
     process = started(folder, *SEARCH, *options)
@@ -75,9 +78,8 @@ def test_a_rank_that_is_killed_ends_all_and_the_study_goes_on(folder: Path, rank
     os.kill(dict(ranks_of(process.pid))[rank], signal.SIGKILL)
     process.communicate(timeout=120)
     assert process.returncode != 0
-    again = started(folder, *SEARCH, *options, "--json")
-    output, errors = again.communicate(timeout=500)
-    assert again.returncode == 0, errors
+    output, errors, codes = run_ranks(folder, *SEARCH, *options, "--json")
+    assert codes == {0}, errors
     assert json.loads(output)["search"]["probes"] <= 5
     assert study.read_bytes().count(SPECIFIED) == 1  # the second search took up the first one's
 
@@ -96,12 +98,11 @@ def test_ctrl_c_ends_all_ranks_and_is_said_once(folder: Path) -> None:
     assert said[0].startswith("autofit: interrupted")
 
 
-def test_ranks_on_two_machines_are_refused_in_words(folder: Path) -> None:
+def test_ranks_on_two_machines_are_refused_in_words(folder: Path, run_ranks: Any) -> None:
     (folder / "search.py").write_text(SCRIPT)
-    for agent in two_machines(folder, "search.py"):
-        _, errors = agent.communicate(timeout=500)
-        assert agent.returncode != 0
-        assert "1 of 2 ranks are on this machine" in errors
+    _, errors, codes = run_ranks(folder, "search.py", LOCAL_WORLD_SIZE="1")
+    assert 0 not in codes
+    assert errors.count("1 of 2 ranks are on this machine") == 2
 
 
 def test_this_process_starts_the_ranks_itself(folder: Path, run_python: Any) -> None:
