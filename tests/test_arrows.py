@@ -12,6 +12,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib.metadata import entry_points
 from itertools import chain
@@ -146,6 +147,7 @@ def files_under(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*.py")) if "__pycache__" not in path.parts]
 
 
+@cache
 def imports_under(folder: Path) -> list[Import]:
     return [one for path in files_under(folder) for one in imports_of(path)]
 

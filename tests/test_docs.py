@@ -11,10 +11,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer.main
@@ -85,60 +84,59 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
     assert {("autofit", "search"), ("autofit", "soak"), ("torchrun", "check")} <= names
 
 
+@pytest.fixture
+def run(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> Callable[[str], None]:
+    """Run a command of autofit or Python in a folder of its own, as a shell would."""
+
+    beside = str(Path(sys.executable).parent)  # where a page's own commands find python
+    variables = os.environ | {"PATH": f"{beside}{os.pathsep}{os.environ['PATH']}"}
+
+    def run_line(line: str) -> None:
+        command, _, out = line.partition(" > ")
+        program, *words = shlex.split(command, comments=True)
+        assert program in ("autofit", "python"), line
+        module = ["-m", "autofit"] * (program == "autofit")
+        ran = run_python(*module, *words, cwd=tmp_path, env=variables)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        if out:
+            (tmp_path / out).write_text(ran.stdout)
+
+    return run_line
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PAGES)
-def test_examples_of_a_page_run(name: str, tmp_path: Path, run_python: Any) -> None:
+def test_examples_of_a_page_run(name: str, tmp_path: Path, run: Callable[[str], None]) -> None:
     script, commands = [], []
     for block in blocks_of(DOCS / name):
         if block.language == "bash":
-            commands.append(block.text)
+            commands += block.text.splitlines()
         elif block.language == "python" and block.title:
             (tmp_path / block.title).write_text(block.text)
         elif block.language == "python":
             script.append(block.text)
     if script:
         (tmp_path / "page.py").write_text("\n\n".join(script))
-        ran = run_python("page.py", cwd=tmp_path)
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-    for command in commands:
-        run(["bash", "-euo", "pipefail", "-c", command], tmp_path)
+        run("python page.py")
+    for command in filter(None, commands):
+        run(command)
 
 
 @pytest.mark.slow
-def test_the_readmes_checks_run_as_they_stand(tmp_path: Path) -> None:
+def test_the_readmes_checks_run_as_they_stand(tmp_path: Path, run: Callable[[str], None]) -> None:
     readme = (ROOT / "README.md").read_text()
     texts = [match[3] for match in _BLOCK.finditer(readme)]
     (target,) = (text for text in texts if "\ndef make_workload" in text)
     (fixture,) = (text for text in texts if "def test_fits_24gib" in text)
     (job,) = (text for text in texts if text.startswith("capacity:"))
-    command = job.rpartition("- run: >")[2].split()
     (tmp_path / "train.py").write_text(target)
     (tmp_path / "test_fits.py").write_text(f"from train import make_workload\n\n\n{fixture}")
-    assert command[:2] == ["autofit", "check"]
-    run(command, tmp_path)
+    run(" ".join(job.rpartition("- run: >")[2].split()))
     assert (tmp_path / "capacity.xml").exists()
-    quick = ["python", "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "test_fits.py"]
-    run(quick, tmp_path)
-
-
-def run(command: list[str], folder: Path) -> None:
-    variables = {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(folder),
-    }
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("PYTEST")
-    }
-    ran = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment | variables,
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    run("python -m pytest -q -n 0 -p no:cacheprovider test_fits.py")
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -19,17 +19,19 @@ from typing import Any
 import pytest
 
 import autofit
+from autofit.checks.doctor import diagnose
 from autofit.cli.main import app, main
 from autofit.probing.prober import open_prober
 from autofit.probing.rank_channel import RankChannel
-from autofit.probing.worker_channel import WorkerChannel
+from autofit.probing.worker_channel import WorkerChannel, WorkerProcess
 
 OTHERS = ("slow", "cuda", "emulated", "browser")
 PUBLIC = {"search", "probe", "predict", "check"}
-"""Of autofit; each runs the user's training in a worker."""
+"""Functions of autofit, and of its integrations, that run the user's training in a worker."""
 STARTERS: tuple[Any, ...] = (
-    *(getattr(autofit, name) for name in PUBLIC - {"check"}),
+    *(getattr(autofit, name) for name in PUBLIC),
     app,
+    diagnose,
     main,
     open_prober,
     multiprocessing,
@@ -37,6 +39,7 @@ STARTERS: tuple[Any, ...] = (
     ProcessPoolExecutor,
     RankChannel,
     WorkerChannel,
+    WorkerProcess,
 )
 
 
@@ -78,7 +81,9 @@ def _starts_one(function: Callable[..., Any]) -> bool:
         seen.add(its)
         names = set(_names(its.__code__))
         for value in (its.__globals__[name] for name in names & its.__globals__.keys()):
-            if any(value is each for each in STARTERS) or (value is autofit and names & PUBLIC):
+            if any(value is each for each in STARTERS):
+                return True
+            if inspect.ismodule(value) and value.__name__.startswith("autofit") and names & PUBLIC:
                 return True
             if getattr(value, "__module__", "").split(".")[0] == "tests":
                 todo += vars(value).values() if isinstance(value, type) else [value]

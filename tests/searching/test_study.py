@@ -132,7 +132,7 @@ def test_a_study_whose_end_is_damaged_is_refused(
 
 def _searched(device: SimulatedDevice, path: Path) -> str:
     with Store.open(path, IDENTITY) as store:
-        run_search(device.prober(), device.spec(), store=store)
+        run_search(device.prober(), device.spec(), store=store, max_probes=4)
     return path.read_text()
 
 
