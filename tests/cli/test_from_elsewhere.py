@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,17 @@ def make():
 """
 
 
-def autofit(
-    folder: Path, *arguments: str | bytes, **given: Any
-) -> subprocess.CompletedProcess[str]:
+Ended = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def autofit(run_python: Callable[..., Ended]) -> Callable[..., Ended]:
+    """Run `autofit` in a folder."""
+    return lambda folder, *words: run_python("-m", "autofit", *words, cwd=folder)
+
+
+def spawned(folder: Path, *arguments: str | bytes, **given: Any) -> Ended:
+    """The same in an interpreter that starts with other variables or streams."""
     return subprocess.run(
         [sys.executable, "-m", "autofit", *arguments],
         cwd=folder, text=True, errors="replace", timeout=240, **{"capture_output": True} | given,
@@ -37,7 +46,7 @@ def autofit(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(autofit: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a training and the report of its search."""
     made = tmp_path_factory.mktemp("searched")
     (made / "train.py").write_text(TRAINING)
@@ -57,7 +66,7 @@ def changed_report(folder: Path, name: str, **parts: Any) -> str:
     return name
 
 
-def test_a_report_calls_no_code_from_outside_of_the_folder(folder: Path) -> None:
+def test_a_report_calls_no_code_from_outside_of_the_folder(autofit: Any, folder: Path) -> None:
     outside = f"{os.__file__}:getcwd"
     for target in ("http.server:test", "json:loads", outside, "gone:make", "a b:make"):
         report = changed_report(folder, "evil.json", workload=lambda w, t=target: w | {"target": t})
@@ -78,7 +87,7 @@ def test_a_report_names_code_of_the_folder(folder: Path, monkeypatch: pytest.Mon
         check_is_near(f"{folder.parent}/train.py:make")
 
 
-def test_a_report_calls_nothing_that_code_of_the_folder_imports(folder: Path) -> None:
+def test_a_report_calls_nothing_that_code_of_the_folder_imports(autofit: Any, folder: Path) -> None:
     (folder / "importing.py").write_text("from os import abort\nimport torch\n" + TRAINING)
     for name in ("abort", "torch.os.abort", "nn.Module.register_forward_hook", "Workload"):
         report = changed_report(
@@ -102,7 +111,7 @@ def test_a_package_that_only_in_part_lies_in_the_folder_is_refused(
         check_is_near("spread.inner:make")
 
 
-def test_a_file_without_end_is_no_report(tmp_path: Path) -> None:
+def test_a_file_without_end_is_no_report(autofit: Any, tmp_path: Path) -> None:
     huge = tmp_path / "huge.json"
     with huge.open("wb") as file:
         file.truncate(2**36)  # it takes no room on the disk
@@ -118,7 +127,9 @@ def test_what_is_no_path_is_no_report(path: Any) -> None:
         load(path)
 
 
-def test_a_report_of_an_unknown_gpu_without_its_memory_asks_for_one(folder: Path) -> None:
+def test_a_report_of_an_unknown_gpu_without_its_memory_asks_for_one(
+    autofit: Any, folder: Path
+) -> None:
     report = changed_report(
         folder,
         "foo.json",
@@ -146,7 +157,9 @@ def test_a_study_that_its_driver_cannot_open_is_refused(
 
 
 @pytest.mark.parametrize("every", ["inf", "1e300", "nan"])
-def test_samples_without_end_between_them_are_refused(every: str, tmp_path: Path) -> None:
+def test_samples_without_end_between_them_are_refused(
+    autofit: Any, every: str, tmp_path: Path
+) -> None:
     ended = autofit(tmp_path, "monitor", "--every", every, "--pid", str(os.getpid()))
     assert ended.returncode == 2, ended.stderr
 
@@ -159,7 +172,7 @@ def test_a_check_of_a_file_whose_name_is_no_unicode_is_written(
 ) -> None:
     name = b"caf\xe9.py" if not variables else "mod\u00e9.py".encode()
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text(TRAINING)
-    ended = autofit(
+    ended = spawned(
         tmp_path, "check", name + b":make", "--gpu", "L4",
         "--junit-xml", "j.xml", "--summary", "s.md",
         env=os.environ | variables,
@@ -173,7 +186,7 @@ def test_a_check_of_a_file_whose_name_is_no_unicode_is_written(
 def test_a_full_standard_error_costs_no_answer(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     with open("/dev/full", "w") as full:
-        ended = autofit(
+        ended = spawned(
             tmp_path, "cards", "train.py:make", "--gpu", "L4", "--json",
             stdout=subprocess.PIPE, stderr=full, capture_output=False,
         )  # fmt: skip
