@@ -245,11 +245,11 @@ def _run(program: Callable[[], object]) -> None:
         status = 1
     threading._shutdown()  # type: ignore[attr-defined]  # what an interpreter calls, too
     atexit._run_exitfuncs()
-    try:
-        sys.stdout.flush()
-    except OSError:  # nobody reads it any more
-        status = 120
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # either may be closed
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # nobody reads it any more, as where a pipe is broken
+            status = status or 120
     os._exit(status & 0xFF)
 
 
