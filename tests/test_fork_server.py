@@ -95,15 +95,3 @@ def test_it_runs_modules_and_files(
     script.write_text("import beside, sys; print(__name__, __file__, sys.argv[1], beside.X)")
     (tmp_path / "beside.py").write_text("X = 3")
     assert run_python(script, "more").stdout == f"__main__ {script} more 3\n"
-
-
-def test_its_workers_are_forked_and_its_own(
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
-    program = (
-        "import torch, autofit; from torch import nn\n"
-        "work = autofit.Workload(lambda: nn.Linear(4, 4), torch.ones(2, 4))\n"
-        "print(autofit.probe(work, device='cpu', vram_budget='8MiB').measurement.outcome)\n"
-    )
-    ran = run_python("-c", program)
-    assert ran.stdout == "ok\n", ran.stderr

@@ -157,20 +157,6 @@ def test_a_search_runs_few_micro_batches_however_many_a_plan_has() -> None:
     assert run == [1, 2, 3, 2]
 
 
-def test_a_tensor_that_stays_whole_is_not_cut_where_the_batch_reaches_its_size() -> None:
-    positions = torch.arange(8.0)
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        assert batch[1].shape == (8,)
-        value: torch.Tensor = model(batch[0]).mean()
-        return value
-
-    def make() -> Workload:
-        return Workload(_net(), (torch.randn(2, 64), positions), loss_fn=loss)
-
-    assert _measured(make, Plan.split(8, 4)).ok
-
-
 def test_a_train_step_always_gets_the_whole_global_batch() -> None:
     sizes: list[int] = []
 

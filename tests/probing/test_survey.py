@@ -107,18 +107,6 @@ def test_where_splitting_changes_gradients_the_count_stays_and_the_report_says_w
     assert survey.space().plan(1, {}) == survey.space().baseline
 
 
-@pytest.mark.parametrize("kind", NOT_ALIKE)
-def test_the_user_may_split_all_the_same(kind: str) -> None:
-    middle, more = NOT_ALIKE[kind]
-    kept = _surveyed(*middle, **more)
-    survey = kept.with_accumulation_free()
-    assert survey.allow_accumulation_change
-    assert len(survey.notes) == len(kept.notes)
-    assert survey.may_change_accumulation
-    assert "allow_accumulation_change" in survey.notes[0]
-    assert survey.space().plan(1, {}) == Plan.split(12, 1)
-
-
 def test_a_weight_makes_a_masked_loss_splittable() -> None:
     def valid(batch: Any) -> float:
         return float((batch[1] != 1).sum())

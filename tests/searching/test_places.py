@@ -92,8 +92,9 @@ def test_names_divided_by_commas_are_several() -> None:
     assert device_names(None) == [None]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPoolExecutor]:
+    """Processes that have imported torch, for all searches of this file."""
     with ProcessPoolExecutor(2, get_context("spawn")) as executor:
         yield executor
 
