@@ -12,12 +12,13 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from autofit.codec import to_json
-from autofit.errors import InvalidArgument
 from autofit.plan import Plan, Settings, unlike
+from autofit.report.report import write
 from autofit.units import format_bytes
 
 MEDIAN_ERROR, ERROR_90TH = 0.21, 0.46
@@ -150,14 +151,9 @@ class Cards:
         Raises:
             InvalidArgument: another suffix, or the file cannot be written.
         """
-        target = Path(path)
-        if target.suffix not in FORMS:
-            raise InvalidArgument(f"{target}: a table of cards is written as {', '.join(FORMS)}")
         text = {".json": json.dumps(self.to_dict(), indent=1), ".csv": self.to_csv().rstrip("\n")}
-        try:
-            target.write_text(text.get(target.suffix, str(self)) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InvalidArgument(f"cannot write {target}: {error.strerror}") from error
+        forms = {form: partial("{}\n".format, text.get(form, str(self))) for form in FORMS}
+        write(Path(path), forms, "a table of cards")
 
     def __str__(self) -> str:
         head = ("GPU", "memory", "settings", "needs", "fits", "largest", "time")

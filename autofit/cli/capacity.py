@@ -375,6 +375,9 @@ def _show(
 
 def _write(path: Path, text: str, mode: str = "w") -> None:
     """Write text that may hold the name of a file, which need not be Unicode."""
+    from autofit.report.report import check_is_file
+
+    check_is_file(path)
     with path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
 
@@ -388,7 +391,7 @@ def _errors_shown(target: str, junit_path: Path | None) -> Iterator[None]:
         from autofit.checks.ci_formats import junit_xml_of_error
 
         if junit_path is not None:
-            with suppress(OSError):  # the error itself matters more
+            with suppress(OSError, InvalidArgument):  # the error itself matters more
                 _write(junit_path, junit_xml_of_error(target, error))
         raise
 

@@ -282,12 +282,10 @@ def check_writable(path: Path, forms: Sequence[str] = REPORT_FORMS, what: str = 
     if path.suffix not in forms:
         *others, last = forms
         raise InvalidArgument(f"--out {path}: {what} is written as {', '.join(others)} or {last}")
-    try:
-        is_folder = path.is_dir()
-        path.exists()  # raises where the name is too long
-    except OSError as error:
-        raise InvalidArgument(f"--out {path}: {error.strerror}") from None
-    if is_folder or not os.access(path.parent, os.W_OK | os.X_OK):
+    from autofit.report.report import check_is_file
+
+    check_is_file(path)
+    if not os.access(path.parent, os.W_OK | os.X_OK):
         raise InvalidArgument(f"--out {path}: the folder must exist and be writable")
 
 

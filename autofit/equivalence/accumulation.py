@@ -133,7 +133,8 @@ def _kept(
     why: str, comparison: Comparison | None = None, *, way_out: str = "allow_accumulation_change"
 ) -> SplitGradients:
     """Return the decision to keep the accumulation steps; `way_out` is what to pass instead."""
-    note = f"{why}: the accumulation steps were kept. To free them, pass {way_out}"
+    mark = "" if comparison is None else ACT  # what is unknown asks for nothing
+    note = f"{mark}{why}: the accumulation steps were kept. To free them, pass {way_out}"
     return SplitGradients(why, comparison, (note,))
 
 

@@ -143,6 +143,8 @@ class ExecutorChannel:
                 raise WorkerFailed(lost.detail) from None
             if opened.exception is not None:
                 raise opened.exception
+            if not isinstance(opened.value, DeviceFacts):
+                raise _no_answer(opened.value)
             self._device = opened.value
         return self._device
 
@@ -183,7 +185,7 @@ class ExecutorChannel:
             raise answer
         try:
             return reply_of(answer)
-        except (KeyError, TypeError) as error:
+        except Exception as error:  # unpickling what is no reply may raise anything
             raise _no_answer(answer) from error
 
     def _answer(self, asked: _Asked, deadline: Deadline) -> _Answer:

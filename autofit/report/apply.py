@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from autofit.errors import InvalidArgument
 from autofit.report.record import Record
@@ -59,11 +60,13 @@ def apply(
     from autofit.training.batch import BatchWatch
     from autofit.training.optimizers import build_optimizer, check_is_factory
     from autofit.training.training import Training
+    from autofit.training.workload import check_lists_end
 
     functions = {name: value for name, value in given.items() if value is not None}
     _check_has_loss(record, functions)
     recipe = _recipe(record, workload, functions)
     device = _device_of(model)
+    check_lists_end(model)
     _warn_of_another_size(record, model)
     world = _world_of(record.best.plan)
     made = optimizer
@@ -72,7 +75,8 @@ def apply(
         made = partial(build_optimizer, optimizer, place=None)
     else:
         _check_live(optimizer, model, has_training_step=recipe.training_step is not None)
-    return Training(
+    _check_free(model, optimizer)
+    training = Training(
         model,
         made,
         recipe,
@@ -89,6 +93,25 @@ def apply(
         ),
         world=world,
     )
+    _TRAININGS.add(training)
+    return training
+
+
+_TRAININGS: WeakSet[Training] = WeakSet()
+"""All that were returned, and that somebody still holds."""
+
+
+def _check_free(model: torch.nn.Module, optimizer: Any) -> None:
+    """Refuse what an open training has changed: the strategies would be applied to it twice.
+
+    Raises:
+        InvalidArgument: a training of the model or of one of the optimizers has not ended.
+    """
+    if any(training.holds(model, optimizer) for training in _TRAININGS):
+        raise InvalidArgument(
+            "this model or optimizer is in a training that has not ended: leave its with block, or "
+            "call its undo(), before you call report.apply again"
+        )
 
 
 def _samples(record: Record, batched: Iterable[str] | None) -> Samples:

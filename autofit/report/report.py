@@ -312,6 +312,7 @@ def write(target: Path, forms: Mapping[str, Callable[[], str]], what: str) -> No
     if target.suffix not in forms:
         raise InvalidArgument(f"{target}: {what} is written as {', '.join(forms)}")
     text = forms[target.suffix]()
+    check_is_file(target)
     try:
         _write_whole(target, text)
     except (OSError, ValueError) as error:  # a NUL is in the name
@@ -319,12 +320,24 @@ def write(target: Path, forms: Mapping[str, Callable[[], str]], what: str) -> No
         raise InvalidArgument(f"cannot write {what} to {target}: {why}") from error
 
 
+def check_is_file(target: Path) -> None:
+    """Refuse a folder, a device, and a pipe: opening one that nobody reads would wait for ever.
+
+    Raises:
+        InvalidArgument: the path is one, or no path.
+    """
+    try:
+        is_other = target.exists() and not target.is_file()
+    except (OSError, ValueError) as error:  # the name is too long, or has a NUL in it
+        why = getattr(error, "strerror", None) or error
+        raise InvalidArgument(f"cannot write {target}: {why}") from error
+    if is_other:
+        raise InvalidArgument(f"cannot write {target}: it is no regular file")
+
+
 def _write_whole(target: Path, text: str) -> None:
     """Write all of the text or nothing: a full disk must not destroy an earlier report."""
     real = Path(os.path.realpath(target))  # what a symbolic link leads to is replaced, not the link
-    if real.exists() and not real.is_file():  # a pipe or a device
-        real.write_text(text, encoding="utf-8", errors="backslashreplace")
-        return
     part = real.with_name(f".{uuid.uuid4().hex}.part")  # of its own: others may write it, too
     try:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")

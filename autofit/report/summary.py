@@ -12,7 +12,7 @@ import re
 import shlex
 import statistics
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autofit.measurement import ACT, NOT_TRIED, Trial, TrialKind, probes_of, spread_of
@@ -98,20 +98,33 @@ class Summary:
     more: str
 
     def messages(self, width: int, most_lines: int) -> list[str]:
-        """Return warnings, which begin with "! ", and remarks in at most so many lines."""
-        texts = [*(f"{ACT}{text}" for text in self.warnings), *self.remarks]
-        most = 2 if most_lines > 2 else 1
-        blocks = [
-            textwrap.wrap(text, width, subsequent_indent="  ", max_lines=most, placeholder=" ...")
-            for text in texts
-        ]
+        """Return warnings, which begin with "! ", and remarks in at most so many lines.
+
+        A message takes two lines, or one where that leaves room for more warnings; what has no room
+        is counted.
+        """
+        warnings = [f"{ACT}{text}" for text in self.warnings]
+        room = most_lines - 1  # for the count
+        long = self._wrapped(warnings, width, 2)
+        if sum(map(len, long)) > room:
+            long = self._wrapped(warnings, width, 1)
+        blocks = [*long, *self._wrapped(self.remarks, width, 2 if most_lines > 2 else 1)]
         lines: list[str] = []
         for at, block in enumerate(blocks):
             is_last = at == len(blocks) - 1
             if len(lines) + len(block) > most_lines - (not is_last):
-                return [*lines, f"{counted(len(blocks) - at, 'more note')}: see More"]
+                unseen = max(0, len(warnings) - at)
+                words = [counted(unseen, "warning")] * (unseen > 0)
+                words += [counted(len(blocks) - at - unseen, "note")]
+                return [*lines, f"{' and '.join(words)} more: see More"]
             lines += block
         return lines
+
+    def _wrapped(self, texts: Iterable[str], width: int, most: int) -> list[list[str]]:
+        return [
+            textwrap.wrap(text, width, subsequent_indent="  ", max_lines=most, placeholder=" ...")
+            for text in texts
+        ]
 
 
 def summary(record: Record, place: Place = IN_PYTHON) -> Summary:

@@ -43,6 +43,7 @@ from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Job, Place, Runner
 from autofit.searching.sampler import PlannerSampler
 from autofit.searching.study import Store
+from autofit.searching.timed_sampler import TimedSampler
 
 MOST_VETOES = 50
 """Vetoed proposals in a row that end a search: its sampler has nothing else to offer."""
@@ -93,6 +94,11 @@ def run_search(
         SearchTimedOut: the time was over before anything that fits had been measured.
         Exception: whatever the user's code raised on the plain workload.
     """
+    started = clock() if began is None else began
+    allowance = Allowance(max_probes, timeout_s, clock, started, kept_s)
+    foreign = None if isinstance(sampler, PlannerSampler) else sampler
+    if foreign is not None and timeout_s is not None:
+        foreign = TimedSampler(foreign, lambda: allowance.seconds_left)
     held = nullcontext(store) if store is not None else Store.open(None, spec.identity)
     with held as opened:
         opened.begin(spec)
@@ -100,8 +106,8 @@ def run_search(
             prober if isinstance(prober, Runner) else Runner([Place(prober)]),
             opened.spec or spec,
             opened,
-            None if isinstance(sampler, PlannerSampler) else sampler,
-            Allowance(max_probes, timeout_s, clock, clock() if began is None else began, kept_s),
+            foreign,
+            allowance,
             on_event or (lambda event: None),
             may_veto=veto,
         )

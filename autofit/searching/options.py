@@ -86,7 +86,8 @@ def _check_profile(profile: Any) -> None:
     if "\0" in os.fspath(profile):
         raise InvalidArgument(f"profile={os.fspath(profile)!r}: the name of a file has no NUL")
     folder = os.path.dirname(os.path.abspath(profile))
-    if os.path.isdir(profile) or not os.access(folder, os.W_OK | os.X_OK):
+    is_other = os.path.exists(profile) and not os.path.isfile(profile)  # a folder, or a pipe
+    if is_other or not os.access(folder, os.W_OK | os.X_OK):
         raise InvalidArgument(
             f"profile={os.fspath(profile)!r}: give a file in a folder that can be written"
         )

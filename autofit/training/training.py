@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autofit.devices.cpu import host_memory
-from autofit.errors import InvalidArgument, Unsupported
+from autofit.errors import InvalidArgument, Unsupported, mark_users
 from autofit.plan import ResolvedPlan, split_evenly, steps_for
 from autofit.strategy import ALONE, Phase, World
 from autofit.training.amp import LossScale, fresh_casts
@@ -103,6 +103,7 @@ class Training(AbstractContextManager["Training"]):
         self.has_split = False
         """Whether any step so far split its batch; a training_step may not."""
         self._ended = False
+        self._is_in_training_step = False
         self._applied = ExitStack()
         with ExitStack() as stack:
             self.optimizer: Optimizers = None  # type: ignore[assignment]  # until it is made
@@ -127,6 +128,21 @@ class Training(AbstractContextManager["Training"]):
                     stack.enter_context(applying)
             self._make_ready(optimizer)
             self._applied = stack.pop_all()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a training_step uses model and optimizer, and replaces neither.
+
+        Raises:
+            AttributeError: a training_step replaces one, as an error of the user's.
+        """
+        if name in ("model", "optimizer") and vars(self).get("_is_in_training_step"):
+            refusal = AttributeError(
+                f"training_step replaces training.{name} by {kind_of(value)}, but the plan holds "
+                f"for the {name} that was given: pass the other {name} to autofit instead"
+            )
+            mark_users(refusal)
+            raise refusal
+        super().__setattr__(name, value)
 
     def _ranks_of(self, world: World) -> Ranks | None:
         if world.size == 1:
@@ -166,6 +182,12 @@ class Training(AbstractContextManager["Training"]):
         """Revert the strategies' changes to model and optimizer; safe to call twice."""
         self._applied.close()
         self._ended = True
+
+    def holds(self, model: torch.nn.Module, optimizer: Any) -> bool:
+        """Return whether it has not ended, and trains that model or by one of those optimizers."""
+        own, asked = by_name(self.optimizer).values(), by_name(optimizer).values()
+        is_shared = any(one is other for one in own for other in asked)
+        return not self._ended and (self.plain_model is model or is_shared)
 
     @property
     def host_available_bytes(self) -> int:
@@ -446,8 +468,12 @@ class Training(AbstractContextManager["Training"]):
         self, training_step: Callable[[Training, Batch], torch.Tensor], batch: Batch
     ) -> torch.Tensor:
         self._loss_scale.was_used = False
-        with self.context():
-            loss = scalar(training_step(self, map_tensors(self._place, batch)), "training_step")
+        self._is_in_training_step = True
+        try:
+            with self.context():
+                loss = scalar(training_step(self, map_tensors(self._place, batch)), "training_step")
+        finally:
+            self._is_in_training_step = False
         if self.scaler is not None and not self._loss_scale.was_used:
             raise InvalidArgument(
                 "training_step did not use the gradient scaler that float16 needs: call "

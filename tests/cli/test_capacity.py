@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -71,6 +72,15 @@ def test_check_cannot_tell_what_depends_on_values(target: str) -> None:
     code, said = run("check", target.replace(":make", ":branching"), "--gpu", "L4")
     assert code == 5
     assert "could not be told" in said
+
+
+@pytest.mark.parametrize("option", ["--junit-xml", "--summary"])
+def test_check_does_not_wait_for_a_reader(target: str, tmp_path: Path, option: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    command = ["check", target, "--gpu", "L4", option, str(tmp_path / "pipe")]
+    error = CliRunner().invoke(app, command).exception
+    assert isinstance(error, InvalidArgument)
+    assert re.search("pipe: it is no regular file", str(error))
 
 
 def test_check_writes_junit_and_markdown(target: str, tmp_path: Path) -> None:

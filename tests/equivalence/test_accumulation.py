@@ -12,6 +12,7 @@ from torch import nn
 
 from autofit.equivalence.accumulation import SplitGradients, compare_split_gradients
 from autofit.equivalence.strategy_context import PlainContext
+from autofit.measurement import ACT
 from autofit.training.workload import Workload
 
 X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(16, 1)
@@ -58,6 +59,7 @@ def test_one_parameter_that_differs_does_not_hide_in_all_gradients_together() ->
     assert found.comparison.gradient < found.comparison.tolerance
     assert found.comparison.modules == ("router",)
     (note,) = found.notes
+    assert note.startswith(ACT)
     assert "router.weight" in note
     assert "allow_accumulation_change" in note
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import warnings
@@ -80,6 +81,21 @@ def test_a_link_to_a_report_stays_a_link_and_its_file_keeps_its_mode(
     assert link.is_symlink()
     assert load(real).best == load(link).best
     assert real.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_file_is_neither_waited_for_nor_written(
+    record: Record, tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "report.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/null")
+    with pytest.raises(InvalidArgument, match=r"report\.json.*no regular file"):
+        Report(record).save(path)
 
 
 def test_a_name_that_no_file_can_have_is_refused(record: Record) -> None:
@@ -235,6 +251,24 @@ def test_a_model_of_another_size_is_trained_with_a_warning(record: Record) -> No
     with pytest.warns(UserWarning, match=r"\b45\b.*\b36\b") as warned:
         report.apply(model, optimizer, criterion=torch.nn.CrossEntropyLoss()).undo()
     assert warned[0].filename == __file__
+
+
+@pytest.mark.parametrize("again", ["both", "the model", "the optimizer"])
+def test_a_model_in_an_open_training_is_not_applied_to_again(record: Record, again: str) -> None:
+    report = Report(replace(record, best_number=0))
+    model, other = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    another = torch.optim.SGD(model.parameters(), lr=0.1)
+    second = (
+        other if again == "the optimizer" else model,
+        another if again == "the model" else optimizer,
+    )
+    loss: dict[str, Any] = {"criterion": torch.nn.CrossEntropyLoss()}
+    first = report.apply(model, optimizer, **loss)
+    with first, pytest.raises(InvalidArgument, match=r"not ended.*undo"):
+        report.apply(*second, **loss)
+    with report.apply(*second, **loss) as training:
+        assert training.plan == report.best.plan
 
 
 def _step(record: Record, *batches: Any, own_loop: bool = False, **given: Any) -> list[str]:

@@ -195,11 +195,19 @@ def test_what_to_act_on_stands_above_remarks(record: Record) -> None:
     assert "a remark" in in_full(replace(record, notes=notes))
 
 
+def test_no_warning_gives_way_to_the_length_of_another(record: Record) -> None:
+    notes = tuple(f"{ACT}Do thing {number}: {'word ' * 40}" for number in range(3))
+    text = render(replace(record, notes=notes), 100)
+    assert text.count("! Do thing") == 3
+    assert len(text.splitlines()) <= MOST_LINES
+    assert "warning" not in render(replace(record, notes=notes[:1]), 100).splitlines()[-5]
+
+
 def test_what_has_no_room_is_counted(record: Record) -> None:
     text = render(crowded(record), 100)
     shown = text.count("! Do thing")
     assert shown >= 1
-    assert f"{9 - shown + 1} more notes" in text  # and the remark on shapes
+    assert f"{9 - shown} warnings and 1 note more:" in text  # the remark on shapes
     assert in_full(crowded(record)).count("! Do thing") >= 9
 
 

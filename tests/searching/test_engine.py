@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -563,6 +564,46 @@ def test_without_max_probes_the_planner_ends_another_samplers_search(
 ) -> None:
     result = run_search(device.prober(), device.spec(), sampler=_Foreign(seed=0), veto=False)
     assert result.stopped_because == "no plan left is expected to gain enough to be worth a probe"
+
+
+class _Waiting(RandomSampler):
+    """Hangs in one of its methods, when it is called for the second time."""
+
+    def __init__(self, where: str, ends: threading.Event) -> None:
+        super().__init__(seed=0)
+        self._where, self._calls, self._ends = where, 0, ends
+
+    def _pass(self, where: str) -> None:
+        self._calls += where == self._where
+        if self._calls == 2:
+            self._ends.wait()
+
+    def before_trial(self, study: Any, trial: Any) -> None:
+        self._pass("before_trial")
+
+    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
+        self._pass("sample_independent")
+        return super().sample_independent(study, trial, name, distribution)
+
+    def after_trial(self, study: Any, trial: Any, state: Any, values: Any) -> None:
+        self._pass("after_trial")
+
+
+@pytest.mark.parametrize("where", ["before_trial", "sample_independent", "after_trial"])
+def test_a_sampler_that_hangs_ends_with_the_timeout(device: SimulatedDevice, where: str) -> None:
+    ends = threading.Event()
+    try:
+        result = run_search(
+            device.prober(),
+            device.spec(),
+            sampler=_Waiting(where, ends),
+            max_probes=20,
+            timeout_s=2.0,
+        )
+    finally:
+        ends.set()
+    assert result.best.ok
+    assert "timeout of 2 s" in result.stopped_because
 
 
 class _Stubborn(RandomSampler):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from multiprocessing import get_context
@@ -18,6 +20,7 @@ import torch
 import autofit
 from autofit.devices.request import device_names
 from autofit.errors import InvalidArgument, SearchTimedOut, WorkerFailed
+from autofit.probing.messages import Reply, message_of_reply
 from autofit.searching.events import StageStarted
 from autofit.searching.options import SearchOptions
 
@@ -184,6 +187,11 @@ class _Answering(Executor):
     [
         ("an answer", "str.*distributed"),
         ({"device": {"memory": -1}}, "memory.*distributed"),
+        ({"lost": "x"}, "lost.*distributed"),
+        ({"reply": "x"}, "reply.*distributed"),
+        ({"reply": b64encode(pickle.dumps(7)).decode()}, "reply.*distributed"),
+        (message_of_reply(Reply("no device")), "no device.*distributed"),
+        (b"bytes", "bytes.*distributed"),
         (KeyError("full"), "full"),
         (KeyboardInterrupt("there"), "went away.*KeyboardInterrupt"),
         (SystemExit(0), "went away.*SystemExit"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import InvalidArgument
+from autofit.errors import InvalidArgument, is_users
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.training.batch import Samples
@@ -563,3 +563,29 @@ def test_strategies_already_applied_are_undone_where_a_later_one_raises() -> Non
             device=CPU,
         )
     assert told[-1] == "undo first"
+
+
+def _without_optimizer(training: Training, batch: Any) -> torch.Tensor:
+    training.optimizer = None  # type: ignore[assignment]  # on purpose
+    return training.loss(batch)
+
+
+def _with_another_model(training: Training, batch: Any) -> torch.Tensor:
+    training.model = nn.Linear(6, 5)
+    return training.loss(batch)
+
+
+@pytest.mark.parametrize(
+    ("training_step", "name"), [(_without_optimizer, "optimizer"), (_with_another_model, "model")]
+)
+def test_a_training_step_that_replaces_a_part_is_the_users_error(
+    training_step: Any, name: str
+) -> None:
+    model = _mlp()
+    recipe = Recipe(criterion=nn.functional.cross_entropy, training_step=training_step)
+    training = _training(model, recipe, 4)
+    with pytest.raises(AttributeError, match=rf"training_step.*training\.{name}") as raised:
+        training.step(_classes(4))
+    assert is_users(raised.value)
+    assert training.model is model
+    training.model = nn.Linear(6, 5)  # the loop outside is the user's own
