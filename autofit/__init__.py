@@ -12,9 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autofit.checks.card_table import Cards as Cards
-    from autofit.checks.cards import cards as cards
     from autofit.checks.check import check as check
+    from autofit.checks.gpu_table import GpuTable as GpuTable
+    from autofit.checks.predict import predict as predict
+    from autofit.checks.probe import probe as probe
     from autofit.checks.soak import SoakResult as SoakResult
     from autofit.checks.verdict import Verdict as Verdict
     from autofit.errors import (
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
         TrialKind as TrialKind,
     )
     from autofit.plan import CostHint as CostHint, Dimension as Dimension, Plan as Plan
-    from autofit.prediction.predict import Prediction as Prediction, predict as predict
-    from autofit.probing.probe import probe as probe
+    from autofit.prediction.predict import Prediction as Prediction
     from autofit.report.report import Report as Report, load as load
     from autofit.searching.options import SearchOptions as SearchOptions
     from autofit.searching.search import search as search
@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from autofit.training.workload import Workload as Workload
 
 _HOMES = {
-    "autofit.checks.card_table": ("Cards",),
-    "autofit.checks.cards": ("cards",),
+    "autofit.checks.gpu_table": ("GpuTable",),
+    "autofit.checks.predict": ("predict",),
+    "autofit.checks.probe": ("probe",),
     "autofit.checks.check": ("check",),
     "autofit.checks.soak": ("SoakResult",),
     "autofit.errors": (
@@ -62,11 +63,10 @@ _HOMES = {
     ),
     "autofit.measurement": ("Measurement", "Outcome", "TrialKind", "Trial"),
     "autofit.plan": ("Dimension", "CostHint", "Plan"),
-    "autofit.prediction.predict": ("Prediction", "predict"),
+    "autofit.prediction.predict": ("Prediction",),
     "autofit.report.report": ("Report", "load"),
     "autofit.searching.options": ("SearchOptions",),
     "autofit.searching.search": ("search",),
-    "autofit.probing.probe": ("probe",),
     "autofit.strategy": ("Numerics", "Phase", "Strategy"),
     "autofit.training.training": ("Training",),
     "autofit.checks.verdict": ("Verdict",),

@@ -23,16 +23,18 @@ _SIZE = re.compile(
 def parse_bytes(text: str) -> int:
     """Read a size such as "24GiB", "512 MiB", "80GB" or "1000000" as bytes.
 
+    "24G" is 24 GiB, as SLURM and docker mean it; "24GB" is decimal.
+
     Raises:
         InvalidArgument: the text is not a size, or not above zero.
     """
     match = _SIZE.fullmatch(text)
-    if match is None or (match["prefix"] and not match["form"]):
+    if match is None:
         raise InvalidArgument(
             f"cannot read {text!r} as a size; use a form such as 24GiB, 512MiB or 80GB"
         )
     prefix = match["prefix"].lower()
-    table = _BINARY if match["form"].lower() == "ib" else _DECIMAL
+    table = _DECIMAL if match["form"].lower() == "b" else _BINARY
     read = float(match["number"]) * (table[prefix] if prefix else 1)
     if read >= _MOST_BYTES:
         raise InvalidArgument(f"no device has as much memory as {text[:40]!r}")

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
-from autofit import Plan, Workload, predict
+from autofit import Plan, Workload
 from autofit.devices.cuda import CudaDevice
 from autofit.devices.gpus import Gpu
 from autofit.plan import ResolvedPlan
-from autofit.prediction.predict import Calibration
+from autofit.prediction.predict import Calibration, predict
 from autofit.prediction.variant_lines import gpu_of
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober, Target, open_prober

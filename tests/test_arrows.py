@@ -77,7 +77,6 @@ ON_DEMAND = {
     ("report", "training", "_recipe"),
     ("report", "training", "_samples"),
     ("report", "training", "_check_live"),
-    ("report", "checks", "soak"),
     ("searching", "cli", "showing"),
 }
 """(room, the room it reaches beside those, the function that does so when its user asks for it)."""

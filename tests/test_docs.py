@@ -81,7 +81,7 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
             assert command is not None
             command.make_context(name, rest, parent=context)
             names.add((launcher, name))
-    assert {("autofit", "search"), ("autofit", "soak"), ("torchrun", "check")} <= names
+    assert {("autofit", "search"), ("autofit", "probe"), ("torchrun", "check")} <= names
 
 
 @pytest.fixture

@@ -28,6 +28,8 @@ from torch import nn
 
 import autofit
 from autofit.plan import Scalar
+from autofit.probing.probe import probe_if
+from autofit.probing.survey import Survey
 from autofit.probing.worker_channel import WorkerProcess
 from autofit.searching.events import (
     Event,
@@ -695,6 +697,10 @@ class Remembering(Naming):
         yield
 
 
+def anything(survey: Survey) -> None:
+    """Take any workload for that of the plan."""
+
+
 @pytest.mark.parametrize("word", ["Anna", "Berta"])
 def test_a_saved_plan_means_what_its_report_says(word: str, tmp_path: Path) -> None:
     workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
@@ -703,7 +709,7 @@ def test_a_saved_plan_means_what_its_report_says(word: str, tmp_path: Path) -> N
         Remembering(tmp_path / "applied"),
     )
     given = {"naming.word": [7]}
-    trial = autofit.probe(workload, plan=plan, payloads=given, strategies=[strategy], **HERE)
+    trial = probe_if(anything, workload, plan=plan, payloads=given, strategies=[strategy], **HERE)
     assert trial.ok
     assert trial.plan == plan
     assert json.loads(strategy.path.read_text()) == [given]
@@ -713,7 +719,7 @@ def test_a_meaning_without_its_strategy_is_refused() -> None:
     workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
     plan, given = autofit.Plan(4, settings={"naming.word": "Anna"}), {"naming.word": [7]}
     with pytest.raises(autofit.InvalidArgument, match=r"'naming\.word'"):
-        autofit.probe(workload, plan=plan, payloads=given, strategies=["precision"], **HERE)
+        probe_if(anything, workload, plan=plan, payloads=given, strategies=["precision"], **HERE)
 
 
 def own_frames() -> list[str]:
@@ -805,7 +811,7 @@ def test_no_code_of_the_users_runs_in_this_process(tmp_path: Path) -> None:
     report = autofit.search(workload, max_probes=3, **where)
     assert autofit.probe(workload, **where).ok
     assert autofit.check(workload, **where).fits
-    assert report.soak(workload, steps=8).steps >= 8
+    assert autofit.probe(workload, plan=report, steps=8).steps >= 8
     signed = {tuple(line.split()) for line in path.read_text().splitlines()}
     everything = "built forward batch criterion optimizer weight before_step"
     assert {what for what, _ in signed} == set(everything.split())

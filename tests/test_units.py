@@ -12,6 +12,8 @@ from autofit.units import counted, format_bytes, format_rate, format_seconds, pa
     ("text", "size"),
     [
         ("24GiB", 24 * 2**30),
+        ("24G", 24 * 2**30),
+        ("1.5 m", 3 * 2**19),
         (" 512 mib ", 512 * 2**20),
         ("1.5 TiB", 3 * 2**39),
         ("80GB", 80 * 10**9),
@@ -24,7 +26,7 @@ def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["24G", "", "GiB", "-1GiB", "1e9", "24 GiBs", "1,5GiB", "nan"])
+@pytest.mark.parametrize("text", ["24X", "", "GiB", "-1GiB", "1e9", "24 GiBs", "1,5GiB", "nan"])
 def test_what_is_no_size_is_refused_with_the_text_and_an_example(text: str) -> None:
     with pytest.raises(InvalidArgument, match="24GiB") as refusal:
         parse_bytes(text)

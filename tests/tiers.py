@@ -20,7 +20,10 @@ import pytest
 
 import autofit
 from autofit.checks.doctor import diagnose
+from autofit.checks.gpu_variants import predict_gpus
 from autofit.cli.main import app, main
+from autofit.prediction.predict import predict
+from autofit.probing.probe import probe_if
 from autofit.probing.prober import open_prober
 from autofit.probing.rank_channel import RankChannel
 from autofit.probing.worker_channel import WorkerChannel, WorkerProcess
@@ -30,6 +33,9 @@ PUBLIC = {"search", "probe", "predict", "check"}
 """Functions of autofit, and of its integrations, that run the user's training in a worker."""
 STARTERS: tuple[Any, ...] = (
     *(getattr(autofit, name) for name in PUBLIC),
+    predict,
+    predict_gpus,
+    probe_if,
     app,
     diagnose,
     main,

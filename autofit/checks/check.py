@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autofit.checks.tuned import AskedPlan
 from autofit.checks.verdict import Verdict
 from autofit.devices.gpus import Gpu, find_gpu
 from autofit.devices.request import budget_bytes
@@ -23,13 +24,15 @@ from autofit.errors import InvalidArgument, PredictionUnavailable, hides_own_fra
 from autofit.measurement import Outcome, Trial
 from autofit.plan import Plan, ResolvedPlan, check_count
 from autofit.prediction.of_ranks import plan_of_ranks
-from autofit.prediction.predict import Calibration, Prediction, predict
+from autofit.prediction.predict import Prediction, predict
 from autofit.probing.prober import Target
 from autofit.probing.together import owned_by_rank_0
 from autofit.registry import load_strategies
+from autofit.report.report import Report
 from autofit.strategy import Strategy
 from autofit.training.loss import STOOD_IN, LossSource
-from autofit.training.workload import Workload, check_arguments
+from autofit.training.workload import Workload
+from autofit.units import format_bytes
 from autofit.world import world_of_environment
 
 if TYPE_CHECKING:
@@ -40,21 +43,22 @@ if TYPE_CHECKING:
 def check(
     workload: Workload,
     *,
-    plan: Plan | None = None,
+    plan: Plan | Report | None = None,
     vram_budget: str | float | None = None,
     gpu: str | int | Gpu | None = None,
     device: str | None = None,
     strategies: Iterable[str | Strategy] | None = None,
-    payloads: Mapping[str, Any] | None = None,
-    calibration: Calibration | Mapping[str, Any] | None = None,
     world_size: int | None = None,
     allow_stand_in_loss: bool = False,
 ) -> Verdict:
     """Check whether a plan trains within a VRAM budget.
 
+    With a report the plan is its best one; its budget, its GPU and what its search measured there
+    are used where no others are given. A plan that was tuned on the CPU is probed on the CPU.
+
     Args:
         workload: model, sample batch, loss and optimizer.
-        plan: the plan to check; None: the baseline.
+        plan: the plan to check, or a report; None: the baseline.
         vram_budget: "24GiB", bytes, or a fraction of the GPU; None: all memory of `gpu` for a
             prediction, or the free memory of the device for a probe.
         gpu: the GPU to predict for, as for `predict`; None: the plan is probed where there is a
@@ -62,19 +66,84 @@ def check(
             started, and else predicted.
         device: where to probe, "cpu" included; None: cuda if there is one.
         strategies: as for `predict`.
-        payloads: as for `predict`.
-        calibration: as for `predict`.
         world_size: as for `predict`; None under torchrun: its ranks.
         allow_stand_in_loss: answer for a workload without a loss too, with the mean of the model's
             outputs in its place; else `fits` is None, since a real loss takes more memory.
 
     Raises:
-        InvalidArgument: an argument is not valid, or both `gpu` and `device` are given.
+        InvalidArgument: an argument is not valid, both `gpu` and `device` are given, or the report
+            is of another workload, or was made on the CPU and its budget is not that of a GPU.
         DeviceUnavailable: the device does not exist.
         Exception: raised by the user's own code.
     """
-    check_arguments(workload, plan, payloads)
-    learned = Calibration.of(calibration)
+    tuned = AskedPlan.read(workload, plan)
+    calibration = tuned.calibration_for(gpu)
+    vram_budget, gpu, device = _as_tuned(tuned, vram_budget, gpu, device)
+    verdict = _check(
+        workload,
+        tuned.plan,
+        vram_budget,
+        gpu,
+        device,
+        strategies,
+        tuned.payloads,
+        calibration,
+        _ranks_meant(tuned, world_size),
+        allow_stand_in_loss=allow_stand_in_loss,
+    )
+    tuned.check_same_model(verdict.parameters, workload)
+    return verdict
+
+
+def _ranks_meant(tuned: AskedPlan, world_size: int | None) -> int | None:
+    """Return the ranks of a report's plan under torchrun, which may have started others."""
+    if tuned.plan is not None and tuned.record is not None and world_of_environment().size > 1:
+        return tuned.plan.world_size
+    return world_size
+
+
+def _as_tuned(
+    tuned: AskedPlan,
+    vram_budget: str | float | None,
+    gpu: str | int | Gpu | None,
+    device: str | None,
+) -> tuple[str | float | None, str | int | Gpu | None, str | None]:
+    """Return budget, GPU and device, and the report's where no others were given.
+
+    Raises:
+        InvalidArgument: a budget of the CPU would be compared with a prediction for a GPU.
+    """
+    if tuned.record is None:
+        return vram_budget, gpu, device
+    if tuned.on_cpu and gpu is None and device is None:
+        device = "cpu"
+    probes = will_probe(gpu, device)
+    if vram_budget is None and tuned.on_cpu and not (probes and device == "cpu"):
+        raise InvalidArgument(
+            f"the report was made on the CPU, and its budget of "
+            f"{format_bytes(tuned.record.vram_budget_bytes)} leaves out what a GPU's context "
+            "takes: pass vram_budget, or neither gpu nor device"
+        )
+    if vram_budget is None:
+        vram_budget = tuned.record.vram_budget_bytes
+    # Naming the report's GPU requests a prediction, so do not where a probe is possible.
+    return vram_budget, gpu if gpu is not None or probes else tuned.gpu, device
+
+
+def _check(
+    workload: Workload,
+    plan: Plan | None,
+    vram_budget: str | float | None,
+    gpu: str | int | Gpu | None,
+    device: str | None,
+    strategies: Iterable[str | Strategy] | None,
+    payloads: Mapping[str, Any] | None,
+    calibration: Mapping[str, Any] | None,
+    world_size: int | None,
+    *,
+    allow_stand_in_loss: bool,
+) -> Verdict:
+    """Check a plan as `check` does, by a probe or a prediction."""
     found = find_gpu(gpu)
     world = world_of_environment()
     ranks = None if world_size is None else check_count("world_size", world_size)
@@ -123,7 +192,7 @@ def check(
                 gpu=gpu,
                 strategies=strategies,
                 payloads=payloads,
-                calibration=learned,
+                calibration=calibration,
             )
         except PredictionUnavailable as error:
             return replace(unknown, detail=str(error))

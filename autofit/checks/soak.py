@@ -1,4 +1,4 @@
-"""Soak test of a report's best plan: a longer training, compared in peak, speed and loss.
+"""Does a report's best plan hold for longer? A longer training, compared in peak, speed and loss.
 
 It is a probe of N optimizer steps on the sample batch, so growth between steps, allocator retries,
 other processes and faults are watched too. On the CPU, where a step that is accounted for takes
@@ -20,7 +20,7 @@ from autofit.checks.same import check_same
 from autofit.codec import to_json
 from autofit.devices.cpu import load_of_others
 from autofit.errors import InvalidArgument
-from autofit.measurement import Measurement, Trial, median_interval
+from autofit.measurement import Measurement, Trial, TrialKind, median_interval
 from autofit.probing.prober import Target
 from autofit.report.ranks import held_by_ranks, times_of_ranks
 from autofit.report.record import Record
@@ -46,22 +46,20 @@ _NOISE = 3.0
 """Standard deviations of its steps' losses that the report's one loss may lie off."""
 
 
-@dataclass(frozen=True)
-class SoakResult:
-    """The longer training of a plan, compared with its trial in the report.
+@dataclass(frozen=True, kw_only=True)
+class SoakResult(Trial):
+    """A longer training of a report's best plan, compared with its trial in the report.
 
     Attributes:
-        trial: the report's best trial.
-        measurement: of the longer training.
-        vram_budget_bytes: of the report.
+        expected: the report's best trial.
+        vram_budget_bytes: that it was trained within.
         deviations: differences from the report, one line each.
         busy: what others did on the device, here or in the search; speed is not compared then.
     """
 
-    trial: Trial
-    measurement: Measurement
+    expected: Trial
     vram_budget_bytes: int
-    deviations: tuple[str, ...]
+    deviations: tuple[str, ...] = ()
     busy: str | None = None
 
     @property
@@ -81,14 +79,14 @@ class SoakResult:
             "deviations": list(self.deviations),
             "busy": self.busy,
             "steps": self.steps,
-            "plan": to_json(self.trial.plan),
+            "plan": to_json(self.plan),
             "vram_budget_bytes": self.vram_budget_bytes,
             "measurement": to_json(self.measurement),
-            "expected": to_json(self.trial.measurement),
+            "expected": to_json(self.expected.measurement),
         }
 
     def __str__(self) -> str:
-        measured, expected = self.measurement, self.trial.measurement
+        measured, expected = self.measurement, self.expected.measurement
         of_ranks = []
         if measured.ranks and expected.ranks:
             here, there = (
@@ -100,7 +98,7 @@ class SoakResult:
                 for name, now, then in zip(("on each rank", ""), here, there, strict=True)
             ]
         lines = [
-            f"{self.trial.plan}: {self.steps} steps",
+            f"{self.plan}: {self.steps} steps",
             f"peak reserved  {format_bytes(measured.peak_reserved_bytes)}"
             f" (report: {format_bytes(expected.peak_reserved_bytes)})",
             f"step time      {format_seconds(measured.step_time_s)}"
@@ -120,6 +118,7 @@ def soak(
     *,
     steps: int = 200,
     device: str | None = None,
+    vram_budget: str | float | None = None,
     strategies: Sequence[Strategy] = (),
 ) -> SoakResult:
     """Train the report's best plan for `steps` optimizer steps, and compare.
@@ -131,6 +130,7 @@ def soak(
         workload: of the search; its global batch is replaced by the report's.
         steps: timed optimizer steps, at least 8; warm-up steps come first.
         device: None: the report's own.
+        vram_budget: None: the report's.
         strategies: of the search; the installed ones are used for other names.
 
     Raises:
@@ -143,7 +143,7 @@ def soak(
     from autofit.probing.together import owned_by_rank_0
 
     if steps < 2 * QUARTER:
-        raise InvalidArgument(f"a soak needs at least {2 * QUARTER} steps, got {steps}")
+        raise InvalidArgument(f"a report is compared over {2 * QUARTER} steps or more, got {steps}")
     resolved = record.resolve_best(remembered=strategies)
     step_time_s = record.best.measurement.step_time_s
     trained = replace(workload, global_batch=record.workload["global_batch"])
@@ -151,13 +151,14 @@ def soak(
     where = device or record.environment["device"]
     if device is None and ranks > 1:  # the report's is rank 0's
         where = where.partition(":")[0]
-    target = Target(where, record.vram_budget_bytes, record.search.seed, ranks=ranks)
+    budget = record.vram_budget_bytes if vram_budget is None else vram_budget
+    target = Target(where, budget, record.search.seed, ranks=ranks)
 
     def plan_if_same(survey: Survey) -> ResolvedPlan:
         check_same(survey, record)
         return resolved
 
-    def lead(ranks: int) -> tuple[Measurement, str | None]:
+    def lead(ranks: int) -> tuple[Measurement, str | None, int]:
         trial, survey = run_one(
             trained,
             resolved.strategies,
@@ -169,11 +170,20 @@ def soak(
         busy = record.environment.get("busy") or survey.busy
         if busy is None and record.environment["gpu"] is None:
             busy = load_of_others(own=os.cpu_count() or 1)
-        return trial.measurement, busy
+        return trial.measurement, busy, survey.vram_budget_bytes
 
-    measured, busy = owned_by_rank_0(lead, ranks=ranks)
-    deviations = compare(record.best.measurement, measured, busy=busy is not None)
-    return SoakResult(record.best, measured, record.vram_budget_bytes, deviations, busy)
+    measured, busy, budget_bytes = owned_by_rank_0(lead, ranks=ranks)
+    best = record.best
+    return SoakResult(
+        number=0,
+        kind=TrialKind.SEARCH,
+        plan=best.plan,
+        measurement=measured,
+        expected=best,
+        vram_budget_bytes=budget_bytes,
+        deviations=compare(best.measurement, measured, busy=busy is not None),
+        busy=busy,
+    )
 
 
 def compare(expected: Measurement, measured: Measurement, *, busy: bool = False) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autofit.cli import capacity
+from autofit.cli.capacity import check, predict
 from autofit.cli.console import (
     Commands,
     Interrupted,
@@ -28,7 +28,6 @@ from autofit.cli.console import (
     immediate_exits_refused,
     leads,
     print_result,
-    say,
     show_changes,
     show_report,
     standard_streams,
@@ -37,7 +36,6 @@ from autofit.cli.console import (
 )
 from autofit.cli.monitor import monitor
 from autofit.cli.options import (
-    AccumulationSteps,
     AsJson,
     Budget,
     DeviceName,
@@ -46,7 +44,7 @@ from autofit.cli.options import (
     MicroBatch,
     NumericsName,
     Out,
-    PlanFile,
+    PlanFrom,
     PlanOptions,
     Ranks,
     Seed,
@@ -88,7 +86,6 @@ def options(
     """Options before the command."""
 
 
-@app.command()
 def search(
     target: Target,
     vram_budget: Budget = None,
@@ -98,40 +95,47 @@ def search(
     strategies: StrategyNames = None,
     numerics: NumericsName = "reduced_precision",
     allow_accumulation_change: Annotated[
-        bool, typer.Option(help="change the accumulation even where that changes the gradients")
+        bool,
+        typer.Option("--allow-accumulation-change", help="accumulate even if gradients change"),
     ] = False,
     max_micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="the largest to try, in samples; default: no limit")
+        int | None, typer.Option(metavar="N", min=1, help="the largest to try, in samples")
     ] = None,
     max_probes: Annotated[
-        int | None, typer.Option(min=1, help="the most timed runs of plans; default: no limit")
+        int | None, typer.Option(metavar="N", min=1, help="the most timed runs of plans")
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(help="seconds until it stops; default: no limit")
+        float | None, typer.Option(metavar="SECONDS", help="stop after this time")
     ] = None,
     planned_steps: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="optimizer steps you will train; default: unknown, nothing is compiled"
-        ),
+        typer.Option(metavar="N", min=1, help="steps you will train: lets compile pay for itself"),
     ] = None,
     effort: Annotated[
-        str, typer.Option(help="quick, normal or thorough: how small a gain is still looked for")
+        str,
+        typer.Option(
+            metavar="LEVEL",
+            help="quick, normal (the default) or thorough",
+            show_default=False,
+        ),
     ] = "normal",
     study: Annotated[
         str | None,
-        typer.Option(help="a file or Optuna storage URL to stop and resume with; default: none"),
+        typer.Option(metavar="FILE", help="resume from this file or Optuna storage URL"),
     ] = None,
     seed: Seed = 0,
     out: Out = None,
     profile: Annotated[
         Path | None,
-        typer.Option(help="write a trace of the best plan in torch's format: .json or .json.gz"),
+        typer.Option(metavar="FILE", help="trace of the best plan: .json or .json.gz"),
     ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest plan that fits, and print the report."""
+    """Find the fastest plan that fits, and print the report.
+
+    Options that take a list take commas.
+    """
     for path in out or ():
         check_writable(path)
     from autofit.registry import numerics_level
@@ -193,48 +197,55 @@ def search(
             raise Interrupted("interrupted: the report holds what had been measured by then")
 
 
-@app.command()
 def probe(
     target: Target,
     micro_batch: MicroBatch = None,
-    accumulation_steps: AccumulationSteps = None,
     global_batch: GlobalBatch = None,
     setting: SettingsGiven = None,
-    plan_file: PlanFile = None,
+    plan_from: PlanFrom = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="optimizer steps to time"),
+    ] = None,
     vram_budget: Budget = None,
     device: DeviceName = None,
     ranks: Ranks = None,
-    strategies: StrategyNames = None,
-    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Run one plan and print its memory and speed."""
-    options = PlanOptions(micro_batch, accumulation_steps, global_batch, setting, plan_file)
+    """Run one plan and print its memory and speed.
+
+    --plan-from REPORT --steps 200 trains a report's best plan for longer and compares it with the
+    report; the exit code is 1 where it deviates.
+    """
+    options = PlanOptions(micro_batch, global_batch, setting, plan_from)
     with stdout_for_results_only():
         workload = load_target(target)
-        from autofit.probing.probe import probe_if
+        from autofit.checks.probe import probe as run
+        from autofit.checks.soak import SoakResult
+        from autofit.plan import Plan
 
-        asked = options.plan_and_payloads(workload)
-        trial = probe_if(
-            lambda survey: options.check_same_model(survey.parameters, workload),
+        asked = options.plan(workload)
+        trial = run(
             workload,
+            plan=asked,
+            steps=steps,
             vram_budget=read_budget(vram_budget),
             device=device,
-            strategies=strategies,
-            seed=seed,
             ranks=ranks,
-            **asked,
         )
-        plan = asked["plan"] or workload.plan()
-    # Without settings that are plain anyway.
-    shown = replace(trial, plan=plan.on(trial.plan.world_size))
+    if isinstance(trial, SoakResult):
+        if leads():
+            print_result(json.dumps(trial.to_dict(), indent=1) if as_json else str(trial))
+        raise typer.Exit(0 if trial.passed else 1)
     if leads():
-        told = json.dumps(trial_to_dict(trial), indent=1) if as_json else str(shown)
-        print_result(told)
+        plan = asked if isinstance(asked, Plan) else workload.plan()
+        if options.report is not None:
+            plan = options.report.record.best_plan_to_rerun
+        shown = replace(trial, plan=plan.on(trial.plan.world_size))  # without default settings
+        print_result(json.dumps(trial_to_dict(trial), indent=1) if as_json else str(shown))
     raise typer.Exit(exit_code(trial.measurement.outcome))
 
 
-@app.command()
 def report(
     path: Annotated[Path, typer.Argument(help="a report that a search wrote")],
     later: Annotated[
@@ -268,56 +279,6 @@ def report(
     show_report(loaded, out or (), as_json, verbose=verbose, loaded_from=path)
 
 
-@app.command()
-def soak(
-    path: Annotated[Path, typer.Argument(help="a report that a search wrote")],
-    target: Annotated[
-        str | None, typer.Argument(metavar="[TARGET]", help="default: the target of the report")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=8, help="optimizer steps to train")] = 200,
-    device: DeviceName = None,
-    as_json: AsJson = False,
-) -> None:
-    """Train a report's best plan for longer; exits with 1 if it deviates from the report.
-
-    A plan of several ranks: torchrun --nproc-per-node N -m autofit soak REPORT.
-    """
-    from autofit.report.report import load
-
-    report = load(path)
-    searched = target or report.record.workload.get("target")
-    if searched is None:
-        raise InvalidArgument(f"{path} does not name its target: give TARGET")
-    with stdout_for_results_only():
-        workload = load_target(searched, is_from_file=target is None)
-        if target is None and leads():
-            say(f"training {searched}, which the report names")
-        result = report.soak(workload, steps=steps, device=device)
-    if leads():
-        print_result(json.dumps(result.to_dict(), indent=1) if as_json else str(result))
-    if not result.passed:
-        raise typer.Exit(1)
-
-
-@app.command()
-def strategies() -> None:
-    """List the installed strategies and how far each may change the arithmetic."""
-    from autofit.registry import installed_names, load_strategies
-
-    broken = None
-    for name in installed_names():
-        try:
-            (strategy,) = load_strategies([name])
-        except InvalidArgument as error:  # list the others all the same
-            broken = error
-            continue
-        summary = (type(strategy).__doc__ or "").strip().partition("\n")[0]
-        print_result(f"{strategy.name:<16}{strategy.numerics.name.lower():<20}{summary}")
-    if broken is not None:
-        raise broken
-
-
-@app.command()
 def doctor(device: DeviceName = None, as_json: AsJson = False) -> None:
     """Look at this machine as a search would, and say what to do (exit code 4: none could run)."""
     with stdout_for_results_only():
@@ -329,7 +290,8 @@ def doctor(device: DeviceName = None, as_json: AsJson = False) -> None:
         raise typer.Exit(4)
 
 
-capacity.register(app)
+for command in (search, probe, predict, check, report, doctor):
+    app.command()(command)
 app.command(context_settings={"allow_interspersed_args": False})(monitor)
 
 

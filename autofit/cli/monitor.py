@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from autofit.cli.console import Interrupted, print_result, say
-from autofit.cli.options import AsJson, check_writable
+from autofit.cli.options import AsJson, check_writable, paths
 from autofit.errors import AutofitError, InvalidArgument
 from autofit.interrupts import ended_like_interrupted, interrupts_deferred
 from autofit.units import format_clock
@@ -47,7 +47,11 @@ def monitor(
     ] = 1.0,
     out: Annotated[
         list[Path] | None,
-        typer.Option(help="write the timeline: .csv, row by row, or .html, at the end"),
+        typer.Option(
+            metavar="FILES",
+            help="write the timeline, by commas: .csv, row by row, or .html, at the end",
+            callback=paths,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

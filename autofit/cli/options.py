@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,10 +26,8 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help=(
-            "path/to/file.py:name or package.module:name: a Workload, or a function "
-            "that returns one"
-        ),
+        help="path/to/file.py:name or package.module:name of a Workload, or of a function that "
+        "returns one",
     ),
 ]
 
@@ -60,17 +58,27 @@ def _check_devices(names: str | None) -> str | None:
     return names
 
 
-def _check_strategies(names: list[str] | None) -> list[str] | None:
+def by_commas(texts: list[str] | None) -> list[str] | None:
+    """Return what options that take lists name, by commas or by being repeated; None: nothing."""
+    if texts is None:
+        return None
+    return [part for text in texts for part in text.split(",")]
+
+
+def _check_strategies(texts: list[str] | None) -> list[str] | None:
     from autofit.registry import check_installed
 
+    names = by_commas(texts)
     for name in names or ():
         check_installed(name)
     return names
 
 
 def _check_settings(texts: list[str] | None) -> list[str] | None:
-    _check_strategies([_read_setting(text)[0].partition(".")[0] for text in texts or ()])
-    return texts
+    # A comma parts two settings where another "strategy.name=" follows, else it is of the value.
+    settings = [part for text in texts or () for part in re.split(r",(?=\w+\.\w+=)", text)]
+    _check_strategies([_read_setting(text)[0].partition(".")[0] for text in settings])
+    return settings
 
 
 def _check_report(path: Path | None) -> Path | None:
@@ -81,35 +89,31 @@ def _check_report(path: Path | None) -> Path | None:
     return path
 
 
-def one_of(*choices: str) -> Callable[[str], str]:
-    """Return the callback of an option that takes one of these."""
-
-    def check(value: str) -> str:
-        if value not in choices:
-            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
-        return value
-
-    return check
+def paths(texts: list[Path] | None) -> list[Path] | None:
+    """Return the files of `--out`: several by commas, and by being repeated."""
+    names = by_commas(None if texts is None else list(map(str, texts)))
+    return None if names is None else list(map(Path, names))
 
 
 Budget = Annotated[
     str | None,
     typer.Option(
-        help=("24GiB, bytes, or a fraction of the device such as 0.5; default: all available"),
+        metavar="SIZE",
+        help="24GiB, 24G, bytes or a fraction (0.5); default: what is free",
         callback=_check_budget,
     ),
 ]
 DeviceName = Annotated[
     str | None,
-    typer.Option(help="cuda, cuda:1 or cpu; default: cuda if there is one", callback=_check_device),
+    typer.Option(
+        metavar="NAME", help="cuda, cuda:1 or cpu; default: cuda, if any", callback=_check_device
+    ),
 ]
 DeviceNames = Annotated[
     str | None,
     typer.Option(
-        help=(
-            "cuda, cuda:1 or cpu; cuda:0,cuda:1 or all to run plans on several at "
-            "once; default: cuda if there is one"
-        ),
+        metavar="NAMES",
+        help="cuda, cuda:1 or cpu; cuda:0,cuda:1 or all for several",
         callback=_check_devices,
     ),
 ]
@@ -117,62 +121,50 @@ StrategyNames = Annotated[
     list[str] | None,
     typer.Option(
         "--strategies",
-        help="use only these (may be repeated); default: all installed",
+        metavar="NAMES",
+        help="use only these; default: all installed",
         callback=_check_strategies,
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="random seed")]
+Seed = Annotated[
+    int,
+    typer.Option(metavar="N", min=0, max=2**32 - 1, help="random seed", show_default=False),
+]
 NumericsName = Annotated[
     str,
     typer.Option(
         "--numerics",
-        help=("exact, rounding or reduced_precision: how far plans may change the arithmetic"),
+        metavar="LEVEL",
+        help="exact, rounding or reduced_precision (the default)",
+        show_default=False,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 MicroBatch = Annotated[
-    int | None,
-    typer.Option(min=1, help="samples in one forward and backward; default: the workload's"),
-]
-AccumulationSteps = Annotated[
-    int | None,
-    typer.Option(min=1, help="micro-batches in one optimizer step; default: the workload's"),
+    int | None, typer.Option(metavar="N", min=1, help="samples in one forward and backward")
 ]
 GlobalBatch = Annotated[
-    int | None, typer.Option(min=1, help="samples in one optimizer step; default: the workload's")
+    int | None, typer.Option(metavar="N", min=1, help="samples in one optimizer step")
 ]
 Ranks = Annotated[
     int | None,
-    typer.Option(
-        min=1,
-        help=(
-            "ranks that train one model together, each on its own device; default: as "
-            "many as torchrun started, or one"
-        ),
-    ),
+    typer.Option(metavar="N", min=1, help="workers that train one model together"),
 ]
 SettingsGiven = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="a setting, as strategy.name=value (may be repeated); default: none",
+        metavar="SETTINGS",
+        help="strategy.name=value; the others keep their default",
         callback=_check_settings,
     ),
 ]
 WorldSize = Annotated[
-    int | None,
-    typer.Option(min=1, help="GPUs that train together (ranks); default: the plan's, or one"),
+    int | None, typer.Option(metavar="N", min=1, help="GPUs that train one model together")
 ]
-ModeOfRanks = Annotated[
-    str | None,
-    typer.Option(
-        "--parallel",
-        help=("how ranks share the model: ddp, ddp_view, zero1, fsdp2, fsdp2_keep; default: ddp"),
-    ),
-]
-PlanFile = Annotated[
+PlanFrom = Annotated[
     Path | None,
-    typer.Option("--plan", help="use the plan of this report", callback=_check_report),
+    typer.Option(metavar="REPORT", help="the best plan of this report", callback=_check_report),
 ]
 
 
@@ -185,94 +177,57 @@ class PlanOptions:
     """
 
     micro_batch: int | None = None
-    accumulation_steps: int | None = None
     global_batch: int | None = None
     settings: Sequence[str] | None = None
-    plan_file: Path | None = None
+    plan_from: Path | None = None
     world_size: int | None = None
-    mode_of_ranks: str | None = None
 
     def __post_init__(self) -> None:
-        if self.plan_file is not None and self._has_any:
-            raise InvalidArgument("--plan sets the whole plan: leave the other plan options out")
-        if self.mode_of_ranks is not None and (self.world_size or 1) == 1:
+        if self.plan_from is not None and self._has_any:
             raise InvalidArgument(
-                f"--parallel {self.mode_of_ranks} needs --world-size of at least 2"
+                "--plan-from sets the whole plan: leave --micro-batch, --global-batch and --set out"
             )
-        for text in self.settings or ():
-            _read_setting(text)
 
     @property
     def _has_any(self) -> bool:
-        counts = (self.micro_batch, self.accumulation_steps, self.global_batch)
-        if self.mode_of_ranks is not None:
-            return True
-        return bool(self.settings) or any(count is not None for count in counts)
+        return bool(self.settings) or self.micro_batch is not None or self.global_batch is not None
 
     @cached_property
     def report(self) -> Report | None:
-        """The report of `--plan`; None: not given."""
-        if self.plan_file is None:
+        """The report of `--plan-from`; None: not given."""
+        if self.plan_from is None:
             return None
         from autofit.report.report import load
 
-        return load(self.plan_file)
+        return load(self.plan_from)
 
-    def plan_and_payloads(self, workload: Workload) -> dict[str, Any]:
-        """Return `plan=` and `payloads=` for `probe`, `predict` and `check`.
+    def plan(self, workload: Workload) -> Plan | Report | None:
+        """Return `plan=` for `probe`, `predict` and `check`; None: no option was given.
 
-        Counts that were not given are the workload's own; without any plan option both are None.
-        The payloads of a report are given too: measured here, its values might mean something else.
+        Counts that were not given are the workload's own.
 
         Raises:
             InvalidArgument: the counts do not make a plan, or the report cannot be read.
         """
-        plan: Plan | None = None
-        payloads: dict[str, Any] | None = None
-        if self.report is not None:
-            plan = self.report.record.best_plan_to_rerun
-            payloads = self.report.record.payloads(self.report.best.plan.settings)
-        elif self._has_any:
-            counts = self.micro_batch, self.accumulation_steps, self.global_batch
-            settings = dict(map(_read_setting, self.settings or ())) | self._settings_of_ranks()
-            plan = workload.plan(*counts, settings, self.world_size or 1)
-        return {"plan": plan, "payloads": payloads}
-
-    def check_same_model(self, parameters: int | None, workload: Workload) -> None:
-        """Refuse a workload that is not that of `--plan`, as `checks.same.check_same_model` does.
-
-        Args:
-            parameters: of the workload's model; None: not known.
-            workload: that the command runs or predicts.
-
-        Raises:
-            InvalidArgument: they differ.
-        """
-        if self.report is None:
-            return
-        from autofit.checks.same import check_same_model
-
-        check_same_model(self.report.record, parameters, workload)
-
-    def _settings_of_ranks(self) -> dict[str, Scalar]:
-        """Return `--parallel` as settings of the strategy for several ranks."""
-        if self.mode_of_ranks is None:
-            return {}
-        from autofit.registry import names_of_ranks
-
-        names = names_of_ranks()
-        if len(names) != 1:
-            raise InvalidArgument(
-                f"--parallel is short for --set STRATEGY.mode={self.mode_of_ranks}, but "
-                "the installed strategies for several ranks are "
-                f"{', '.join(names) or 'none'}: use --set"
-            )
-        return {f"{names[0]}.mode": self.mode_of_ranks}
+        if self.report is not None or not self._has_any:
+            return self.report
+        settings = dict(map(_read_setting, self.settings or ()))
+        return workload.plan(
+            self.micro_batch,
+            global_batch=self.global_batch,
+            settings=settings,
+            world_size=self.world_size or 1,
+        )
 
 
 REPORT_FORMS = (".json", ".html", ".md", ".txt", ".csv")
 Out = Annotated[
-    list[Path] | None, typer.Option(help="write the report: .json, .html, .md, .txt or .csv")
+    list[Path] | None,
+    typer.Option(
+        metavar="FILES",
+        help="write the report: .json, .html, .md, .txt or .csv",
+        callback=paths,
+    ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show every trial and the reasons")]
 

@@ -26,16 +26,13 @@ _ASKED = (
 
 
 @users_code()
-def load_target(target: str, *, is_from_file: bool = False) -> Workload:
+def load_target(target: str) -> Workload:
     """Return the workload that a target names.
 
     A file is imported as a script beside it would import it: its folder comes first on the path.
 
     Args:
         target: as above.
-        is_from_file: whether a report names it, which may come from anywhere. It must call nothing
-            that is installed here: neither another module, nor what a module of this folder
-            imports.
 
     Raises:
         InvalidArgument: the file, module or name does not exist, or it is not a workload.
@@ -53,8 +50,6 @@ def load_target(target: str, *, is_from_file: bool = False) -> Workload:
         raise InvalidArgument(
             "the current folder was deleted: change to one that exists, with cd"
         ) from None
-    if is_from_file:
-        check_is_near(target)
     module = _import(place)
     try:
         found: Any = module
@@ -62,8 +57,6 @@ def load_target(target: str, *, is_from_file: bool = False) -> Workload:
             found = getattr(found, part)
     except AttributeError:
         raise InvalidArgument(f"{place} has no {name!r}; it has: {_offers(module)}") from None
-    if is_from_file and callable(found) and not _is_function_of(os.getcwd(), found):
-        raise _is_far(target)
     import torch  # late, as what follows: a mistyped target does not need it
 
     from autofit.training.workload import Workload
@@ -75,51 +68,6 @@ def load_target(target: str, *, is_from_file: bool = False) -> Workload:
             f"{target} must be a Workload or a function that returns one, got {kind_of(made)}"
         )
     return made
-
-
-def check_is_near(target: str) -> None:
-    """Refuse a target that a file names, and whose code lies outside of the current folder.
-
-    Raises:
-        InvalidArgument: the code is not in the current folder, or there is none.
-    """
-    place = target.rpartition(":")[0]
-    files = _files_of(place)
-    if not files or not all(_is_within(os.getcwd(), file) for file in files):
-        raise _is_far(target)
-
-
-def _is_far(target: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"the report's target {target!r} is not in this folder ({os.getcwd()}): "
-        "pass TARGET, or change to the folder of the search"
-    )
-
-
-def _is_function_of(folder: str, found: Any) -> bool:
-    code = getattr(inspect.unwrap(found), "__code__", None)
-    return code is not None and _is_within(folder, code.co_filename)
-
-
-def _is_within(folder: str, file: str) -> bool:
-    return Path(os.path.realpath(file)).is_relative_to(os.path.realpath(folder))
-
-
-def _files_of(place: str) -> list[str]:
-    """Return the files that `_import` would load, without importing anything."""
-    if place.endswith(".py"):
-        return [place]
-    first = place.partition(".")[0]
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.util.find_spec(first) if first.isidentifier() else None
-    except ValueError:  # a module that was made, not imported
-        found = None
-    finally:
-        sys.path.remove(os.getcwd())
-    if found is None:
-        return []
-    return [*(found.submodule_search_locations or ()), *([found.origin] if found.origin else ())]
 
 
 def _call(function: Callable[..., Any], target: str) -> Any:

@@ -1,4 +1,4 @@
-"""`autofit.probe`: run one plan. `check(method="probe")` and `soak` do the same by `run_one`."""
+"""Run one plan in a worker, for `autofit.probe`, a check and a comparison with a report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autofit.errors import InvalidArgument, hides_own_frames
+from autofit.errors import InvalidArgument
 from autofit.measurement import Trial, TrialKind
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
@@ -19,8 +19,8 @@ from autofit.training.loss import STOOD_IN, LossSource
 from autofit.training.workload import Workload, check_arguments
 
 
-@hides_own_frames
-def probe(
+def probe_if(
+    check: Callable[[Survey], None],
     workload: Workload,
     *,
     plan: Plan | None = None,
@@ -30,57 +30,19 @@ def probe(
     payloads: Mapping[str, Any] | None = None,
     seed: int = 0,
     ranks: int | None = None,
+    steps: int | None = None,
 ) -> Trial:
-    """Run one plan and return what it needs and how fast it is.
+    """Run one plan.
 
     Args:
-        workload: what is trained.
-        plan: what to run; None: the baseline. Settings it leaves out have their first value.
-        vram_budget: as for `search`.
-        device: one device, as for `search`.
-        strategies: as for `search`.
-        seed: of everything random.
+        check: called with the survey; what it raises is raised before the plan runs.
         payloads: meaning of the plan's settings, by setting, as in a report's dimensions; None: as
             the strategies find it here and now. A setting with a payload may have any value.
-        ranks: workers that train the model together, each on a GPU of its own or all on the CPU; if
-            None, as many as the plan says or torchrun started.
-
-    Returns:
-        The trial, whatever its outcome; its accumulation was run in full.
+        workload, plan, vram_budget, device, strategies, seed, ranks, steps: as for `autofit.probe`.
 
     Raises:
-        InvalidArgument: an argument is of another kind, or the plan names a setting or a value
-            that does not exist here.
-        DeviceUnavailable: the device is not there.
-        WorkerFailed: the worker ended or hung while it looked at the workload.
-        Exception: what the user's own code raised, as it was raised.
+        Exception: as `autofit.probe` does.
     """
-    return probe_if(
-        lambda survey: None,
-        workload,
-        plan=plan,
-        vram_budget=vram_budget,
-        device=device,
-        strategies=strategies,
-        payloads=payloads,
-        seed=seed,
-        ranks=ranks,
-    )
-
-
-def probe_if(
-    check: Callable[[Survey], None],
-    workload: Workload,
-    *,
-    plan: Plan | None,
-    vram_budget: str | float | None,
-    device: str | None,
-    strategies: Iterable[str | Strategy] | None,
-    payloads: Mapping[str, Any] | None,
-    seed: int,
-    ranks: int | None,
-) -> Trial:
-    """Run one plan like `probe`; what `check` raises of the survey is raised before it runs."""
     check_arguments(workload, plan, payloads)
     if ranks is None and plan is not None and plan.world_size > 1:
         ranks = plan.world_size
@@ -101,6 +63,7 @@ def probe_if(
             target,
             resolved,
             kind=TrialKind.BASELINE if plan is None else TrialKind.SEARCH,
+            steps=steps,
         )
         return trial
 

@@ -1,6 +1,6 @@
 """The report of a search: view it, save it, load it, and train with its best plan.
 
-torch is imported only by `apply` and `soak`, so a saved report opens on any machine.
+torch is imported only by `apply`, so a saved report opens on any machine.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autofit.codec import read_json
-from autofit.errors import InvalidArgument, hides_own_frames
+from autofit.errors import InvalidArgument
 from autofit.measurement import ACT, Trial
 from autofit.notebook import shown
+from autofit.plan import Plan
 from autofit.report import apply
 from autofit.report.plain import in_a_table
 from autofit.report.record import Record
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from autofit.checks.soak import SoakResult
     from autofit.strategy import Strategy
     from autofit.training.training import Training
     from autofit.training.workload import Workload
@@ -56,6 +56,11 @@ class Report:
     def best(self) -> Trial:
         """The trial of the plan to train with: `.plan`, `.samples_per_second`, `.measurement`."""
         return self.record.best
+
+    @property
+    def plan(self) -> Plan:
+        """The plan to train with."""
+        return self.best.plan
 
     @property
     def baseline(self) -> Trial:
@@ -201,37 +206,6 @@ class Report:
             strategies=strategies,
             remembered=self.strategies,
             workload=self.workload,
-        )
-
-    @hides_own_frames
-    def soak(
-        self,
-        workload: Workload | None = None,
-        *,
-        steps: int = 200,
-        device: str | None = None,
-    ) -> SoakResult:
-        """Train the best plan for longer, and compare peak, speed and loss with the report.
-
-        Args:
-            workload: of the search; needed by a loaded report.
-            steps: timed optimizer steps, at least 8; warm-up steps come first.
-            device: None: the report's own.
-
-        Raises:
-            InvalidArgument: as `autofit.checks.soak.soak` does, or the workload is missing.
-        """
-        from autofit.checks.soak import soak
-
-        trained = workload or self.workload
-        if trained is None:
-            raise InvalidArgument("a loaded report holds no workload: pass that of the search")
-        return soak(
-            self.record,
-            trained,
-            steps=steps,
-            device=device,
-            strategies=self.strategies,
         )
 
     def to_text(self, *, width: int = WIDTH, verbose: bool = False, color: bool = False) -> str:

@@ -297,8 +297,8 @@ def check_arguments(workload: object, plan: object, payloads: object) -> None:
         )
     if plan is not None and not isinstance(plan, Plan):
         raise InvalidArgument(
-            f"plan must be an autofit.Plan such as Plan(8), or None for the baseline, "
-            f"got {_kind(plan)}"
+            f"plan must be an autofit.Plan such as Plan(8), a report, or None for the "
+            f"baseline, got {_kind(plan)}"
         )
     if payloads is not None and not isinstance(payloads, Mapping):
         raise InvalidArgument(

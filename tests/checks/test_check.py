@@ -49,9 +49,13 @@ def test_it_does_not_fit_by_prediction() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"gpu": True}, {"plan": 8}, {"calibration": 3}, {"payloads": [1]}]
+    ("tell", "asked"),
+    [
+        (check, {"gpu": True}),
+        (check, {"plan": 8}),
+        *((predict, {name: [3]}) for name in ("gpu", "plan", "calibration", "payloads")),
+    ],
 )
-@pytest.mark.parametrize("tell", [check, predict])
 def test_an_argument_of_another_kind_is_refused(tell: Any, asked: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(asked))):
         tell(workload(), **asked)

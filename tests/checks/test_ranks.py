@@ -1,4 +1,4 @@
-"""`soak` and `check` of several ranks, as torchrun starts them."""
+"""`probe` of a report and `check` of several ranks, as torchrun starts them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.torchrun import WORKLOAD, ranks_of, started, tree_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TARGET = "train.py:make_workload"
+FOR_LONGER = "--plan-from", "r.json", "--steps"
 SCRIPT = """
 import json
 import os
@@ -25,7 +26,7 @@ import os
 import autofit
 from train import make_workload
 
-result = autofit.load("r.json").soak(make_workload(), steps=8)
+result = autofit.probe(make_workload(), plan=autofit.load("r.json"), steps=8)
 with open(f"rank{os.environ['RANK']}.json", "w") as file:
     json.dump(result.to_dict(), file)
 """
@@ -54,7 +55,7 @@ def test_a_soak_is_trained_by_all_ranks_and_holds_each_to_the_report(
     folder: Path, run: Any
 ) -> None:
     report: dict[str, Any] = json.loads((folder / "r.json").read_text())
-    output, errors, codes = run("soak", "r.json", TARGET, "--steps", "12", "--json")
+    output, errors, codes = run("probe", TARGET, *FOR_LONGER, "12", "--json")
     said = json.loads(output)  # which it would not be if both ranks printed
     assert codes == {0 if said["passed"] else 1}, errors
     assert said["steps"] == 12
@@ -64,7 +65,7 @@ def test_a_soak_is_trained_by_all_ranks_and_holds_each_to_the_report(
     for trial in (report["best"], *report["trials"]):
         trial["ranks"][1]["peak_allocated_bytes"] //= 2
     (folder / "half.json").write_text(json.dumps(report))
-    output, errors, codes = run("soak", "half.json", TARGET, "--steps", "8")
+    output, errors, codes = run("probe", TARGET, "--plan-from", "half.json", "--steps", "8")
     assert output.count("rank 1: peak allocated rose from") == 1
     assert "on each rank" in output
     assert codes == {1}
@@ -83,11 +84,11 @@ def test_a_script_soaks_on_every_rank_alike(folder: Path, run_ranks: Any) -> Non
 @pytest.mark.parametrize(
     "command",
     [
-        ["soak", "r.json", TARGET],
-        ["check", TARGET, "--report", "r.json"],
+        ["probe", TARGET, *FOR_LONGER, "8"],
+        ["check", TARGET, "--plan-from", "r.json"],
         ["check", TARGET, "--world-size", "2"],
     ],
-    ids=["soak", "check", "asked"],
+    ids=["probe", "check", "asked"],
 )
 def test_a_report_of_another_number_of_ranks_is_refused(run: Any, command: list[str]) -> None:
     output, errors, codes = run(*command, ranks=3)
@@ -99,7 +100,7 @@ def test_a_report_of_another_number_of_ranks_is_refused(run: Any, command: list[
 
 def test_one_process_starts_the_ranks_of_a_report(folder: Path, run_python: Any) -> None:
     soaked: subprocess.CompletedProcess[str] = run_python(
-        "-m", "autofit", "soak", "r.json", TARGET, "--steps", "8", "--json", cwd=folder
+        "-m", "autofit", "probe", TARGET, *FOR_LONGER, "8", "--json", cwd=folder
     )
     said = json.loads(soaked.stdout)
     assert soaked.returncode == (0 if said["passed"] else 1), soaked.stderr
@@ -107,7 +108,7 @@ def test_one_process_starts_the_ranks_of_a_report(folder: Path, run_python: Any)
 
 
 def test_a_check_probes_all_ranks(folder: Path, run: Any) -> None:
-    here = ["--device", "cpu", "--micro-batch", "2", "--parallel", "fsdp2"]
+    here = ["--device", "cpu", "--micro-batch", "2", "--set", "parallel.mode=fsdp2"]
     output, errors, codes = run("check", TARGET, *here, "--vram-budget", "64MiB", "--json")
     verdict = json.loads(output)
     assert codes == {0}, errors
@@ -123,7 +124,7 @@ def test_a_check_probes_all_ranks(folder: Path, run: Any) -> None:
 
 
 def test_a_check_without_a_device_predicts_one_of_the_ranks(run: Any) -> None:
-    asked = ["--gpu", "H100", "--parallel", "fsdp2", "--micro-batch", "2", "--json"]
+    asked = ["--gpu", "H100", "--set", "parallel.mode=fsdp2", "--micro-batch", "2", "--json"]
     output, errors, codes = run("check", TARGET, *asked)
     verdict = json.loads(output)
     assert codes == {0}, errors
@@ -132,7 +133,7 @@ def test_a_check_without_a_device_predicts_one_of_the_ranks(run: Any) -> None:
 
 
 def test_a_rank_that_is_killed_amid_a_soak_ends_all(folder: Path) -> None:
-    process = started(folder, "-m", "autofit", "soak", "r.json", TARGET, "--steps", "1000000")
+    process = started(folder, "-m", "autofit", "probe", TARGET, *FOR_LONGER, "1000000")
     while len(tree_of(process.pid)) < 5:  # torchrun, two ranks, and two workers of rank 0
         assert process.poll() is None
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""A soak of the best plan: what held, and what strayed."""
+"""A longer training of a report's best plan: what held, and what deviates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import autofit
 from autofit.checks.soak import SoakResult, compare, soak
 from autofit.codec import to_json
 from autofit.errors import InvalidArgument
-from autofit.measurement import Measurement, Outcome, RankUse
+from autofit.measurement import Measurement, Outcome, RankUse, Trial, TrialKind
 from autofit.units import GIB, MIB
 
 STEPS = 36
@@ -86,11 +86,19 @@ def test_memory_taken_after_a_probes_last_step_is_found_by_a_soak() -> None:
     assert not endured.measurement.ok or any("peak" in line for line in endured.deviations)
 
 
-def test_a_report_soaks_what_it_was_made_of(report: autofit.Report, tmp_path: Path) -> None:
-    assert report.soak(steps=8).measurement.ok
-    loaded = autofit.load(report.save(tmp_path / "report.json"))
-    with pytest.raises(InvalidArgument, match="workload"):
-        loaded.soak()
+def test_a_probe_of_a_report_is_compared_with_it(
+    report: autofit.Report, workload: autofit.Workload, tmp_path: Path
+) -> None:
+    held = autofit.probe(workload, plan=report, steps=8)
+    assert held.ok
+    assert held.plan == report.plan
+    assert held.expected == report.best
+    report.save(tmp_path / "report.json")
+    loaded = autofit.load(tmp_path / "report.json")
+    assert autofit.probe(workload, plan=loaded, steps=8).steps == 8
+    alone = autofit.probe(workload, plan=report, device="cpu", vram_budget="32MiB")
+    assert not isinstance(alone, SoakResult)
+    assert alone.ok
 
 
 def test_the_command_line_soaks_a_report(
@@ -102,7 +110,18 @@ def test_the_command_line_soaks_a_report(
     command = ["-m", "autofit", "search", target, *here, *budget, "--out", "r.json"]
     searched = run_python(*command, cwd=tmp_path)
     assert searched.returncode == 0, searched.stderr
-    command = ["-m", "autofit", "soak", "r.json", target, "--steps", "36", *here, "--json"]
+    command = [
+        "-m",
+        "autofit",
+        "probe",
+        target,
+        "--plan-from",
+        "r.json",
+        "--steps",
+        "36",
+        *here,
+        "--json",
+    ]
     soaked = run_python(*command, cwd=tmp_path)
     said = json.loads(soaked.stdout)
     assert soaked.returncode == (0 if said["passed"] else 1)
@@ -141,10 +160,11 @@ def test_what_is_kept_late_is_found_on_the_cpu_too(last: int, strayed: str) -> N
         workload, vram_budget="32MiB", strategies=[], max_probes=2, options=options, **here
     )
     assert report.best.ok
-    assert any(line.startswith(strayed) for line in report.soak(steps=80, **here).deviations)
+    held = autofit.probe(workload, plan=report, steps=80, **here)
+    assert any(line.startswith(strayed) for line in held.deviations)
 
 
-def test_a_search_that_may_change_accumulation_is_soaked_by_its_target(
+def test_a_search_that_may_change_accumulation_is_held_to_its_report(
     run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(
@@ -165,10 +185,10 @@ def test_a_search_that_may_change_accumulation_is_soaked_by_its_target(
     ]
     command = ["-m", "autofit", "search", "train.py:workload", *here, *limits]
     assert run_python(*command, cwd=tmp_path).returncode == 0
-    soaked = run_python("-m", "autofit", "soak", "r.json", "--steps", "8", *here, cwd=tmp_path)
+    longer = ["--plan-from", "r.json", "--steps", "8"]
+    soaked = run_python("-m", "autofit", "probe", "train.py:workload", *longer, *here, cwd=tmp_path)
     assert soaked.returncode in (0, 1), soaked.stderr
     assert "8 steps" in soaked.stdout
-    assert "train.py:workload" in soaked.stderr  # the code that it runs
 
 
 def test_a_search_in_a_script_is_soaked_from_the_command_line(
@@ -191,7 +211,7 @@ def test_a_search_in_a_script_is_soaked_from_the_command_line(
     )
     assert run_python("train.py", cwd=tmp_path).returncode == 0
     here = ["--device", "cpu", "--steps", "8"]
-    command = ["-m", "autofit", "soak", "r.json", "train.py:workload", *here]
+    command = ["-m", "autofit", "probe", "train.py:workload", "--plan-from", "r.json", *here]
     soaked = run_python(*command, cwd=tmp_path)
     assert soaked.returncode in (0, 1), soaked.stderr
     assert "8 steps" in soaked.stdout
@@ -267,12 +287,31 @@ def test_what_differs_is_named(seen: Measurement, strayed: str | None) -> None:
     assert all(strayed is not None and strayed in line for line in lines)
 
 
+def soaked_as(
+    expected: Trial,
+    measured: Measurement,
+    vram_budget_bytes: int,
+    deviations: tuple[str, ...],
+    busy: str | None = None,
+) -> SoakResult:
+    return SoakResult(
+        number=0,
+        kind=TrialKind.SEARCH,
+        plan=expected.plan,
+        measurement=measured,
+        expected=expected,
+        vram_budget_bytes=vram_budget_bytes,
+        deviations=deviations,
+        busy=busy,
+    )
+
+
 def test_speed_is_not_compared_on_a_busy_machine(report: autofit.Report) -> None:
     slower = replace(SEEN, step_times_s=[0.12] * 15 + [0.3] * 5, peak_allocated_bytes=2 * GIB)
     (line,) = compare(TOLD, slower, busy=True)
     assert line.startswith("peak")
     best = replace(report.best, measurement=TOLD)
-    endured = SoakResult(best, slower, 2 * GIB, (), "load 7.0 on 2 cores")
+    endured = soaked_as(best, slower, 2 * GIB, (), "load 7.0 on 2 cores")
     assert "load 7.0 on 2 cores" in str(endured)
     assert endured.to_dict()["busy"] == "load 7.0 on 2 cores"
 
@@ -329,14 +368,14 @@ def test_noise_is_no_higher_loss() -> None:
 
 def test_the_text_says_both_sides(report: autofit.Report) -> None:
     best = replace(report.best, measurement=TOLD)
-    held = str(SoakResult(best, SEEN, 2 * GIB, ()))
+    held = str(soaked_as(best, SEEN, 2 * GIB, ()))
     assert "100 ms (report: 100 ms)" in held
     assert held.endswith("as the report says")
     assert "on each rank" not in held
     together = replace(best, measurement=of_two_ranks(TOLD, GIB, 2 * GIB))
-    both = str(SoakResult(together, of_two_ranks(SEEN, GIB, GIB), 4 * GIB, ()))
+    both = str(soaked_as(together, of_two_ranks(SEEN, GIB, GIB), 4 * GIB, ()))
     held_of_ranks = "1.00 GiB to 1.00 GiB of 4.00 GiB (rank 0 most)"
     assert f"on each rank   {held_of_ranks} (report: 1.00 GiB to 2.00 GiB" in both
     assert "own step time 80.0 ms to 120 ms (rank 0 slowest) (report: own" in both
-    strayed = str(SoakResult(best, SEEN, 2 * GIB, ("the loss rose",)))
+    strayed = str(soaked_as(best, SEEN, 2 * GIB, ("the loss rose",)))
     assert strayed.endswith("not as the report says:\n- the loss rose")

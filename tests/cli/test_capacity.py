@@ -74,19 +74,27 @@ def test_check_cannot_tell_what_depends_on_values(target: str) -> None:
     assert "could not be told" in said
 
 
-@pytest.mark.parametrize("option", ["--junit-xml", "--summary"])
-def test_check_does_not_wait_for_a_reader(target: str, tmp_path: Path, option: str) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    command = ["check", target, "--gpu", "L4", option, str(tmp_path / "pipe")]
+@pytest.mark.parametrize("forms", [["--junit-xml", "pipe"], []])
+def test_check_does_not_wait_for_a_reader(
+    target: str, tmp_path: Path, forms: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    if not forms:
+        monkeypatch.setenv("GITHUB_STEP_SUMMARY", "pipe")
+    command = ["check", target, "--gpu", "L4", *forms]
     error = CliRunner().invoke(app, command).exception
     assert isinstance(error, InvalidArgument)
     assert re.search("pipe: it is no regular file", str(error))
 
 
-def test_check_writes_junit_and_markdown(target: str, tmp_path: Path) -> None:
+def test_check_writes_junit_and_the_summary_of_the_job(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     junit, page = tmp_path / "junit.xml", tmp_path / "page.md"
     page.write_text("# before\n")
-    forms = ["--junit-xml", str(junit), "--summary", str(page)]
+    forms = ["--junit-xml", str(junit)]
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
     code, _ = run("check", target, "--gpu", "L4", "--micro-batch", "4000000", *forms)
     assert code == 1
     suite = ElementTree.parse(junit).getroot()
@@ -113,7 +121,7 @@ def test_check_fails_where_the_need_grew(target: str, tmp_path: Path) -> None:
     code, said = run("check", target, "--gpu", "L4", "--micro-batch", "1000", "--json")
     assert code == 0
     earlier.write_text(said)
-    grown = ["check", target, "--gpu", "L4", "--micro-batch", "100000", "--against", str(earlier)]
+    grown = ["check", target, "--gpu", "L4", "--micro-batch", "100000", "--baseline", str(earlier)]
     code, said = run(*grown)
     assert code == 1
     assert "required bytes +" in said
@@ -128,7 +136,7 @@ def test_an_undecided_verdict_cannot_be_compared(target: str, tmp_path: Path) ->
     earlier = tmp_path / "earlier.json"
     earlier.write_text(run("check", target, "--gpu", "L4", "--json")[1])
     branching = target.replace(":make", ":branching")
-    assert run("check", branching, "--gpu", "L4", "--against", str(earlier))[0] == 5
+    assert run("check", branching, "--gpu", "L4", "--baseline", str(earlier))[0] == 5
 
 
 @pytest.mark.parametrize("command", [["check"], ["predict"]])
@@ -162,7 +170,7 @@ def report(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_check_of_a_plan_that_was_tuned_on_the_cpu(target: str, report: Path) -> None:
     """Its budget leaves out a GPU's context: held against a prediction it would tell nothing."""
     made = json.loads(report.read_text())
-    of_report = ["check", target, "--report", str(report), "--json"]
+    of_report = ["check", target, "--plan-from", str(report), "--json"]
     code, said = run(*of_report)
     assert (code, json.loads(said)["method"]) == (0, "probe")
     assert json.loads(said)["vram_budget_bytes"] == made["vram_budget_bytes"]
@@ -191,7 +199,7 @@ def test_check_of_a_tuned_plan_probes_where_it_can(
     made["environment"] |= {"gpu": "NVIDIA L4", "device": "cuda"}
     of_gpu = tmp_path / "report.json"
     of_gpu.write_text(json.dumps(made))
-    of_report = ["check", target, "--report", str(of_gpu), "--json"]
+    of_report = ["check", target, "--plan-from", str(of_gpu), "--json"]
     code, said = run(*of_report, "--device", "cpu")
     assert (code, json.loads(said)["method"]) == (0, "probe")
     assert json.loads(said)["vram_budget_bytes"] == made["vram_budget_bytes"]
@@ -223,32 +231,29 @@ def test_an_error_of_the_users_code_is_in_the_junit_file_too(
     assert "loss_fn" in str(error.text)
 
 
-def test_cards_is_a_table_of_gpus(target: str, tmp_path: Path) -> None:
-    files = [tmp_path / f"cards.{suffix}" for suffix in ("json", "csv", "txt")]
-    out = [word for file in files for word in ("--out", str(file))]
-    code, said = run("cards", target, "--gpu", "L4", "--gpu", "T4", *out)
+def test_several_gpus_give_a_table(target: str) -> None:
+    code, said = run("predict", target, "--gpu", "L4,T4")
     assert code == 0
-    assert re.search(r"^T4 .*plain.*yes", said, re.MULTILINE)
+    assert re.search(r"^T4 .*default.*yes", said, re.MULTILINE)
     assert re.search(r"^L4 .*precision\.dtype=bfloat16.*yes", said, re.MULTILINE)
-    assert files[2].read_text().strip() == said.strip()
-    told = json.loads(run("cards", target, "--gpu", "L4", "--gpu", "T4", "--json")[1])
-    assert told == json.loads(files[0].read_text())
-    assert [card["gpu"] for card in told["cards"]] == ["T4", "L4"]
-    assert files[1].read_text().startswith("gpu,total_bytes,")
+    told = json.loads(run("predict", target, "--gpu", "L4", "--gpu", "T4", "--json")[1])
+    assert [row["gpu"] for row in told["gpus"]] == ["T4", "L4"]
 
 
-def test_cards_exits_with_1_where_nothing_fits(target: str) -> None:
-    code, said = run("cards", target, "--gpu", "L4", "--micro-batch", "100000000")
+def test_a_table_exits_with_1_where_nothing_fits(target: str) -> None:
+    code, said = run("predict", target, "--gpu", "L4,T4", "--micro-batch", "100000000")
     assert code == 1
-    assert re.search(r"^L4 .*plain.*no ", said, re.MULTILINE)
+    assert re.search(r"^L4 .*default.*no ", said, re.MULTILINE)
 
 
-def test_cards_says_what_cannot_be_told_and_what_failed(
+def test_a_table_that_cannot_be_predicted_says_why(
     target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, code, words in (("branching", 5, ".item()"), ("broken", 3, "no ")):
         monkeypatch.setattr(
-            sys, "argv", ["autofit", "cards", target.replace(":make", f":{name}"), "--gpu", "L4"]
+            sys,
+            "argv",
+            ["autofit", "predict", target.replace(":make", f":{name}"), "--gpu", "L4,T4"],
         )
         with pytest.raises(SystemExit) as ended:
             main()
@@ -256,29 +261,25 @@ def test_cards_says_what_cannot_be_told_and_what_failed(
         assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "words", [["--gpu", "Voodoo 2"], ["--out", "cards.xml"], ["--numerics", "sloppy"]]
-)
-def test_cards_refuses_what_it_does_not_know(target: str, words: list[str]) -> None:
-    result = CliRunner().invoke(app, ["cards", target, *words])
+def test_a_table_refuses_a_gpu_that_nobody_knows(target: str) -> None:
+    result = CliRunner().invoke(app, ["predict", target, "--gpu", "L4,Voodoo 2"])
     assert isinstance(result.exception, InvalidArgument)
-    assert words[1].partition(".")[0] in str(result.exception)
+    assert "Voodoo 2" in str(result.exception)
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "check --gpu L4 --vram-budget 20GiB --report",
-        "check --gpu L4 --vram-budget 20GiB --plan",
-        "predict --gpu L4 --plan",
-        "cards --gpu L4 --plan",
-        "probe --device cpu --plan",
+        "check --gpu L4 --vram-budget 20GiB --plan-from",
+        "predict --gpu L4 --plan-from",
+        "predict --gpu L4,T4 --plan-from",
+        "probe --device cpu --plan-from",
     ],
 )
 def test_a_report_of_another_model_is_refused(words: str, report: Path, tmp_path: Path) -> None:
     """Its plan says nothing of this model: a green check would be of nothing that was tuned."""
     command, *more = words.split()
-    other = tmp_path / f"another_workload_{words.count(' ')}_{command}{more[-1].strip('-')}.py"
+    other = tmp_path / f"another_workload_{words.count(',')}_{command}.py"
     other.write_text(WORKLOAD.replace("4096", "2048"))
     assert other.read_text() != WORKLOAD
     refused = CliRunner().invoke(app, [command, f"{other}:make", *more, str(report)])

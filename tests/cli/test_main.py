@@ -14,16 +14,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.core import TyperGroup
+from typer.main import get_command
 from typer.testing import CliRunner
 
-from autofit import registry
 from autofit.cli.main import app, main
+from autofit.cli.options import _check_settings
 
 SOURCE = '''
 import os
@@ -371,7 +372,7 @@ def test_two_reports_are_compared(
 def test_a_plan_can_be_taken_from_a_report(
     searched: Ran, here: Callable[..., Ran], folder: Path
 ) -> None:
-    ran = here("probe", "models.py:small", *ON_CPU, "--plan", "report.json", "--json")
+    ran = here("probe", "models.py:small", *ON_CPU, "--plan-from", "report.json", "--json")
     assert ran.code == 0, ran.err
     best = json.loads((folder / "report.json").read_text())["best"]
     assert ran.json["plan"] == best["plan"]
@@ -382,8 +383,8 @@ def test_a_plan_can_be_taken_from_a_report(
 @pytest.mark.parametrize(
     "command",
     [
-        ("probe", "models.py:small", *ON_CPU, "--plan"),
-        ("check", "models.py:small", "--device", "cpu", "--report"),
+        ("probe", "models.py:small", *ON_CPU, "--plan-from"),
+        ("check", "models.py:small", "--device", "cpu", "--plan-from"),
     ],
 )
 def test_a_level_means_the_modules_that_the_report_names(
@@ -478,18 +479,19 @@ def test_what_cannot_be_meant_is_refused_before_torch_is_imported(folder: Path) 
     target = "models.py:small"  # importing it imports torch
     cases = [
         *(["search", target, *more.split()] for more in (
-            "--typo", "--vram-budget 24G", "--vram-budget 1.5", "--device tpu", "--strategies no",
+            "--typo", "--vram-budget 24X", "--vram-budget 1.5", "--device tpu", "--strategies no",
             "--numerics sloppy", "--timeout 0", "--timeout nan", "--max-probes 0", "--effort none",
             "--seed -1", "--out no/r.json", "--study=", "--global-batch x",
         )),
         *(["probe", target, *more.split()] for more in (
-            "--micro-batch 0", "--set no.such=1", "--set precision.dtype", "--plan gone.json",
+            "--micro-batch 0", "--set no.such=1", "--set precision.dtype", "--plan-from gone.json",
         )),
         *(["check", target, *more.split()] for more in (
-            "--gpu L5", "--max-regression 5", "--against gone.json",
-            "--report gone.json", "--micro-batch 0 --gpu L4",
+            "--gpu L5", "--max-regression 5", "--baseline gone.json",
+            "--plan-from gone.json", "--micro-batch 0 --gpu L4",
         )),
-        ["predict", target, "--gpu", "L5"], ["soak", "gone.json"], ["doctor", "--device", "tpu"],
+        ["predict", target, "--gpu", "L5"], ["predict", target, "--gpu", "L4,L5"],
+        ["doctor", "--device", "tpu"],
         ["search", "gone.py:small"], ["search", "models"], ["check", "no-module:x", "--gpu", "L4"],
     ]  # fmt: skip
     program = [sys.executable, "-c", REFUSED_AT_ONCE.format(cases=cases)]
@@ -504,7 +506,7 @@ def test_what_cannot_be_meant_is_refused_before_torch_is_imported(folder: Path) 
         (["--set", "precision.dtype"], "'precision.dtype'"),
         (["--set", "no.such=1"], "'no'"),
         (["--set", "precision.such=1"], "'precision.such'"),
-        (["--plan", "report.json", "--micro-batch", "8"], "leave the other plan options out"),
+        (["--plan-from", "report.json", "--micro-batch", "8"], "--plan-from sets the whole plan"),
     ],
 )
 def test_a_plan_that_is_none_exits_with_2(
@@ -756,39 +758,44 @@ def ends_with_a_report(
     assert report["search"]["stopped_because"] == "interrupted"
 
 
-def test_a_plug_in_that_cannot_be_loaded_hides_no_other(
-    here: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = EntryPoint("broken", "there.is:none", registry.GROUP)
-    installed = registry._installed
-    monkeypatch.setattr(
-        registry, "_installed", lambda *groups: {"broken": broken} | installed(*groups)
-    )
-    ran = here("strategies")
-    assert ran.code == 2
-    assert "precision" in ran.out
-    assert "broken" in ran.err
-
-
-def test_strategies_are_listed_with_how_far_they_go(here: Callable[..., Ran]) -> None:
-    ran = here("strategies")
-    assert ran.code == 0
-    rows = {line.split()[0]: line.split()[1] for line in ran.out.splitlines()}
-    assert rows["checkpointing"] == "exact"
-    assert rows["memory_format"] == "rounding"
-    assert rows["precision"] == "reduced_precision"
-
-
 def test_the_version_is_shown(folder: Path) -> None:
     ran = autofit("--version", cwd=folder)
     assert ran.code == 0
     assert re.fullmatch(r"autofit \d+\.\d+\.\d+\n", ran.out)
 
 
-@pytest.mark.parametrize("command", ["search", "probe", "predict", "check", "soak", "report"])
-def test_help_cuts_no_word(command: str) -> None:
-    shown = CliRunner(env={"COLUMNS": "60"}).invoke(app, [command, "--help"])
-    assert shown.exit_code == 0
-    assert "\u2026" not in shown.output
-    if command == "search":
-        assert shown.output.count("reduced_precision") == 2
+COMMANDS = ("search", "probe", "predict", "check", "report", "doctor", "monitor")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_cuts_no_word_and_fits_a_screen(command: str) -> None:
+    narrow = CliRunner(env={"COLUMNS": "60"}).invoke(app, [command, "--help"])
+    assert narrow.exit_code == 0
+    assert "\u2026" not in narrow.output
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, [command, "--help"])
+    assert len(shown.output.splitlines()) <= 40
+
+
+def test_there_are_seven_commands_and_at_most_60_options() -> None:
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    assert list(group.commands) == list(COMMANDS)
+    options = [
+        p
+        for command in group.commands.values()
+        for p in command.params
+        if p.param_type_name == "option"
+    ]
+    assert len(options) <= 60
+
+
+@pytest.mark.parametrize(
+    ("texts", "settings"),
+    [
+        (["precision.dtype=bfloat16,checkpointing.level=2"], 2),
+        (["precision.dtype=bfloat16", "checkpointing.level=2"], 2),
+        (["precision.dtype=a,b"], 1),
+    ],
+)
+def test_settings_are_parted_by_commas(texts: list[str], settings: int) -> None:
+    assert len(_check_settings(texts) or ()) == settings

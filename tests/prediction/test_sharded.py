@@ -269,13 +269,12 @@ def test_a_verdict_says_what_decides() -> None:
     assert checked(vram_budget="128MiB").fits is False
 
 
-def test_cards_for_ranks_have_no_times() -> None:
+def test_a_table_for_ranks_leaves_room_for_nccl() -> None:
     plan = Plan(4, settings={"parallel.mode": "fsdp2", "precision.dtype": "default"}, world_size=8)
-    table = autofit.cards(workload(), gpus=["L4", "1GiB"], plan=plan, strategies=[])
-    fits = {card.gpu: card.fits[0] for card in table.cards}
+    table = autofit.predict(workload(), gpu=["L4", "1GiB"], plan=plan, strategies=[])
+    fits = {row.gpu: row.fits[0] for row in table.gpus}
     assert fits["L4"].fits is True
     assert [fit.fits for name, fit in fits.items() if name != "L4"] == [None]
-    assert all(fit.relative_time is None for fit in fits.values())
     assert "NCCL: not known, 0 counted" in str(table)
     assert fits["L4"].largest is not None
     assert fits["L4"].largest.world_size == 8
@@ -404,10 +403,10 @@ def test_fewer_parameters_than_ranks_cannot_be_dealt_out() -> None:
     few = r"zero1 .* 2 are too few for 4"
     plan = Plan(4, settings={"parallel.mode": "zero1"}, world_size=4)
     with pytest.raises(Unsupported, match=few) as caught:
-        autofit.cards(given, gpus="L4", plan=plan, strategies=[])
+        autofit.predict(given, gpu=["L4"], plan=plan, strategies=[])
     assert caught.value.exit_code == 2
-    table = autofit.cards(given, gpus="L4", plan=Plan(4, world_size=4), strategies=["parallel"])
-    fits = {fit.plan.settings.get("parallel.mode", "ddp"): fit for fit in table.cards[0].fits}
+    table = autofit.predict(given, gpu=["L4"], plan=Plan(4, world_size=4), strategies=["parallel"])
+    fits = {fit.plan.settings.get("parallel.mode", "ddp"): fit for fit in table.gpus[0].fits}
     assert fits["zero1"].detail is not None
     assert "2 are too few for 4" in fits["zero1"].detail
     assert fits["ddp_view"].fits

@@ -10,7 +10,7 @@ import torch
 from autofit.errors import InvalidArgument
 from autofit.plan import Dimension, Plan
 from autofit.probing.alike import check_alike, check_shared
-from autofit.probing.probe import probe
+from autofit.probing.probe import probe_if
 from autofit.probing.rank_channel import device_of_rank
 from autofit.registry import load_strategies
 from autofit.strategy import World
@@ -77,4 +77,4 @@ def test_ranks_of_another_number_are_refused_where_a_report_is_applied(
     with pytest.raises(InvalidArgument, match="the ranks have no process group"):
         _world_of(Plan(4, world_size=2))
     with pytest.raises(InvalidArgument, match="start them with torchrun"):
-        probe(workload(), device="cpu")
+        probe_if(lambda survey: None, workload(), device="cpu")

@@ -16,6 +16,7 @@ import autofit
 from autofit.devices.cpu import CpuDevice
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan, payloads_of
+from autofit.probing.probe import probe_if
 from autofit.registry import load_strategies
 from autofit.space import Space
 from autofit.testing import PlainContext
@@ -328,9 +329,8 @@ def test_a_compiler_that_fails_makes_a_plan_unsupported(monkeypatch: pytest.Monk
     assert "compiler (" in str(trial.measurement.detail)
     monkeypatch.setenv("CXX", "no-such-compiler")
     payloads: dict[str, Any] = {MODE: None}
-    trial = autofit.probe(
-        workload(samples=5), plan=Plan(5, settings={MODE: "default"}), payloads=payloads
-    )
+    plan = Plan(5, settings={MODE: "default"})
+    trial = probe_if(lambda survey: None, workload(samples=5), plan=plan, payloads=payloads)
     assert trial.measurement.outcome is Outcome.UNSUPPORTED
     assert "no-such-compiler" in str(trial.measurement.detail)
 

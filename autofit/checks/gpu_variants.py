@@ -1,9 +1,7 @@
-"""`autofit.cards`: which GPU does this training need?
+"""What a plan and its variants need on several GPUs, for the table of `autofit.predict`.
 
-For every GPU and each main variant: the bytes that one plan needs, and the largest micro-batch that
-fits. All of it is predicted, from dry runs that serve as many GPUs as they hold for. The variant
-that prediction alone would choose is the one with the least estimated time by a roofline: an
-estimate with a known error, good for an order and never a speed.
+For each GPU and each main variant: the bytes that the plan needs, and the largest micro-batch that
+fits. All of it is predicted, from dry runs that serve as many GPUs as they hold for.
 """
 
 from __future__ import annotations
@@ -13,12 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autofit.checks.card_table import Card, Cards, Fit
+from autofit.checks.gpu_table import Fit, GpuRow, GpuTable
 from autofit.devices.gpus import Gpu, answers_alike, find_gpu, known_gpus
-from autofit.devices.request import budget_bytes, check_budget
-from autofit.errors import InvalidArgument, PredictionUnavailable, Unsupported, hides_own_frames
+from autofit.errors import InvalidArgument, PredictionUnavailable, Unsupported
 from autofit.plan import Dimension, Plan, ResolvedPlan, Settings, VariantKey, settings_of, unlike
-from autofit.prediction.dry_run import traced_sizes
 from autofit.prediction.dry_run_worker import in_worker
 from autofit.prediction.needs import (
     MOST,
@@ -30,113 +26,87 @@ from autofit.prediction.needs import (
 )
 from autofit.prediction.of_ranks import NCCL_UNKNOWN, plan_of_ranks
 from autofit.prediction.offered import Offered, offered
-from autofit.registry import load_strategies, numerics_level, resolve, strategies_of
+from autofit.registry import load_strategies, resolve, strategies_of
 from autofit.space import Space
-from autofit.strategy import Numerics, Strategy
+from autofit.strategy import Strategy
 from autofit.training.loss import STOOD_IN
-from autofit.training.workload import Workload, check_arguments
+from autofit.training.workload import Workload
 from autofit.units import counted, format_bytes
 
 MOST_VARIANTS = 16
-TIE = 0.02
-"""Estimated times that differ by no more are equal."""
 
 
-@hides_own_frames
-def cards(
+def predict_gpus(
     workload: Workload,
     *,
-    gpus: Iterable[str | int | Gpu] | None = None,
+    gpus: Sequence[str | int | Gpu],
     plan: Plan | None = None,
-    vram_budget: str | float | None = None,
-    strategies: Iterable[str | Strategy] | None = None,
-    numerics: Numerics | str = "reduced_precision",
     payloads: Mapping[str, Any] | None = None,
-    progress: Callable[[str], object] | None = None,
     world_size: int | None = None,
-) -> Cards:
-    """Predict for many GPUs what a plan needs there, and the largest micro-batch that fits.
+    strategies: Iterable[str | Strategy] | None = None,
+    progress: Callable[[str], object] | None = None,
+) -> GpuTable:
+    """Predict for several GPUs what a plan needs there, and the largest micro-batch that fits.
 
-    No GPU is needed, and none is used. Settings that the plan has keep their values. The others
-    take all values, except where these are costly to try, change nothing for each sample, or can
-    only be found by measuring (for the last, pass a report's plan and payloads).
+    Settings that the plan has keep their values. The others take all values, except where these are
+    costly to try, change nothing for each sample, or can only be found by measuring (for the last,
+    pass a report's plan and payloads).
 
     Args:
-        workload: model, sample batch, loss and optimizer.
-        gpus: names such as "L4", sizes such as "24GiB", or bytes; None: all that are known.
-        plan: None: the baseline. Other micro-batches keep its global batch by accumulation; where
-            it has none, they keep its accumulation steps.
-        vram_budget: of each GPU, if less than all its memory: "20GiB", bytes, or a fraction.
-        strategies: as for `autofit.search`.
-        numerics: as for `autofit.search`.
+        workload, plan, strategies, progress, world_size: as for `autofit.checks.predict.predict`.
+        gpus: names, sizes or bytes; ["all"]: those that are known.
         payloads: by setting, as in a report's dimensions.
-        progress: called with a line about each GPU.
-        world_size: how many of each GPU train together, as for `predict`.
 
     Raises:
         InvalidArgument: an argument is not valid, or there is no such GPU.
-        PredictionUnavailable: no variant can be predicted; the message names the user's line.
+        PredictionUnavailable: no variant can be predicted; the message names the line.
         Unsupported: no variant can run with these settings.
         Exception: raised by the user's own code.
     """
-    check_arguments(workload, plan, payloads)
-    check_budget(vram_budget)
     chosen = _find(gpus)
-    varied = load_strategies(strategies, numerics=numerics_level(numerics))
+    varied = load_strategies(strategies)
     asked = plan or workload.plan()
     if world_size is not None:
         asked = plan_of_ranks(workload, plan, world_size)
-    given = asked, chosen, vram_budget, varied, payloads or {}
-    return in_worker(_cards, workload, *given, progress=progress or _ignore)
+    given = asked, chosen, varied, payloads or {}
+    return in_worker(_predict_gpus, workload, *given, progress=progress or _ignore)
 
 
 def _ignore(line: str) -> None:
     """Let a line of progress go."""
 
 
-def _cards(
+def _predict_gpus(
     workload: Workload,
     asked: Plan,
     gpus: Sequence[Gpu],
-    vram_budget: str | float | None,
     varied: Sequence[Strategy],
     payloads: Mapping[str, Any],
     progress: Callable[[str], object],
-) -> Cards:
+) -> GpuTable:
     """Predict for the GPUs, in the worker."""
-    table = _Table(workload, asked, vram_budget, varied, payloads)
-    found: list[Card] = []
+    table = _Predictor(workload, asked, varied, payloads)
+    found: list[GpuRow] = []
     for gpu in sorted(gpus, key=lambda gpu: -gpu.total_bytes):
         # The largest first: what the others need lies between its micro-batches.
         progress(f"{gpu.name} ({len(found) + 1} of {len(gpus)})")
-        found.append(table.card(gpu))
-    if all(fit.required_bytes is None for card in found for fit in card.fits):
+        found.append(table.row(gpu))
+    if all(fit.required_bytes is None for row in found for fit in row.fits):
         raise table.failure or PredictionUnavailable(f"no GPU was predicted: {found[0].detail}")
     if table.has_stand_in_loss:
         table.note(STOOD_IN)
-    return Cards(table.asked, tuple(reversed(found)), tuple(table.notes), table.parameters)
+    return GpuTable(table.asked, tuple(reversed(found)), tuple(table.notes), table.parameters)
 
 
-def _find(gpus: Iterable[str | int | Gpu] | None) -> list[Gpu]:
-    if gpus is None:
+def _find(gpus: Sequence[str | int | Gpu]) -> list[Gpu]:
+    if not gpus:
+        raise InvalidArgument('gpu is empty: name some, or pass ["all"] for all known ones')
+    if list(gpus) == ["all"]:
         return known_gpus()
-    given = [gpus] if isinstance(gpus, (str, int, Gpu)) else list(gpus)
-    if not given:
-        raise InvalidArgument("gpus is empty: name some, or leave it out for all that are known")
-    return list({gpu.name: gpu for gpu in map(find_gpu, given)}.values())
+    return list({gpu.name: gpu for gpu in map(find_gpu, gpus)}.values())
 
 
-def _budget(vram_budget: str | float | None, gpu: Gpu) -> int:
-    """Return a budget on a GPU, at most all its memory."""
-    total = gpu.total_bytes
-    if vram_budget is None:
-        return total
-    if isinstance(vram_budget, float):
-        return budget_bytes(vram_budget, total_bytes=total, free_bytes=total)
-    return min(budget_bytes(vram_budget, total_bytes=sys.maxsize, free_bytes=total), total)
-
-
-class _Table:
+class _Predictor:
     """Predicts the variants of a plan on one GPU after the other.
 
     Attributes:
@@ -149,14 +119,13 @@ class _Table:
         self,
         workload: Workload,
         asked: Plan,
-        vram_budget: str | float | None,
         varied: Sequence[Strategy],
         payloads: Mapping[str, Any],
     ) -> None:
         self.asked = asked
         self.notes: dict[str, None] = {}
         self.failure: PredictionUnavailable | Unsupported | None = None
-        self._workload, self._vram_budget, self._payloads = workload, vram_budget, payloads
+        self._workload, self._payloads = workload, payloads
         self._varied = {strategy.name for strategy in varied}
         self._strategies = strategies_of(asked, varied, varied)
         self._runs = SharedRuns(workload)
@@ -165,7 +134,7 @@ class _Table:
         if asked.world_size > 1:
             self.note(
                 f"NCCL: {NCCL_UNKNOWN}; where {format_bytes(NCCL_BYTES)} for it would not fit is a "
-                "?. There are no times: those of sending are not estimated"
+                "?"
             )
         self.note(
             "the samples of an optimizer step are free: the largest micro-batch changes them, "
@@ -184,19 +153,18 @@ class _Table:
         """Elements of the model's parameters; None: of several ranks."""
         return self._runs.parameters
 
-    def card(self, gpu: Gpu) -> Card:
+    def row(self, gpu: Gpu) -> GpuRow:
         """Predict all variants on a GPU."""
-        card = Card(gpu.name, gpu.total_bytes, _budget(self._vram_budget, gpu), ())
+        row = GpuRow(gpu.name, gpu.total_bytes, ())
         try:
             space = self._space(gpu)
         except (InvalidArgument, PredictionUnavailable) as error:
-            return replace(card, detail=str(error))
-        here = _Here(gpu, space, card.vram_budget_bytes)
+            return replace(row, detail=str(error))
+        here = _Here(gpu, space)
         variants = sorted(space.variants(), key=lambda settings: len(here.changed(settings)))
         if (left_out := len(variants) - MOST_VARIANTS) > 0:
             self.note(f"{counted(left_out, 'variant')} with the most settings left out")
-        fits = tuple(self._fit(settings, here) for settings in variants[:MOST_VARIANTS])
-        return replace(card, fits=fits, chosen=self._choose(fits, here))
+        return replace(row, fits=tuple(self._fit(each, here) for each in variants[:MOST_VARIANTS]))
 
     def note(self, text: str) -> None:
         """Note what a reader should know besides."""
@@ -266,7 +234,7 @@ class _Table:
         except (PredictionUnavailable, Unsupported) as error:
             self.failure = self.failure or error
             return Fit(plan, detail=str(error))
-        fit = Fit(plan, need.required_bytes, need.margin_bytes, need.fits(here.budget))
+        fit = Fit(plan, need.required_bytes, need.margin_bytes, need.fits(here.gpu.total_bytes))
         largest = self._largest(plan, here, need)
         if largest is None:
             return fit
@@ -274,7 +242,6 @@ class _Table:
             fit,
             largest=largest,
             largest_required_bytes=self._need(largest, here).required_bytes,
-            relative_time=self._relative_time(largest, here),
         )
 
     def _largest(self, plan: Plan, here: _Here, need: Need) -> Plan | None:
@@ -293,10 +260,10 @@ class _Table:
         most = -(-plan.global_batch // plan.world_size) if plan.global_batch else MOST
         start = plan.micro_batch
         if len(looks) > 1:  # of another GPU, which needs almost the same
-            start = min(max(guess_from(looks, here.budget), 1), most)
+            start = min(max(guess_from(looks, here.gpu.total_bytes), 1), most)
         found = largest_that_fits(
             high_bytes,
-            here.budget,
+            here.gpu.total_bytes,
             start=start,
             known={plan.micro_batch: need.high_bytes + need.unknown_bytes},
             most=most,
@@ -309,54 +276,13 @@ class _Table:
     def _resolved(self, plan: Plan, here: _Here) -> ResolvedPlan:
         return resolve(plan, here.space, self._strategies, self._payloads)
 
-    def _relative_time(self, plan: Plan, here: _Here) -> float | None:
-        """Return a sample's estimated time over that with the plan asked for, settings plain.
-
-        None for several ranks: the time in which they send is not estimated.
-        """
-        if plan.world_size > 1:
-            return None
-        plain = here.shown(here.space.plain_settings, self.asked.settings)
-        try:
-            own, of_asked = (
-                self._sample_seconds(each, here)
-                for each in (plan, replace(self.asked, settings=plain))
-            )
-        except PredictionUnavailable:
-            return None
-        return own / of_asked if own and of_asked else None
-
-    def _sample_seconds(self, plan: Plan, here: _Here) -> float | None:
-        """Return the estimated time of a sample; None: the GPU's speed is unknown."""
-        trace = self._runs.trace(self._resolved(plan, here), here.gpu)
-        samples = plan.samples_per_step
-        repeats = samples / sum(traced_sizes(plan, self._workload))
-        seconds = trace.step_seconds_on(here.gpu, repeats)
-        return seconds / samples if seconds else None
-
-    def _choose(self, fits: Sequence[Fit], here: _Here) -> Fit | None:
-        """Return the fit with the least estimated time; of equal ones, the most faithful."""
-        levels = {strategy.name: strategy.numerics for strategy in self._strategies}
-
-        def fidelity(fit: Fit) -> tuple[int, int]:
-            changed = here.changed(fit.plan.settings)
-            return max((levels[name.partition(".")[0]] for name in changed), default=0), len(
-                changed
-            )
-
-        times = {fit: time for fit in fits if (time := fit.relative_time) is not None}
-        least = min(times.values(), default=0.0)
-        tied = [fit for fit, time in times.items() if time <= least * (1 + TIE)]
-        return min(tied, key=fidelity, default=None)
-
 
 @dataclass(frozen=True)
 class _Here:
-    """A GPU, the variants there, and the bytes that they may take."""
+    """A GPU, and the variants there."""
 
     gpu: Gpu
     space: Space
-    budget: int
 
     def changed(self, settings: Settings) -> Settings:
         """Return the settings that are not plain."""
