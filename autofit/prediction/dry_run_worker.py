@@ -1,4 +1,4 @@
-"""The worker process in which `predict`, `check` and `cards` run their dry runs.
+"""The worker process in which `predict` and `check` run their dry runs.
 
 A dry run replaces functions of torch for its whole process, so it runs in a process of its own, and
 nothing of the caller's is replaced. The worker is one of those that run probes. The first
