@@ -421,7 +421,11 @@ def test_a_training_step_that_does_not_split_is_said_not_to(
     training_step: Any, splits: bool
 ) -> None:
     workload = autofit.Workload(
-        classifier, labelled(), training_step=training_step, global_batch=16
+        classifier,
+        labelled(),
+        criterion=nn.CrossEntropyLoss(),
+        training_step=training_step,
+        global_batch=16,
     )
     report = autofit.search(workload, max_probes=1, **HERE)
     assert report.best.plan == autofit.Plan.split(16, 4, report.best.plan.settings)

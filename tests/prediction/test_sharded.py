@@ -22,7 +22,7 @@ from autofit.errors import InvalidArgument, PredictionUnavailable, Unsupported
 from autofit.plan import Scalar
 from autofit.prediction import sharded
 from autofit.prediction.needs import NCCL_BYTES
-from autofit.prediction.predict import Prediction
+from autofit.prediction.predict import Prediction, predict as prediction_of
 from autofit.strategy import World
 from autofit.units import MIB
 from tests.gloo_rank import MODES, Tied, cases, peak_bytes, workload
@@ -36,7 +36,7 @@ def predict(given: Workload, mode: str, ranks: int = 2, **more: Any) -> Predicti
     settings: dict[str, Scalar] = {"parallel.mode": mode, **more.pop("settings", {})}
     counts = {"accumulation_steps": more.pop("steps", 1), "world_size": ranks}
     plan = Plan(more.pop("micro_batch", 4), settings=settings, **counts)
-    return autofit.predict(given, plan=plan, gpu="H100", **more)
+    return prediction_of(given, plan=plan, gpu="H100", **more)
 
 
 def of_model(model: nn.Module, batch: torch.Tensor, **more: Any) -> Workload:
