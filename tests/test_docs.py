@@ -69,8 +69,8 @@ def test_pages_have_examples_that_run() -> None:
 def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By torchrun's parser and by ours, which refuse an option that they do not have."""
     monkeypatch.chdir(tmp_path)
-    for name in ("report.json", "ranks.json"):
-        shutil.copy(Path(__file__).parent / "recorded" / "report.json", name)
+    for file in ("report.json", "ranks.json"):
+        shutil.copy(Path(__file__).parent / "recorded" / "report.json", file)
     group = typer.main.get_group(app)
     names = set()
     for launcher, *words in commands_not_run():
