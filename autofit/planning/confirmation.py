@@ -50,6 +50,8 @@ _DOUBT = 0.05  # the probability that a plan is much faster after all, which is 
 _CHANGED = 2.0
 """A quiet machine repeats a plan within a few percent, the accumulation that the search leaves out
 included; beside busy loops factors of 10 and 33 were seen."""
+_DOUBTED = math.log(1.2)
+"""Samples/s lose less than this from one micro-batch to a larger one, but for few devices."""
 _HEADROOM = 2.0  # deviations of held bytes below the budget
 
 
@@ -112,7 +114,8 @@ def is_decided(posterior: Posterior, best: Plan) -> bool:
     of the plans may have changed, too, and the factor between them surely has.
     """
     plans = (best, posterior.spec.space.baseline)
-    return not any(_changed(posterior, plan) for plan in plans) and not _undecided(posterior, best)
+    has_changed = any(_changed(posterior, plan) for plan in plans)
+    return not (has_changed or _doubted(posterior, best) or _undecided(posterior, best))
 
 
 def finalists(posterior: Posterior) -> list[Finalist]:
@@ -161,6 +164,7 @@ def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan |
         wanted += _measured_faster(posterior, winner.plan)
         if _lacks_headroom(posterior, winner.blocks):
             wanted += _tied_with_headroom(posterior, winner.plan)
+        wanted += _doubted(posterior, winner.plan)
     return next((plan for plan in wanted if plan not in had_turn), None)
 
 
@@ -293,6 +297,28 @@ def _measured_faster(posterior: Posterior, than: Plan) -> list[Plan]:
         and speeds[plan] - speeds[than]
         > math.hypot(posterior.errors.of_all(of[plan]), posterior.errors.of_all(of[than]))
     ]
+
+
+def _doubted(posterior: Posterior, best: Plan) -> list[Plan]:
+    """Return larger micro-batches of the best plan's variant that measured far slower, only once.
+
+    They do so on some devices; and where the machine was slow for a time, which no probe at other
+    times shows. Once one has measured so again, the others are believed.
+    """
+    of, speeds = _searched(posterior), _searched_log_speeds(posterior)
+    compared = {each.plan: each.log_speed for each in finalists(posterior)}
+    if best not in speeds:
+        return []
+    doubted = [
+        plan
+        for plan in sorted(speeds, key=lambda plan: -speeds[plan])
+        if plan.variant == best.variant
+        and plan.micro_batch > best.micro_batch
+        and speeds[best] - speeds[plan] > _DOUBTED
+    ]
+    again = [plan for plan in doubted if plan in compared or len(of[plan]) > 1]
+    slow = [plan for plan in again if speeds[best] - compared.get(plan, speeds[plan]) > _DOUBTED]
+    return [] if slow else [plan for plan in doubted if plan not in again]
 
 
 def _searched(posterior: Posterior) -> Mapping[Plan, list[Trial]]:

@@ -259,12 +259,32 @@ def test_a_search_that_was_cut_short_compares_like_with_like(device: SimulatedDe
 
 def test_what_few_repetitions_say_of_noise_decides_little(device: SimulatedDevice) -> None:
     """One plan ran twice, so nobody knows well by how much another one's only probe strays."""
-    plain, other = device.space.baseline, Plan(16, settings=PLAIN)
+    plain, other = device.space.baseline, Plan(16, settings=HALF)
     for again, decided in ((67, False), (100, True)):
         trials = _trials(
             (BASELINE, plain, 100, 2), (SEARCH, other, 600, 3), (CONFIRMED, plain, again, 2)
         )
         assert is_decided(Posterior(device.spec(), trials), plain) == decided
+
+
+def test_a_large_micro_batch_that_was_slow_once_is_run_again(device: SimulatedDevice) -> None:
+    """The machine may have been slow while it ran; once one was slow again, the rest are."""
+    plain, larger, largest = (Plan(size, settings=PLAIN) for size in (4, 16, 32))
+    assert plain == device.space.baseline
+    trials = _trials(
+        (BASELINE, plain, 100, 2),
+        (SEARCH, larger, 600, 3),
+        (SEARCH, largest, 1600, 3),
+        *((CONFIRMED, plain, 100, 2),) * 2,
+    )
+    before = Posterior(device.spec(), trials)
+    assert next_turn(before) == larger
+    assert not is_decided(before, plain)
+    slow = Posterior(device.spec(), (*trials, *_trials((CONFIRMED, larger, 600, 3))))
+    assert next_turn(slow) is None
+    assert is_decided(slow, plain)
+    fast = Posterior(device.spec(), (*trials, *_trials((CONFIRMED, larger, 350, 3))))
+    assert next_turn(fast) == largest
 
 
 def test_of_equally_fast_plans_the_more_exact_one_wins(device: SimulatedDevice) -> None:
