@@ -224,7 +224,7 @@ def test_when_nothing_fits_it_says_what_was_tried_needed_and_allowed() -> None:
         torch.randn(4, 512),
         global_batch=8,
     )
-    with pytest.raises(autofit.NoFeasiblePlan, match=r"nearest, 1 x \d+") as caught:
+    with pytest.raises(autofit.NoFeasiblePlan, match=r"needs least, 1 x \d+") as caught:
         autofit.search(
             workload,
             # Whether an optimizer's implementations are offered depends on their measured times.

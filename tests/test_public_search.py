@@ -434,7 +434,7 @@ def test_a_training_step_that_does_not_split_is_said_not_to(
 
 
 def test_a_model_in_eval_mode_is_said_to_be(searched: Searched) -> None:
-    words = "The model is in eval mode"
+    words = "The model was in eval mode"
     assert words in " ".join(search_here(model=classifier().eval(), max_probes=1).record.notes)
     assert words not in " ".join(searched.report.record.notes)
 
@@ -563,7 +563,7 @@ def test_a_worker_killed_once_costs_a_worker_and_no_more(
     assert path.exists()
     assert report.baseline.ok
     repeated = [event.first.detail for event in seen if isinstance(event, Repeating)]
-    assert repeated == ["the worker was ended by SIGKILL"] * probes
+    assert repeated == ["the worker was killed by SIGKILL"] * probes
 
 
 def test_progress_names_every_stage_from_the_first_to_the_last() -> None:
@@ -578,7 +578,7 @@ def test_progress_names_every_stage_from_the_first_to_the_last() -> None:
         "looking the workload over: split gradients",
         "comparing the answer's gradients with the baseline's",
         *(f"looking where the memory of the {key} plan goes" for key in report.record.memory),
-        "looking at what bounds a step",
+        "measuring what bounds a step",
         "ending the worker",
         "writing the report",
     ]

@@ -131,8 +131,8 @@ def _load_each() -> tuple[list[Strategy], list[Finding]]:
             loaded += load_strategies([name])
         except AutofitError as error:
             advice = (
-                f"repair or uninstall the package with this entry point of {GROUP}, or name the "
-                "strategies of a search without it"
+                f"repair or uninstall the package that has this entry point of {GROUP}, or search "
+                "with strategies= without it"
             )
             found = f"{name} cannot be used: {error}"
             broken.append(Finding("strategies", found, advice, stops_searches=True))
@@ -142,12 +142,12 @@ def _load_each() -> tuple[list[Strategy], list[Finding]]:
 def _of_the_installation() -> Iterator[Finding]:
     version = ".".join(torch.__version__.split(".")[:2])
     if version in TRIED_TORCH:
-        yield Finding("torch", f"autofit's tests were run with torch {version}")
+        yield Finding("torch", f"autofit is tested with torch {version}")
     else:
         yield Finding(
             "torch",
-            f"autofit's tests were not run with torch {version}",
-            f"if something fails that should not, try one of {', '.join(TRIED_TORCH)}",
+            f"autofit is not tested with torch {version}",
+            f"if something fails, try one of {', '.join(TRIED_TORCH)}",
         )
 
 
@@ -176,7 +176,9 @@ def _of_the_host() -> Iterator[Finding]:
             yield Finding("shared memory", found)
     if (load := load_of_others()) is not None:
         yield Finding(
-            "load", load, "speeds will scatter, and a search takes longer: wait, or end them"
+            "load",
+            load,
+            "speeds will vary and a search takes longer: wait, or end those processes",
         )
 
 
@@ -185,7 +187,7 @@ def _look_at_device(
 ) -> tuple[dict[str, str], list[Finding]]:
     """Return facts and findings of the device, from a worker that trained on it."""
     chosen = [
-        Finding("device", note, "see that driver and torch build agree, or ask for the CPU")
+        Finding("device", note, "use a torch build that matches the driver, or --device cpu")
         for note in notes_on_choice(name)
     ]
     if name is None and not torch.version.cuda and Path("/proc/driver/nvidia").exists():
@@ -210,7 +212,10 @@ def _look_at_device(
             raise
         release_exception(error)
         failed = Finding(
-            "device", str(error), "as it says, or search on another device", stops_searches=True
+            "device",
+            str(error),
+            "follow the message, or use another device",
+            stops_searches=True,
         )
         return {}, [*chosen, failed, *_of_allocator()]
     environment = survey.environment
@@ -281,10 +286,10 @@ def _of_gpu(seen: _Device, environment: Environment) -> Iterator[Finding]:
     if sum(held.values()) > _CROWDED * environment.total_bytes:
         shown = ", ".join(f"process {pid}: {format_bytes(used)}" for pid, used in held.items())
         yield Finding(
-            "other processes", shown, "end them, or give a VRAM budget that leaves them their part"
+            "other processes", shown, "end them, or set a VRAM budget that leaves room for them"
         )
     if seen.busy is not None:
-        yield Finding("device load", seen.busy, "speeds will scatter: wait until it is idle")
+        yield Finding("device load", seen.busy, "speeds will vary: wait until the device is idle")
 
 
 def _of_allocator() -> Iterator[Finding]:

@@ -133,14 +133,13 @@ class _Predictor:
         self._looks: dict[VariantKey, dict[int, int]] = {}
         if asked.world_size > 1:
             self.note(
-                f"NCCL: {NCCL_UNKNOWN}; where {format_bytes(NCCL_BYTES)} for it would not fit is a "
-                "?"
+                f"NCCL: {NCCL_UNKNOWN}; ? means that {format_bytes(NCCL_BYTES)} more would not fit"
             )
         self.note(
-            "the samples of an optimizer step are free: the largest micro-batch changes them, "
-            "unless a global batch is given"
+            "no global batch is set, so a larger micro-batch means more samples in an optimizer "
+            "step"
             if asked.global_batch is None
-            else "that another accumulation gives the same gradients is assumed; a search compares"
+            else "assumes that accumulation does not change the gradients; a search checks that"
         )
 
     @property
@@ -221,7 +220,7 @@ class _Predictor:
         elif strategy.name not in self._varied:
             values = values[:1]
         elif len(values) > 1 and (why := _minor(dimension)):
-            self.note(f"{setting} was left at {values[0]}: {why}; give it in the plan to see")
+            self.note(f"{setting} was left at {values[0]}: {why}; set it in the plan to predict it")
             values = values[:1]
         payloads = {value: load for value, load in dimension.payloads.items() if value in values}
         needs = dimension.needs_accumulation

@@ -203,16 +203,16 @@ class Timeline:
             gpu = f"gpu{at}"
             if f"{gpu}_process_bytes" in totals:
                 most = format_bytes(totals[f"{gpu}_process_bytes"])
-                yield most, f"held on GPU {at} at most"
+                yield most, f"peak memory on GPU {at}"
             elif f"{gpu}_used_bytes" in totals:
                 most = format_bytes(totals[f"{gpu}_used_bytes"])
-                yield most, f"held on GPU {at} at most, by all processes"
+                yield most, f"peak memory on GPU {at}, all processes"
             if f"{gpu}_busy_percent" in totals:
-                yield f"{totals[f'{gpu}_busy_percent']:.0f} %", f"of the time GPU {at} was busy"
+                yield f"{totals[f'{gpu}_busy_percent']:.0f} %", f"of the time with GPU {at} busy"
         if "resident_bytes" in totals:
-            yield format_bytes(totals["resident_bytes"]), "of the host's memory at most"
+            yield format_bytes(totals["resident_bytes"]), "peak host memory"
         if "processor_percent" in totals:
-            yield f"{totals['processor_percent']:.0f} %", "of a processor core in the mean"
+            yield f"{totals['processor_percent']:.0f} %", "of one processor core on average"
 
     def charts(self) -> Iterator[Chart]:
         """Yield a chart of each GPU that was used, and one of the host."""

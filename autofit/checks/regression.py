@@ -77,9 +77,9 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
     before, plain = read_earlier(path)
     if verdict.device and before.device and verdict.device != before.device:
         raise InvalidArgument(
-            f"{os.fspath(path)} is of {before.gpu or before.device}, and the new verdict of "
-            f"{verdict.gpu or verdict.device}: bytes on the CPU and on a GPU cannot be compared; "
-            "check on the same kind of device"
+            f"{os.fspath(path)} was made on {before.gpu or before.device}, and this check on "
+            f"{verdict.gpu or verdict.device}: memory on a CPU and on a GPU cannot be compared. "
+            "Check on the same kind of device"
         )
     alike = [("required bytes", "required_bytes")] * (before.method == verdict.method)
     for quantity, name in (*alike, ("peak allocated bytes", "peak_allocated_bytes")):
@@ -87,7 +87,7 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
         if now is not None and then:
             return Regression(quantity, then, now, allowed, _differences(before, verdict, plain))
     raise InvalidArgument(
-        f"{os.fspath(path)} and the new verdict have no figure in common: the new one is by "
+        f"{os.fspath(path)} and the new verdict cannot be compared: the new verdict comes from a "
         f"{verdict.method} and {'fits' if verdict.fits else 'has no measured memory'}"
     )
 

@@ -50,7 +50,7 @@ def check_same(here: Survey, there: Record) -> None:
     hidden = " and ".join(_HIDDEN_CAUSES.get(part, part) for part in parts or ())
     raise InvalidArgument(
         f"the report is of another workload: {'; '.join(differs) or f'{hidden} changed'}. Search "
-        "again, or give the workload of the search on its device"
+        "again, or pass the workload of that search on the same device"
     )
 
 
@@ -81,6 +81,6 @@ def check_same_model(there: Record, parameters: int | None, workload: Workload) 
     ]
     if differs:
         raise InvalidArgument(
-            f"the report is of another workload: {'; '.join(differs)}. Give that of the search, or "
-            "the report of a search with this one"
+            f"the report is of another workload: {'; '.join(differs)}. Pass the workload of "
+            "that search, or search again with this one"
         )

@@ -107,7 +107,7 @@ class SoakResult(Trial):
             f" (report, after {len(expected.step_times_s)} steps: {_number(expected.loss)})",
             *of_ranks,
             *([f"speed was not compared: the machine was busy ({self.busy})"] if self.busy else []),
-            "as the report says" if self.passed else "not as the report says:",
+            "agrees with the report" if self.passed else "differs from the report:",
         ]
         return "\n".join([*lines, *(f"- {line}" for line in self.deviations)])
 
@@ -195,7 +195,7 @@ def compare(expected: Measurement, measured: Measurement, *, busy: bool = False)
         busy: others used the machine in one of both, so that their speeds tell nothing.
     """
     if not measured.ok:
-        return (f"it ended {measured.outcome.value}: {measured.detail or 'no detail'}",)
+        return (f"it ended with {measured.outcome.value}: {measured.detail or 'no detail'}",)
     lines = [
         *_peaks(expected, measured),
         *([] if busy else [_speed(expected, measured), _drift(measured)]),
@@ -240,7 +240,7 @@ def _drift(measured: Measurement) -> str | None:
     if not _is_slower(first, last):
         return None
     slowed = [format_seconds(statistics.median(times)) for times in (first, last)]
-    return f"steps slowed from {slowed[0]} to {slowed[1]} on the way"
+    return f"steps slowed down from {slowed[0]} to {slowed[1]}"
 
 
 def _is_slower(before: Sequence[float], now: Sequence[float]) -> bool:

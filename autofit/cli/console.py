@@ -281,7 +281,7 @@ def exit_codes() -> Iterator[None]:
             _show_traceback(end)
             sys.exit(3)
         if end.code == _INTERRUPTED and leads():  # others cannot know
-            _print_error("autofit: interrupted before anything that fits was measured")
+            _print_error("autofit: interrupted before any plan that fits was measured")
         raise
     except _PastTyper as carrier:
         sys.exit(_show_error(carrier.error))

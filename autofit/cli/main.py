@@ -194,7 +194,7 @@ def search(
             show_report(report, out or (), as_json, verbose=verbose)
         if report.record.search.stopped_because == INTERRUPTED:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command is ending for it already
-            raise Interrupted("interrupted: the report holds what had been measured by then")
+            raise Interrupted("interrupted: the report holds what was measured until then")
 
 
 def probe(
@@ -248,9 +248,7 @@ def probe(
 
 def report(
     path: Annotated[Path, typer.Argument(help="a report that a search wrote")],
-    later: Annotated[
-        Path | None, typer.Argument(help="a second one: show what changed from the first to it")
-    ] = None,
+    later: Annotated[Path | None, typer.Argument(help="a later report: show what changed")] = None,
     out: Out = None,
     export: Annotated[
         str | None,
@@ -267,7 +265,7 @@ def report(
 
     if export is not None:
         if later is not None or as_json or verbose:
-            raise InvalidArgument("--export takes one report, and no option but --out")
+            raise InvalidArgument("--export takes one report and only --out besides")
         export_report(path, export, out or ())
         return
     for file in out or ():

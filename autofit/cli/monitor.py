@@ -60,9 +60,7 @@ def monitor(
     What the command prints goes to standard error, the summary to standard output.
     """
     if bool(command) == (pid is not None):
-        raise InvalidArgument(
-            "give a command to run after --, or --pid PID of a process that runs: one of them"
-        )
+        raise InvalidArgument("give either a command after -- or the --pid of a running process")
     if math.isnan(every):  # older versions of click take it for within any range
         raise InvalidArgument("--every must be a number of seconds, got nan")
     for path in out or ():
@@ -92,9 +90,9 @@ class _Ended:
         """Raise what gives the exit code, unless the command did not fail."""
         if self.came is not None:
             name = signal.Signals(self.came).name
-            raise Interrupted(f"{name} came, and the command ended", self.came)
+            raise Interrupted(f"the command was stopped by {name}", self.came)
         if self.status < 0:
-            raise CommandFailed(f"the command was ended by {signal.Signals(-self.status).name}")
+            raise CommandFailed(f"the command was killed by {signal.Signals(-self.status).name}")
         if self.status:
             raise CommandFailed(f"the command ended with exit code {self.status}")
 
@@ -111,7 +109,7 @@ def _watch_other(pid: int, what: str, every_s: float, files: _Files) -> Timeline
 
     watch = Watch(pid)
     timeline = _timeline(what, watch)
-    say(f"watching process {pid}; Ctrl-C ends that")
+    say(f"watching process {pid}; press Ctrl-C to stop")
     with suppress(KeyboardInterrupt), ended_like_interrupted():
         _fill(timeline, watch, files, lambda: time.sleep(every_s))
     timeline.end(watch.seconds)

@@ -42,7 +42,7 @@ def load_target(target: str) -> Workload:
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise InvalidArgument(
-            f"{target!r} is not a target; use path/to/file.py:name or package.module:name"
+            f"{target!r} is not a target: use path/to/file.py:name or package.module:name"
         )
     try:
         os.getcwd()

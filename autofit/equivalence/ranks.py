@@ -218,9 +218,7 @@ def without_unequal(
     """
     checked, notes = dict(dimensions), []
     if builder.fresh_workload().training_step is not None:
-        notes.append(
-            "training_step hides its gradients, so those of several ranks were not compared"
-        )
+        notes.append("training_step hides its gradients, so the ranks' gradients were not compared")
         return checked, notes
     for strategy in strategies:
         own = settings_of(strategy.name, dimensions)
@@ -256,8 +254,7 @@ def _why_raised(named: str, text: str | None, notes: list[str]) -> str | None:
     if text is not None:
         return f"was skipped: {text}"
     notes.append(
-        f"{named}: memory ran out, so the gradients of several ranks were not "
-        "compared with one process's"
+        f"{named}: memory ran out, so the ranks' gradients were not compared with one process's"
     )
     return None
 
@@ -289,9 +286,9 @@ def _why_not(
     where = f", most of all in {', '.join(found.modules)}" if found.modules else ""
     return (
         "was skipped: the gradients of the ranks differ from one process's by "
-        f"{found.gradient:.1%}{where}. Is every module called through the model "
-        "that the loss gets, and is no parameter replaced? If the loss is a mean "
-        "over something other than samples, pass loss_weight"
+        f"{found.gradient:.1%}{where}. Call every module through the model that "
+        "the loss gets, and replace no parameter. If the loss is a mean over "
+        "something other than samples, pass loss_weight"
     )
 
 

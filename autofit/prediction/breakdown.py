@@ -150,8 +150,8 @@ class Labels:
         if gradient is not None and gradient.layout is not torch.strided:
             self._tracer.note_unsupported(
                 Unsupported(
-                    "the memory of a sparse gradient depends on which rows repeat and on how many "
-                    "steps were made",
+                    "the memory of a sparse gradient depends on which rows repeat and on the "
+                    "number of steps",
                     f"the gradient of {name}: a dense one, as of Embedding(sparse=False), can be "
                     "predicted",
                 )

@@ -241,10 +241,10 @@ def _cannot_tell(unsupported: Unsupported) -> PredictionUnavailable:
     way_out = "Run it with autofit.probe on a machine with the GPU"
     if _TWO_DEVICES.search(unsupported.reason):
         way_out = (
-            "A tensor on the CPU is combined with one of the batch or the model. Where your code "
-            "makes it there, make it on the device of the batch, say with device=batch.device: it "
-            "fails on a GPU too. Where a library chose the CPU since it sees no GPU here (as Keras "
-            f"does), it may train on one. {way_out}"
+            "A tensor on the CPU is combined with one of the batch or the model. If your code "
+            "creates it, create it on the device of the batch (device=batch.device): it would fail "
+            "on a GPU too. If a library chose the CPU because there is no GPU here, as Keras does, "
+            f"it may train on one. {way_out}"
         )
     reason = f"{unsupported.reason} ({unsupported.line})"
     return PredictionUnavailable(f"memory cannot be predicted: {reason}. {way_out}")

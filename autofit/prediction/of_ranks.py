@@ -11,7 +11,7 @@ from autofit.space import Space
 if TYPE_CHECKING:
     from autofit.training.workload import Workload
 
-NCCL_UNKNOWN = "not known, 0 counted"
+NCCL_UNKNOWN = "unknown, counted as 0"
 """What NCCL holds on a rank: it lies outside of torch, and no measurement says how much."""
 
 

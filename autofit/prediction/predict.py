@@ -172,7 +172,7 @@ class Prediction:
         if self.unknown_bytes:
             rows["NCCL"] = NCCL_UNKNOWN
         if not self.breakdown["gradients"]:
-            rows["  gradients"] += " (they are made later, and dropped after each update)"
+            rows["  gradients"] += " (they do not exist yet at the peak)"
         if self.has_stand_in_loss:
             rows["no loss"] = STOOD_IN
         return rows

@@ -67,7 +67,7 @@ def variant_lines(
             sizes = sizes or _sizes(predict, space, vram_budget_bytes)
             predictions = [predict(settings, size) for size in sizes]
         except _OutOfTime:
-            notes["memory of further settings was not predicted: it would take too long"] = None
+            notes["memory of the other settings was not predicted: it would take too long"] = None
             break
         except Exception as error:  # also the user's own: the baseline's probe will report it
             notes[f"memory was not predicted before the first probe: {error}"] = None

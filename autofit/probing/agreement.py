@@ -96,7 +96,7 @@ def agree(answers: Sequence[Answer], *, is_probe: bool) -> Reply:
             return replace(decisive, spent=True)
         raise NoReply(ends[rank].outcome, detail)
     if blamed is None and ends[rank].outcome is Outcome.TIMEOUT:
-        words = f"each rank waits for another one: {OTHER_COUNT}, or they lost their connection"
+        words = f"every rank waits for another: {OTHER_COUNT}, or the connection was lost"
         detail = f"{words}; {detail}"
     seen = [each.value for each in replies if isinstance(each.value, Measurement)]
     of_decisive = decisive.value if isinstance(decisive, Reply) else None

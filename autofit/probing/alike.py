@@ -40,14 +40,13 @@ def check_alike(ranks: Sequence[Mapping[str, Any]]) -> None:
     for rank, facts in enumerate(ranks):
         if facts["weights"] != first["weights"]:
             raise InvalidArgument(
-                f"rank {rank} starts from other weights than rank 0: the function that builds the "
-                "model draws them from something else than torch's random numbers, which are "
-                "seeded alike"
+                f"rank {rank} starts with other weights than rank 0: the function that builds the "
+                "model must take random numbers from torch alone, which autofit seeds on each rank"
             )
         if facts["gpu"] != first["gpu"]:
             raise InvalidArgument(
-                f"rank {rank} has gpu {facts['gpu']}, rank 0 {first['gpu']}: a search needs "
-                f"{len(ranks)} alike"
+                f"rank {rank} has gpu {facts['gpu']}, rank 0 {first['gpu']}: use "
+                f"{len(ranks)} GPUs of one kind"
             )
 
 
@@ -70,10 +69,10 @@ def check_shared(
     names = [strategy.name for strategy in strategies if strategy.phase is Phase.PARALLEL]
     if any(settings_of(name, dimensions) for name in names):
         return
-    alone = f"nothing would share gradients among the {ranks} ranks, and each would train alone"
+    alone = f"no strategy shares gradients among the {ranks} ranks, so each would train alone"
     if not names:
         raise InvalidArgument(
-            f"{alone}: add one of the installed strategies that do to strategies= "
+            f"{alone}: add an installed one to strategies= "
             f"({', '.join(names_of_ranks()) or 'there is none'}), or start one process"
         )
     why = "; ".join(note for note in notes if note.startswith(tuple(names)))

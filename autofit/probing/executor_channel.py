@@ -91,7 +91,7 @@ _Answer = dict[str, Any] | NoReply | SearchTimedOut
 
 def _no_answer(given: object) -> WorkerFailed:
     return WorkerFailed(
-        f"the executor gave {str(given)[:80]} for what the function returns that it was given: "
+        f"the executor returned {str(given)[:80]} instead of the result of the submitted function: "
         "see docs/distributed.md for what it must do"
     )
 
@@ -179,7 +179,7 @@ class ExecutorChannel:
             try:
                 answer = self._answer(asked, deadline)
             except _Gone as gone:
-                words = f"what ran it went away, twice: {gone}"
+                words = f"the process that ran it was lost twice: {gone}"
                 raise NoReply(Outcome.CRASHED, words) from None
         if isinstance(answer, NoReply | SearchTimedOut):
             raise answer
@@ -201,7 +201,7 @@ class ExecutorChannel:
         try:
             self._asked = self._executor.submit(serve, self._key, opening, asked)
         except Exception as error:  # each executor has errors of its own, as below
-            raise WorkerFailed(f"the executor takes no more probes: {error}") from error
+            raise WorkerFailed(f"the executor accepts no more probes: {error}") from error
         seconds = deadline.ends_at + _SLACK_S - time.monotonic()
         try:
             return self._asked.result(seconds if math.isfinite(seconds) else None)

@@ -182,8 +182,8 @@ def spilled(held_bytes: int, available_bytes: int) -> str | None:
     if held_bytes <= available_bytes:
         return None
     return (
-        f"held {format_bytes(held_bytes)} where the device had {format_bytes(available_bytes)} "
-        "left after other processes: the rest lay in host memory"
+        f"held {format_bytes(held_bytes)}, but other processes left "
+        f"{format_bytes(available_bytes)} of the device: the rest spilled to host memory"
     )
 
 

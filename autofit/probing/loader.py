@@ -105,8 +105,8 @@ def _check_batch(batch: Batch) -> None:
         batch_size(batch)
     except InvalidArgument as error:
         raise InvalidArgument(
-            f"the loader delivers {kind_of(batch)} in which no tensor has a dimension for samples: "
-            "have its collate_fn return tensors, samples in dimension 0"
+            f"the loader delivers {kind_of(batch)} in which no tensor has a sample dimension: "
+            "its collate_fn must return tensors with the samples in dimension 0"
         ) from error
 
 

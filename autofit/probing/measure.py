@@ -342,9 +342,9 @@ class Growth:
         """Return a sentence about it, with its size and the way out."""
         much = format_bytes(self.bytes_per_step)
         if self.collectable:
-            return f"a reference cycle holds {much} of every step until garbage is collected"
+            return f"a reference cycle keeps {much} of every step until garbage collection"
         return (
-            f"{much} more are held after every step: the budget is reached in about "
+            f"memory grows by {much} in every step: the budget is reached in about "
             f"{self.steps_until(headroom_bytes)} steps. Something keeps tensors, often a list of "
             "losses with their graphs: keep loss.item() or loss.detach()"
         )

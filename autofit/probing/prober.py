@@ -356,9 +356,9 @@ class Prober(AbstractContextManager["Prober"]):
             if is_look or reply.exception is None or reply.device_fault is None:
                 return reply.value_or_raise()
         raise WorkerFailed(
-            f"the device failed outside a probe, also in a fresh worker: {reply.device_fault}. A "
+            f"the device failed outside a probe, in a fresh worker too: {reply.device_fault}. A "
             "device-side assert is most often an index out of range in the model, the loss or the "
-            "labels, and one training step on the CPU shows where"
+            "labels: run one training step on the CPU to see where"
         ) from reply.exception_to_raise()
 
     def renew(self) -> None:
@@ -377,7 +377,7 @@ class Prober(AbstractContextManager["Prober"]):
         self._workers_lost[plan] += 1
         if self._workers_lost[plan] >= MOST_WORKERS_PER_PLAN:
             reason = (
-                f"set aside: {MOST_WORKERS_PER_PLAN} workers were lost to {plan}, the last one: "
+                f"not tried again: {plan} ended {MOST_WORKERS_PER_PLAN} workers, the last one: "
                 f"{measurement.detail}"
             )
             self._set_aside[plan.variant] = Measurement(measurement.outcome, reason)

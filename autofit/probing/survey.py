@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from autofit.probing.session import Session
 
 _IN_EVAL_MODE = (
-    f"{ACT}The model is in eval mode, and dropout and BatchNorm ran so: call model.train() and "
-    "search again, unless that is meant"
+    f"{ACT}The model was in eval mode, which changes dropout and BatchNorm: call model.train() and "
+    "search again, unless you mean it"
 )
 
 
@@ -424,8 +424,8 @@ def _dimensions(
         dimensions |= found
         if beyond is not None:
             notes.append(
-                f"{name} was looked at with no more than {counted(own_size, 'sample')}, as many as "
-                f"the sample batch has: with more, {beyond}"
+                f"{name} was examined with at most {counted(own_size, 'sample')}, as in the sample "
+                f"batch: with more, {beyond}"
             )
     return dimensions, notes
 

@@ -83,9 +83,9 @@ def _check_one_machine(world: World, environment: Mapping[str, str] = os.environ
     here = environment.get("LOCAL_WORLD_SIZE", str(world.size))
     if here != str(world.size):
         raise InvalidArgument(
-            f"{here} of {world.size} ranks are on this machine: the ranks of a search are those of "
-            "one machine. Search on one, with as many ranks as it has GPUs; predict and check "
-            "answer for any number (--world-size)"
+            f"{here} of {world.size} ranks are on this machine, but a search runs on one machine: "
+            "start as many ranks as it has GPUs. predict and check answer for any number "
+            "(--world-size)"
         )
 
 
@@ -115,8 +115,8 @@ def _store(world: World, environment: Mapping[str, str] = os.environ) -> Store:
         host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     except (KeyError, ValueError):
         raise InvalidArgument(
-            f"there are {world.size} ranks, and MASTER_ADDR and MASTER_PORT do not say where they "
-            "meet: start them with torchrun, or give --ranks"
+            f"there are {world.size} ranks, but MASTER_ADDR and MASTER_PORT are not set: start the "
+            "ranks with torchrun, or pass --ranks"
         ) from None
     _times_called += 1
     is_served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -128,8 +128,8 @@ def _store(world: World, environment: Mapping[str, str] = os.environ) -> Store:
     except RuntimeError as error:
         raise InvalidArgument(
             f"there are {world.size} ranks, and rank {world.rank} cannot reach {host}:{port} "
-            "(MASTER_ADDR and MASTER_PORT), where they meet: start them with torchrun, and make "
-            f"the same call on every rank ({error})"
+            "(MASTER_ADDR and MASTER_PORT): start the ranks with torchrun, and make the same call "
+            f"on every rank ({error})"
         ) from None
 
 
@@ -161,17 +161,17 @@ def _awaited(store: Store) -> dict[str, Any]:
                 owner = json.loads(store.get("owner"))
             if owner is None and time.monotonic() > until:
                 raise InvalidArgument(
-                    f"rank 0 did not call autofit within {_CONNECT_S:g} s: every rank has to make "
+                    f"rank 0 did not call autofit within {_CONNECT_S:g} s: every rank must make "
                     "the same call"
                 )
             if owner is not None and runs_here(owner) is False and not store.check(["ended"]):
-                raise WorkerFailed("the process of rank 0 has ended, and with it the workers")
+                raise WorkerFailed("the process of rank 0 has ended, and its workers with it")
             time.sleep(_POLL_S)
         ended: dict[str, Any] = json.loads(store.get("ended"))
         return ended
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise WorkerFailed(f"the store of torchrun cannot be reached any more ({reason})") from None
+        raise WorkerFailed(f"the store of torchrun is no longer reachable ({reason})") from None
 
 
 # torchrun ends all ranks as soon as one has failed. Rank 0 first gets to show why, and each ends

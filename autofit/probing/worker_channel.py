@@ -127,7 +127,7 @@ class WorkerChannel:
                 if isinstance(error, SystemExit):  # of the user's code that unpickling runs
                     mark_users(error)
                 if isinstance(error, InvalidArgument) and self._device is not None:
-                    raise WorkerFailed(f"{error}: it could be read before") from error
+                    raise WorkerFailed(f"{error}, although it was readable before") from error
                 fault = fault_of(error)
                 raise _full(fault.detail) if fault.outcome is Outcome.OOM else error
             self._device = opened.value
@@ -183,8 +183,8 @@ def path_of(file: IO[bytes]) -> Path:
 
 def _full(detail: str) -> DeviceFull:
     return DeviceFull(
-        f"the device has no room for a worker: {detail}. Other processes hold nearly all of it: "
-        "end them, or choose another device"
+        f"the device has no room for a worker: {detail}. Other processes hold nearly all of its "
+        "memory: end them, or choose another device"
     )
 
 
@@ -276,8 +276,8 @@ class WorkerProcess:
     ) -> None:
         if not sys.executable:
             raise WorkerFailed(
-                "sys.executable does not name the Python to start a worker with, as where Python "
-                "is embedded in another program: set it"
+                "sys.executable is empty, as in a program that embeds Python: set it to the Python "
+                "that workers start with"
             )
         self.has_ended = False
         requests_read, requests_write = _pipe()
@@ -415,7 +415,7 @@ class WorkerProcess:
             _, mark, stack = self._tail.rpartition(_STACK_MARK)
             if mark and self._tail != before:
                 return _first_lines(stack)
-        return "it did not say where: it is stopped, or inside a call of the driver"
+        return "unknown: the process is stopped, or inside a driver call"
 
     def _listen(self) -> None:
         with self._answers:
@@ -462,9 +462,9 @@ def outcome_of_death(returncode: int | None, kills_before: int | None) -> Outcom
 def words_of_death(returncode: int | None, printed: str) -> str:
     """Return how a worker ended, and what it printed last."""
     if returncode is None:
-        how = "did not end when it was killed: it is inside a call of the driver"
+        how = "did not end when it was killed: it is inside a driver call"
     elif returncode < 0:
-        how = f"was ended by {_signal_name(-returncode)}"
+        how = f"was killed by {_signal_name(-returncode)}"
     else:
         how = f"exited with {returncode}"
     return f"the worker {how}" + (f"; it printed last:\n{printed}" if printed else "")

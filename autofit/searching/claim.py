@@ -64,8 +64,8 @@ class Claim:
         assert rival is not None
         raise StudyError(
             f"process {rival['pid']} on {rival['host']} is using the study {self._name} (last seen "
-            f"{format_seconds(_silence_s(rival))} ago): wait for it to end, or give this search a "
-            "study of its own"
+            f"{format_seconds(_silence_s(rival))} ago): wait for it to end, or use another "
+            "study"
         )
 
     def renew(self) -> None:
@@ -76,8 +76,8 @@ class Claim:
         """
         if self._is_written and self._study.user_attrs.get(self._key) is None:
             raise StudyError(
-                f"another search has taken over the study {self._name}, since this one was not "
-                "heard of for long: resume it when that one has ended"
+                f"another search has taken over the study {self._name}, because this one did not "
+                "respond for too long: resume it when the other has ended"
             )
         self._is_written = True
         claim = this_process() | {"seen": time.time()}

@@ -303,9 +303,9 @@ class Search:
             vetoed = self._launch(choice, TrialKind.BASELINE if is_baseline else TrialKind.SEARCH)
             vetoes = 0 if vetoed is None else vetoes + 1
             if self._store.study.stopped:
-                return Stop("the sampler has offered all it can")
+                return Stop("the sampler has no more plans to offer")
             if vetoes == MOST_VETOES:
-                return Stop(f"{MOST_VETOES} proposals in a row could not be expected to fit")
+                return Stop(f"{MOST_VETOES} proposals in a row were expected not to fit")
         return None
 
     def _next_choice(self) -> Plan | BaseSampler | Stop | None:
@@ -572,7 +572,7 @@ def _diagnosis(accidents: Sequence[Trial]) -> str:
     last = accidents[-1].measurement
     ends = ", ".join(f"{t.plan}: {t.measurement.outcome.value}" for t in accidents)
     return (
-        f"the machine looks ill, or the workload ends its process: {len(accidents)} plans in a row "
-        f"ended by accidents, the same as before in a fresh worker ({ends}; the last one: "
-        f"{last.detail or 'no detail'}). Look at the machine's memory and at the driver's log"
+        f"{len(accidents)} plans in a row failed in two workers each, so the machine or the "
+        f"workload is at fault, not the plans ({ends}; the last one: "
+        f"{last.detail or 'no detail'}). Check the host's memory and the driver's log"
     )

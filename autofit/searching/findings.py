@@ -86,7 +86,7 @@ class _Findings:
         """Find what bounds a step of the best plan and of the baseline."""
         best, baseline = self._record.best, self._record.baseline_beside_best
         with self._failure("bounds") as facts:
-            self._on_stage("looking at what bounds a step")
+            self._on_stage("measuring what bounds a step")
             facts["best"] = self._shares(best, trace)
             if trace is not None:
                 facts["trace"] = trace

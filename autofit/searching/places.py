@@ -49,15 +49,15 @@ class Places:
         if options.executor is not None:
             if len(devices) > 1:
                 raise InvalidArgument(
-                    f"device names {len(devices)} devices and an executor is given: each of its "
-                    "processes has one device, so name that one"
+                    f"device names {len(devices)} devices, but each process of the executor uses "
+                    "one: name the device that they all use"
                 )
             devices = devices * options.workers
         is_one = len(devices) == 1 and options.executor is None
         if not is_one and ranks > 1:
             raise InvalidArgument(
-                f"{ranks} ranks train one model together, which takes all their devices: leave out "
-                "the executor, and name one kind of device"
+                f"{ranks} ranks train one model together and use all devices: leave the executor "
+                "out, and name one kind of device"
             )
         share_cores = options.executor is None and len(devices) > 1 and devices[0] == "cpu"
         threads = max(1, torch.get_num_threads() // len(devices)) if share_cores else None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 INTERRUPTED = "interrupted"
 """`stopped_because` of a search that Ctrl-C ended."""
 
-_COSTLY_TO_WATCH = "watching it would take as long as its first trial"
+_COSTLY_TO_WATCH = "recording its memory would take as long as its first trial"
 
 _FUNCTIONS = ("loss_fn", "criterion", "loss_weight", "before_step", "training_step")
 """Arguments that are functions: a report names those that were given, and holds no code."""
@@ -193,13 +193,13 @@ def _of_a_cpu(survey: Survey) -> Iterator[str]:
 def _not_quiet(survey: Survey) -> Iterator[str]:
     """Yield a note if others used the device."""
     if survey.busy is not None:
-        yield f"The machine was busy ({survey.busy}): small differences in speed mean little"
+        yield f"The machine was busy ({survey.busy}): small differences in speed are uncertain"
 
 
 def _with_more_time(result: SearchResult) -> Iterator[str]:
     if result.with_more_time is not None:
         plan = result.with_more_time.without(result.spec.space.plain_settings)
-        yield f"{NOT_TRIED}{plan}, for want of time"
+        yield f"{NOT_TRIED}{plan}, because time ran out"
 
 
 def paste_lines(resolved: ResolvedPlan, *, has_loss_weight: bool = False) -> list[str]:
@@ -295,13 +295,13 @@ def workload_failure(trial: Trial) -> AutofitError | None:
         return None
     if outcome is Outcome.NONFINITE:
         return WorkloadFailed(
-            f"the loss of the plain workload is not finite ({detail or trial.plan}): check the "
+            f"the loss of the baseline is not finite ({detail or trial.plan}): check the "
             "sample batch, the loss and the learning rate before looking for a faster plan"
         )
     if outcome is Outcome.LEAK:
         return WorkloadFailed(
-            f"the plain workload holds more memory after every step ({detail or trial.plan}): "
-            "no plan can fit for long; look for a loss or an output that is kept with its graph"
+            f"the baseline leaks memory in every step ({detail or trial.plan}), so no plan fits "
+            "for long: look for a loss or an output that is kept with its graph"
         )
     return None
 
@@ -313,7 +313,7 @@ def nothing_fits(posterior: Posterior, trials: Sequence[Trial]) -> AutofitError:
     if not about_memory:
         last = probes_of(trials)[-1]
         return WorkloadFailed(
-            f"not one plan could be run; the last, {last.plan}, ended "
+            f"no plan could be run; the last one, {last.plan}, ended with "
             f"{last.measurement.outcome.value}: {last.measurement.detail or 'no detail'}"
         )
 
@@ -356,8 +356,8 @@ def none_fits(
     enough = f"; a budget of {format_bytes(budget)} is expected to work" if budget else ""
     named = nearest.without(spec.space.plain_settings)
     return NoFeasiblePlan(
-        f"nothing fits: the plan that came nearest, {named}, {needs} where "
-        f"{format_bytes(allowed)} are allowed{enough}; {_ways_out(spec)}",
+        f"nothing fits: the plan that needs least, {named}, {needs}, and the budget is "
+        f"{format_bytes(allowed)}{enough}; {_ways_out(spec)}",
         plan=nearest,
         required_bytes=required_bytes,
         allowed_bytes=allowed,

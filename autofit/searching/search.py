@@ -49,7 +49,7 @@ from autofit.strategy import Numerics, Strategy
 from autofit.training.workload import Workload
 from autofit.units import counted
 
-_OF_RANKS = "with several ranks it was not looked at where memory goes and what bounds a step"
+_OF_RANKS = "Where memory goes and what bounds a step was not measured: there are several ranks"
 
 
 @hides_own_frames
@@ -434,7 +434,9 @@ def _workload(model: Any, sample_batch: Any, **given: Any) -> Workload:
     extra = [name for name, value in given.items() if value is not defaults[name]]
     if sample_batch is not None or extra:
         names = ", ".join(["sample_batch"] * (sample_batch is not None) + extra)
-        raise InvalidArgument(f"a Workload holds all of it: give {names} to the Workload instead")
+        raise InvalidArgument(
+            f"the Workload describes the training: pass {names} to the Workload instead"
+        )
     return model
 
 

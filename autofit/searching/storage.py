@@ -131,7 +131,7 @@ def _opening(name: str) -> Iterator[None]:
     except Exception as error:  # a driver raises what it likes about the options of a URL
         cause = cause_of(error)
         if isinstance(error, sqlalchemy.exc.ArgumentError):  # SQLAlchemy 2.0.0 repeats the URL
-            cause = "it is no URL that SQLAlchemy can parse"
+            cause = "SQLAlchemy cannot parse this URL"
         # Not "from error": a driver's own words, and its arguments, may hold the password.
         raise StudyError(f"cannot open the study {name}: {cause}") from None
     finally:
@@ -140,7 +140,7 @@ def _opening(name: str) -> Iterator[None]:
 
 def _database(url: str) -> RDBStorage:
     if sqlalchemy.make_url(url).host and url.count("@") > 1:  # a driver would name half a password
-        raise StudyError(f"cannot open the study {name_of(url)}: an @ within it is written %40")
+        raise StudyError(f"cannot open the study {name_of(url)}: write an @ in the password as %40")
     # Of two processes that create the tables at once, one fails, and finds them created.
     for _ in range(_TABLES_TRIES):
         with suppress(sqlalchemy.exc.DatabaseError):
@@ -165,8 +165,8 @@ def _open_file(name: str, held: ExitStack) -> JournalStorage:
             return JournalStorage(JournalFileBackend(str(path), write_lock))
     except OSError as error:
         raise StudyError(
-            f"cannot write the study {name_of(path)}: {error.strerror or error}; give a path in a "
-            "folder that exists, can be written and has room"
+            f"cannot write the study {name_of(path)}: {error.strerror or error}; use a folder that "
+            "exists, is writable and has room"
         ) from None  # a mistyped URL is a path, and may hold a password
 
 
@@ -179,8 +179,8 @@ def _locked(path: Path) -> Iterator[IO[bytes]]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StudyError(
-                f"another search is using the study {path}: wait for it to end, or give this one "
-                "a study of its own"
+                f"another search is using the study {path}: wait for it to end, or use another "
+                "study"
             ) from None
         yield file
 

@@ -130,8 +130,8 @@ class Store:
         stored = self.spec
         if stored is not None and _as_in(spec, stored).to_json() != spec.to_json():
             raise StudyError(
-                f"the study {self.name} was made for another space, budget or seed: use the "
-                "specification it holds, or give another study"
+                f"the study {self.name} was made with another space, budget or seed: search "
+                "with those, or use another study"
             )
         with self._writing():
             if stored is None or stored.to_json() != spec.to_json():
@@ -288,7 +288,7 @@ class Store:
                 self._claim.renew()  # raises where another search has the study now
             raise StudyError(
                 f"another program has ended a trial of the study {self.name} that this search was "
-                "running: use a study in one search at a time"
+                "running: use a study in only one search at a time"
             ) from error
         except _STORAGE_FAILED as error:
             raise StudyError(

@@ -121,7 +121,7 @@ def test_a_file_that_does_not_say_its_device_can_be_read(tmp_path: Path) -> None
 
 def test_nothing_in_common_is_refused(tmp_path: Path) -> None:
     before = written(tmp_path, verdict("predict", 1000, None).to_dict())
-    with pytest.raises(InvalidArgument, match="figure"):
+    with pytest.raises(InvalidArgument, match="cannot be compared"):
         compare_with(verdict("probe", None, None), before, 0.05)
 
 

@@ -149,7 +149,7 @@ class LateLeak(nn.Module):
 
 @pytest.mark.parametrize(
     ("last", "strayed"),
-    [(10**6, "it ended leak"), (60, "peak allocated rose")],
+    [(10**6, "it ended with leak"), (60, "peak allocated rose")],
     ids=["from then on", "once"],
 )
 def test_what_is_kept_late_is_found_on_the_cpu_too(last: int, strayed: str) -> None:
@@ -264,11 +264,11 @@ SEEN = replace(TOLD, step_times_s=[0.1] * 20, loss=1.0)
         (SEEN, None),
         (replace(SEEN, peak_allocated_bytes=GIB + 20 * MIB), "peak allocated rose"),
         (replace(SEEN, step_times_s=[0.12] * 20), "the median step took 120 ms"),
-        (replace(SEEN, step_times_s=[0.1] * 15 + [0.2] * 5), "steps slowed from 100 ms to 200 ms"),
+        (replace(SEEN, step_times_s=[0.1] * 15 + [0.2] * 5), "slowed down from 100 ms to 200 ms"),
         (replace(SEEN, step_times_s=[0.1] * 6 + [0.2] * 2), None),
         (replace(SEEN, loss=2.2), "the loss rose from 2 to 2.2"),
         (replace(SEEN, loss=2.2, step_times_s=[0.1] * 8), None),
-        (Measurement(Outcome.LEAK, "1 MiB a step"), "it ended leak: 1 MiB a step"),
+        (Measurement(Outcome.LEAK, "1 MiB a step"), "it ended with leak: 1 MiB a step"),
     ],
     ids=[
         "all held",
@@ -370,7 +370,7 @@ def test_the_text_says_both_sides(report: autofit.Report) -> None:
     best = replace(report.best, measurement=TOLD)
     held = str(soaked_as(best, SEEN, 2 * GIB, ()))
     assert "100 ms (report: 100 ms)" in held
-    assert held.endswith("as the report says")
+    assert held.endswith("agrees with the report")
     assert "on each rank" not in held
     together = replace(best, measurement=of_two_ranks(TOLD, GIB, 2 * GIB))
     both = str(soaked_as(together, of_two_ranks(SEEN, GIB, GIB), 4 * GIB, ()))
@@ -378,4 +378,4 @@ def test_the_text_says_both_sides(report: autofit.Report) -> None:
     assert f"on each rank   {held_of_ranks} (report: 1.00 GiB to 2.00 GiB" in both
     assert "own step time 80.0 ms to 120 ms (rank 0 slowest) (report: own" in both
     strayed = str(soaked_as(best, SEEN, 2 * GIB, ("the loss rose",)))
-    assert strayed.endswith("not as the report says:\n- the loss rose")
+    assert strayed.endswith("differs from the report:\n- the loss rose")

@@ -750,7 +750,7 @@ def ends_with_a_report(
         process.kill()
     assert process.returncode == 130, err
     assert err.splitlines()[-1] == (
-        "autofit: interrupted: the report holds what had been measured by then"
+        "autofit: interrupted: the report holds what was measured until then"
     )
     assert "Not confirmed: " in out or "Not decided: " in out, err  # as noise has it
     report = json.loads((folder / "cut_short.json").read_text())

@@ -81,7 +81,7 @@ def test_a_command_is_run_and_its_memory_and_processor_time_are_told(
     assert told["processor_percent"] > 0
     assert all(float(a["seconds"]) < float(b["seconds"]) for a, b in pairwise(rows))
     assert rows[0]["processor_percent"] == ""
-    assert "of the host&#x27;s memory at most" in page.read_text()
+    assert "peak host memory" in page.read_text()
 
 
 @pytest.mark.parametrize("every", ["5", "0.05"])
@@ -155,7 +155,7 @@ def test_a_signal_reaches_the_command_and_the_watch_ends_with_it(tmp_path: Path)
         out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + signal.SIGTERM
     assert "saved" in err
-    assert "of the host's memory at most" in out
+    assert "peak host memory" in out
 
 
 def test_what_cannot_be_watched_is_said() -> None:
@@ -164,7 +164,7 @@ def test_what_cannot_be_watched_is_said() -> None:
     for given, words in (
         (["--pid", str(gone.pid)], f"no process {gone.pid}"),
         (["--", "no-such-command"], "cannot run no-such-command: No such file"),
-        ([], "give a command to run after --, or --pid"),
+        ([], "give either a command after --"),
     ):
         ran = subprocess.run(
             monitor(*given), capture_output=True, text=True, timeout=SECONDS, check=False

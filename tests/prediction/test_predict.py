@@ -76,10 +76,10 @@ def test_printed_it_is_lines_of_sizes_and_explains_gradients_of_nothing() -> Non
     shown = str(prediction)
     assert shown.startswith("2 x 1 on L4\n")
     assert prediction.breakdown["gradients"] == 0
-    assert re.search(r"required +\d+ MiB.*\n(.*\n)+ +gradients +0 B \(.*each update\)", shown)
+    assert re.search(r"required +\d+ MiB.*\n(.*\n)+ +gradients +0 B \(.*at the peak\)", shown)
     assert "Workload(" not in shown
     layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-    assert "each update" not in str(predict(Workload(layers, torch.ones(512, 64)), gpu="L4"))
+    assert "at the peak" not in str(predict(Workload(layers, torch.ones(512, 64)), gpu="L4"))
 
 
 def test_the_breakdown_of_a_plain_adamw_training() -> None:

@@ -249,7 +249,7 @@ def test_a_rank_is_one_of_the_plans_ranks_and_shares_its_batch() -> None:
 def test_nccl_is_said_to_be_unknown_and_leaves_room() -> None:
     found = predict(workload(), "fsdp2")
     high = found.interval[1]
-    assert "NCCL                not known, 0 counted" in str(found)
+    assert "NCCL                unknown, counted as 0" in str(found)
     assert found.fits(high - 1) is False
     assert found.fits(high) is None
     assert found.fits(high + NCCL_BYTES - 1) is None
@@ -264,7 +264,7 @@ def test_a_verdict_says_what_decides() -> None:
     verdict = checked(vram_budget="1GiB")
     assert verdict.fits is None
     assert "NCCL, not known: leave 2.00 GiB for it" in str(verdict)
-    assert "not known, 0 counted" in verdict.explain()
+    assert "unknown, counted as 0" in verdict.explain()
     assert checked(vram_budget="4GiB").fits is True
     assert checked(vram_budget="128MiB").fits is False
 
@@ -275,7 +275,7 @@ def test_a_table_for_ranks_leaves_room_for_nccl() -> None:
     fits = {row.gpu: row.fits[0] for row in table.gpus}
     assert fits["L4"].fits is True
     assert [fit.fits for name, fit in fits.items() if name != "L4"] == [None]
-    assert "NCCL: not known, 0 counted" in str(table)
+    assert "NCCL: unknown, counted as 0" in str(table)
     assert fits["L4"].largest is not None
     assert fits["L4"].largest.world_size == 8
 

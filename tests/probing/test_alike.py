@@ -26,7 +26,7 @@ def workload() -> Workload:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (FACTS | {"gpu": "L4"}, "rank 1 has gpu L4, rank 0 H100: .* 2 alike"),
+        (FACTS | {"gpu": "L4"}, "rank 1 has gpu L4, rank 0 H100: use 2 GPUs"),
         (FACTS | {"weights": 0.25}, "other weights than rank 0"),
     ],
 )
@@ -76,5 +76,5 @@ def test_ranks_of_another_number_are_refused_where_a_report_is_applied(
         monkeypatch.setenv(name, value)
     with pytest.raises(InvalidArgument, match="the ranks have no process group"):
         _world_of(Plan(4, world_size=2))
-    with pytest.raises(InvalidArgument, match="start them with torchrun"):
+    with pytest.raises(InvalidArgument, match="start the ranks with torchrun"):
         probe_if(lambda survey: None, workload(), device="cpu")

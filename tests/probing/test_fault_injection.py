@@ -127,7 +127,7 @@ HANGS: dict[Any, str] = {
     hangs_ignoring_sigterm: "in hangs_ignoring_sigterm",
     hangs_in_a_deadlock: "in hangs_in_a_deadlock",
     hangs_in_native_code_with_the_interpreter_locked: "with_the_interpreter_locked",
-    stops: "where",
+    stops: "stopped",
 }
 DEATHS: dict[Any, str] = {
     is_killed: "SIGKILL",
@@ -232,8 +232,8 @@ def test_a_plan_costs_three_workers_of_one_budget_at_most(open_probing: Any) -> 
     budget = probing.prober.vram_budget_bytes
     seen = [probing.at(8) for _ in range(MOST_WORKERS_PER_PLAN + 1)]
     assert [measurement.outcome for measurement in seen] == [Outcome.CRASHED] * len(seen)
-    assert "set aside" not in seen[-2].detail
-    assert f"set aside: {MOST_WORKERS_PER_PLAN} workers" in seen[-1].detail
+    assert "not tried again" not in seen[-2].detail
+    assert f"ended {MOST_WORKERS_PER_PLAN} workers" in seen[-1].detail
     assert probing.worker is None, "the fourth was not started"
     assert probing.prober.vram_budget_bytes == budget, "whatever was free meanwhile"
 

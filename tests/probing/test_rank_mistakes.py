@@ -312,7 +312,7 @@ class FailsOnRank1:
 def test_a_strategy_for_ranks_that_fails_as_it_looks_ends_the_search() -> None:
     """Without it the ranks would train on, each alone."""
     workload = Workload(Net("always"), batch_of, loss_fn=mean_over_valid, loss_weight=valid)
-    words = "nothing would share gradients among the 2 ranks.*cannot look"
+    words = "no strategy shares gradients among the 2 ranks.*cannot look"
     with (
         open_prober(workload, [FailsOnRank1()], Target("cpu", "1GiB", ranks=2)) as prober,
         pytest.raises(InvalidArgument, match=words),

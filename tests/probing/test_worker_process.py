@@ -205,7 +205,7 @@ def test_ctrl_c_after_the_search_ends_it_with_its_report() -> None:
     def press_ctrl_c(event: Any) -> None:
         stage = getattr(event, "stage", "")
         stages.append(stage)
-        if stage.startswith("looking at what bounds"):
+        if stage.startswith("measuring what bounds"):
             os.kill(os.getpid(), signal.SIGINT)
 
     report = autofit.search(

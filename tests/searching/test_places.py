@@ -161,7 +161,7 @@ def test_a_probe_whose_machine_went_away_is_given_to_another(
 def test_an_executor_that_is_shut_down_ends_the_search_in_words() -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as executor:
         pass
-    with pytest.raises(WorkerFailed, match="takes no more probes"):
+    with pytest.raises(WorkerFailed, match="accepts no more probes"):
         searched(device="cpu", options=autofit.SearchOptions(executor=executor))
 
 
@@ -193,8 +193,8 @@ class _Answering(Executor):
         (message_of_reply(Reply("no device")), "no device.*distributed"),
         (b"bytes", "bytes.*distributed"),
         (KeyError("full"), "full"),
-        (KeyboardInterrupt("there"), "went away.*KeyboardInterrupt"),
-        (SystemExit(0), "went away.*SystemExit"),
+        (KeyboardInterrupt("there"), "lost twice.*KeyboardInterrupt"),
+        (SystemExit(0), "lost twice.*SystemExit"),
     ],
 )
 def test_an_executor_that_runs_nothing_is_named(answer: Any, words: str) -> None:

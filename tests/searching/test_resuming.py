@@ -46,7 +46,7 @@ def test_what_another_sampler_ended_the_planner_goes_on_with(
     few = GridSampler({"precision.dtype": ["default"], LEVEL: [0], "micro_batch": [1, 2]})
     with Store.open(path, IDENTITY) as store:
         first = run_search(device.prober(), device.spec(), store=store, sampler=few, max_probes=99)
-        assert first.stopped_because == "the sampler has offered all it can"
+        assert first.stopped_because == "the sampler has no more plans to offer"
         assert store.ended is None
     with Store.open(path, IDENTITY) as store:
         second = run_search(device.prober(), device.spec(), store=store)

@@ -55,7 +55,7 @@ class NeedsValues(Exception):
     """
 
     def __init__(self, question: str) -> None:
-        super().__init__(f"{question}, which takes the values of a tensor, and there are none")
+        super().__init__(f"{question}, which needs the values of a tensor, and a dry run has none")
 
 
 @dataclass(frozen=True)
