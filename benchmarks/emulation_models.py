@@ -112,13 +112,15 @@ def told_by_a_dry_run(workload: Workload, plan: Plan) -> Bytes:
     return Bytes(found.peak_allocated_bytes, found.peak_reserved_bytes, required)
 
 
-def told_by_the_card(workload: Workload, plan: Plan) -> tuple[Bytes, Emulated]:
+def told_by_the_card(
+    workload: Workload, plan: Plan, near_bytes: int | None
+) -> tuple[Bytes, Emulated]:
     """Return what torch's own allocator needs; without values unless the training asks for one."""
     strategies = strategies_of(plan)
     dimensions = {name: Dimension([value]) for name, value in plan.settings.items()}
     resolved = resolve(plan, Space(dimensions, workload.sample_batch_size), strategies)
     with Emulation(workload, strategies, find_gpu(GPU)) as emulation:
-        need = emulation.need(resolved)
+        need = emulation.need(resolved, near_bytes)
     ample = need.ample
     found = Bytes(ample.peak_allocated_bytes, ample.peak_reserved_bytes, need.limit_bytes)
     return found, need
@@ -138,7 +140,9 @@ def result_of(case: Case) -> Result:
             found["refused"] = str(refusal)[:300]
         found["rehearsal_s"] = time.perf_counter() - started
         started = time.perf_counter()
-        found["emulated"], need = told_by_the_card(workload, plan)
+        dry = found.get("rehearsed")
+        near_bytes = dry.required if dry is not None else None
+        found["emulated"], need = told_by_the_card(workload, plan, near_bytes)
         found["emulation_s"] = time.perf_counter() - started
         found["computed_values"] = need.computed_values
         found["estimates"] = need.ample.estimates

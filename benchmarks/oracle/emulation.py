@@ -150,8 +150,15 @@ class Emulation(AbstractContextManager["Emulation"]):
             found = self.look(resolved)
         return found
 
-    def need(self, resolved: ResolvedPlan) -> Emulated:
+    def need(self, resolved: ResolvedPlan, near_bytes: int | None = None) -> Emulated:
         """Return what a plan needs.
+
+        Args:
+            resolved: the plan.
+            near_bytes: where the search for the limit begins. Where room for a workspace decides
+                how much a convolution takes, a training may run under one limit, not under a
+                larger one, and again from a still larger one on: then the limit found is that
+                which is nearest. None: just below peak reserved.
 
         Raises:
             PredictionUnavailable: it does not run in `ROOM` times the GPU's memory.
@@ -162,13 +169,15 @@ class Emulation(AbstractContextManager["Emulation"]):
                 f"{resolved.plan} does not run in {ROOM} times the memory of the GPU, the most "
                 f"that is emulated: {ample.failure}"
             )
-        return Emulated(ample, self._smallest_limit(resolved, ample), self.values)
+        return Emulated(ample, self._smallest_limit(resolved, ample, near_bytes), self.values)
 
-    def _smallest_limit(self, resolved: ResolvedPlan, ample: Look) -> int:
+    def _smallest_limit(self, resolved: ResolvedPlan, ample: Look, near_bytes: int | None) -> int:
         """Return the smallest limit, in whole pages, under which looks are steady."""
         works = round_up(ample.peak_reserved_bytes, PAGE_BYTES)
         fails = ample.peak_allocated_bytes // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES
         at = works - PAGE_BYTES  # most plans need what they reserve, or hardly less
+        if near_bytes is not None:
+            at = round_up(near_bytes, PAGE_BYTES)
         stride = PAGE_BYTES
         while works - fails > PAGE_BYTES:
             at = min(max(at, fails + PAGE_BYTES), works - PAGE_BYTES)
