@@ -3,7 +3,9 @@
 `python -m benchmarks.executors speed` runs one search on 1, 2 and 4 CPU workers of this machine;
 each step of its workload sleeps, so that the cores are no limit. `python -m benchmarks.executors
 kills` runs searches on a Dask cluster of 3 local processes and kills one process at a random moment
-of each; it needs `pip install dask distributed`. Prints Markdown.
+of each; it needs `pip install dask distributed`. `python -m benchmarks.executors owner` kills the
+process that searches at random moments, looks what is left of it after 5 s, and lets the next
+search take up its study. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -17,10 +19,16 @@ import tempfile
 import threading
 import time
 from functools import partial
+from multiprocessing import Process
 from pathlib import Path
 from typing import Any
 
+import optuna
+import psutil  # type: ignore[import-untyped]  # no types; the extra `accelerate` brings it
 import torch
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
 from torch import nn
 
 import autofit
@@ -108,16 +116,61 @@ def _kill_one(client: Any, drawn: random.Random) -> None:
     os.kill(drawn.choice(pids), signal.SIGKILL)
 
 
+def owner_kills(searches: int, seed: int) -> None:
+    """Print what is left of searches whose own process was killed, and what the next one keeps."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    drawn, folder = random.Random(seed), Path(tempfile.mkdtemp())
+    print("| killed after | trials | alive after 5 s | kept by the next search |")
+    print("|---|---|---|---|")
+    for number in range(searches):
+        study = folder / f"{number}.log"
+        after_s = drawn.uniform(1.0, 20.0)
+        killed = Process(target=_search_alone, args=(study,))
+        killed.start()
+        killed.join(after_s)
+        children = psutil.Process(killed.pid).children(recursive=True) if killed.is_alive() else []
+        killed.kill()
+        killed.join()
+        _, alive = psutil.wait_procs(children, timeout=5)
+        before = _finished(study)
+        following = Process(target=_search_alone, args=(study,))
+        following.start()
+        following.join()
+        kept = _finished(study)[: len(before)] == before and following.exitcode == 0
+        print(f"| {after_s:.1f} s | {len(before)} | {len(alive)} | {kept} |", flush=True)
+
+
+def _search_alone(study: Path) -> None:
+    searched(SHORT_S, max_probes=8, study=study)
+
+
+def _finished(study: Path) -> list[tuple[Any, ...]]:
+    """Return number, state, settings and end of every finished trial."""
+    if not study.exists():
+        return []
+    journal = JournalStorage(JournalFileBackend(str(study)))
+    if not optuna.get_all_study_names(journal):
+        return []
+    trials = optuna.load_study(study_name=None, storage=journal).trials
+    return [(t.number, t.state, t.params, t.datetime_complete) for t in trials if _is_trial(t)]
+
+
+def _is_trial(trial: optuna.trial.FrozenTrial) -> bool:
+    return trial.state in (TrialState.COMPLETE, TrialState.PRUNED)
+
+
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("speed", "kills"))
+    parser.add_argument("what", choices=("speed", "kills", "owner"))
     parser.add_argument("--searches", type=int, default=100)
     parser.add_argument("--probes", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.what == "speed":
         speed(arguments.probes)
+    elif arguments.what == "owner":
+        owner_kills(arguments.searches, arguments.seed)
     else:
         kills(arguments.searches, arguments.seed)
 
