@@ -89,4 +89,4 @@ def meta_dimensions(
 
 
 def _takes_a_run(why: str) -> PredictionUnavailable:
-    return PredictionUnavailable(f"{why}. Pass payloads= from a report, or probe")
+    return PredictionUnavailable(f"{why}. Pass the report that found them as plan=, or probe")
