@@ -43,7 +43,6 @@ from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Job, Place, Runner
 from autofit.searching.sampler import PlannerSampler
 from autofit.searching.study import Store
-from autofit.searching.timed_sampler import TimedSampler
 
 MOST_VETOES = 50
 """Vetoed proposals in a row that end a search: its sampler has nothing else to offer."""
@@ -98,6 +97,8 @@ def run_search(
     allowance = Allowance(max_probes, timeout_s, clock, started, kept_s)
     foreign = None if isinstance(sampler, PlannerSampler) else sampler
     if foreign is not None and timeout_s is not None:
+        from autofit.searching.timed_sampler import TimedSampler  # no other search needs it
+
         foreign = TimedSampler(foreign, lambda: allowance.seconds_left)
     held = nullcontext(store) if store is not None else Store.open(None, spec.identity)
     with held as opened:

@@ -187,6 +187,6 @@ def test_the_command_line_prints_and_writes_it(
     assert capsys.readouterr().out == loaded.export("pytorch")
     app([*command, "--out", str(tmp_path / "train")], standalone_mode=False)
     assert (tmp_path / "train").read_text() == loaded.export("pytorch")
-    for more, words in ((["-v"], "no option but --out"), (["--out", "a", "--out", "b"], "once")):
-        with pytest.raises(InvalidArgument, match=words):
+    for more in (["-v"], ["--out", "a", "--out", "b"]):
+        with pytest.raises(InvalidArgument, match="--out"):
             app([*command, *more], standalone_mode=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -163,7 +164,11 @@ class Quantized(nn.Module):
         return output
 
 
-def test_frozen_parameters_are_not_stepped_to_find_implementations() -> None:
+def test_frozen_parameters_are_not_stepped_to_find_implementations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = sys.modules[type(IMPLEMENTATION).__module__]
+    monkeypatch.setattr(of, "WORTH", float("-inf"))  # whatever time it takes
     context = PlainContext(lambda: Workload(Quantized, torch.randn(2, WIDTH), optimizer=adamw))
     assert list(IMPLEMENTATION.dimensions(context)[SETTING].values) == ["default", "fused"]
 
