@@ -130,7 +130,7 @@ def test_a_setting_of_none_of_the_given_strategies_is_refused() -> None:
 
 def test_a_setting_whose_meaning_takes_a_run() -> None:
     level = Plan(4, settings={"checkpointing.level": 1})
-    with pytest.raises(PredictionUnavailable, match=r"\b1\b.*real device.*payloads="):
+    with pytest.raises(PredictionUnavailable, match=r"\b1\b.*real device.*plan="):
         predict(gpt(), plan=level, gpu="A100")
 
 
