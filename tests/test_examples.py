@@ -46,12 +46,22 @@ def says_what_fits(printed: str, folder: Path) -> None:
     assert 0.5 < float(least) < 5  # 45 M parameters by 16 bytes are 0.7 GiB
 
 
+def tunes_settings_of_the_users_own(printed: str, folder: Path) -> None:
+    first, *others = re.findall(r"'micro_batch': (\d+)\} (\d+) samples/s(.*)", printed)
+    assert first[0] == "16"
+    fits = [int(speed) for _, speed, too_large in others if not too_large]
+    assert max(fits) > int(first[1])
+    assert f"{max([*fits, int(first[1])])} samples/s in {1 + len(others)} trials" in printed
+    assert (folder / "history.html").exists() or "pip install plotly" in printed
+
+
 CHECKS: dict[str, Callable[[str, Path], None]] = {
     "search_and_train": trains_with_the_saved_plan,
     "huggingface_trainer": keeps_the_samples_of_a_step,
     "lora": trains_the_adapters_alone,
     "cnn_batchnorm": keeps_the_accumulation,
     "capacity": says_what_fits,
+    "optuna_sampler": tunes_settings_of_the_users_own,
 }
 
 

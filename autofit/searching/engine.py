@@ -41,7 +41,7 @@ from autofit.searching import events, result, trial_codec
 from autofit.searching.limits import COMPARED, Allowance
 from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Job, Place, Runner
-from autofit.searching.sampler import PlannerSampler
+from autofit.searching.sampler import Sampler
 from autofit.searching.study import Store
 
 MOST_VETOES = 50
@@ -95,7 +95,7 @@ def run_search(
     """
     started = clock() if began is None else began
     allowance = Allowance(max_probes, timeout_s, clock, started, kept_s)
-    foreign = None if isinstance(sampler, PlannerSampler) else sampler
+    foreign = None if isinstance(sampler, Sampler) else sampler
     if foreign is not None and timeout_s is not None:
         from autofit.searching.timed_sampler import TimedSampler  # no other search needs it
 

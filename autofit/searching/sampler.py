@@ -1,49 +1,118 @@
 """The planner as an Optuna sampler.
 
-It reads the specification from the study's attributes and decides from its trials alone, so any
-process that opens the study continues with the same plan.
+It decides from the study alone, so any process that opens the study continues with the same plan.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import optuna
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
-from optuna.study import Study
-from optuna.trial import FrozenTrial
+from optuna.study import Study, StudyDirection
+from optuna.trial import FrozenTrial, TrialState
 
 from autofit.errors import InvalidArgument
-from autofit.plan import Plan
+from autofit.measurement import TrialKind
+from autofit.plan import Dimension, Plan, Scalar
 from autofit.planning import confirmation, planner
+from autofit.planning.in_flight import believing
 from autofit.planning.posterior import Posterior
+from autofit.planning.search_spec import SearchSpec
 from autofit.searching import trial_codec
 from autofit.space import Space
+from autofit.units import parse_bytes
 
 
-class PlannerSampler(BaseSampler):
-    """Proposes the planner's next plan, and the best plan once none is worth a probe.
+class Sampler(BaseSampler):
+    """Proposes the plan that is most worth a probe, in any study that maximizes samples per second.
+
+    A trial's parameters are the settings, as categories, and `micro_batch`; `suggest` asks a trial
+    for them, whatever sampler the study has. A trial that fits has a constraint named "vram" of at
+    most zero: the bytes that it held as a share of the budget, less one. A trial that ran out of
+    memory is pruned with a constraint above zero. A trial that fails blames the settings that never
+    worked. Once no plan is worth a trial the sampler repeats the best one and stops the study.
 
     Args:
-        plan: propose this plan instead; a search runs its baseline, its confirmations and the
-            plans that it has already decided on in this way.
-        space: of the study; None: it is read from its specification.
+        settings: name -> values, the default first; an `autofit.Dimension` can also hint at costs.
+            None: the study is one that `autofit.search` made, and says so itself.
+        sample_batch_size: the micro-batch of the first trial.
+        vram_budget: the most that a trial may hold: bytes, or a text such as "24GiB".
+        global_batch: samples per optimizer step to keep, by accumulation; None: free.
+        max_micro_batch: the largest micro-batch to try.
+        seed: of all random choices.
+
+    Raises:
+        InvalidArgument: a count is below one, or the budget is not a size.
     """
 
-    def __init__(self, plan: Plan | None = None, space: Space | None = None) -> None:
-        self._given, self._space = plan, space
+    def __init__(
+        self,
+        settings: Mapping[str, Dimension | Sequence[Scalar]] | None = None,
+        *,
+        sample_batch_size: int = 1,
+        vram_budget: int | str = "1TiB",
+        global_batch: int | None = None,
+        max_micro_batch: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._spec = None
+        if settings is not None:
+            dimensions = {
+                name: given if isinstance(given, Dimension) else Dimension(given)
+                for name, given in settings.items()
+            }
+            space = Space(
+                dimensions,
+                sample_batch_size,
+                global_batch=global_batch,
+                max_micro_batch=max_micro_batch,
+            )
+            self._spec = SearchSpec(space, parse_bytes(str(vram_budget)), seed=seed)
+
+    def suggest(self, trial: optuna.Trial) -> Plan:
+        """Return the plan of a trial, whose parameters are asked for here, of whatever sampler."""
+        space = self._spec_of(trial.study).space
+        params: dict[str, Any] = {
+            name: trial.suggest_categorical(name, tuple(dimension.values))
+            for name, dimension in space.dimensions.items()
+        }
+        largest = trial_codec.largest_number(space)
+        params[trial_codec.MICRO_BATCH] = trial.suggest_int(
+            trial_codec.MICRO_BATCH, 1, largest, log=True
+        )
+        return trial_codec.plan_of(params, space)
 
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
     ) -> dict[str, BaseDistribution]:
         """Return all settings and the micro-batch: they are decided together."""
-        return trial_codec.distributions(self._space or trial_codec.spec_of(study).space)
+        return trial_codec.distributions(self._spec_of(study).space)
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """Return the parameters of the plan."""
-        return trial_codec.params_of(self._given or _decided(study))
+        """Return the parameters of the plan.
+
+        Raises:
+            InvalidArgument: the study does not maximize one value.
+        """
+        if study.directions != [StudyDirection.MAXIMIZE]:
+            raise InvalidArgument(
+                "the sampler maximizes samples per second: make the study with "
+                'direction="maximize" and return them'
+            )
+        posterior = self._posterior(study, trial)
+        decided = planner.decide(posterior)
+        if isinstance(decided, Plan):
+            return trial_codec.params_of(decided)
+        with suppress(RuntimeError):  # of a study that is asked and told, whose owner decides
+            study.stop()
+        best = confirmation.best_of(posterior)
+        return trial_codec.params_of(posterior.spec.space.baseline if best is None else best.plan)
 
     def sample_independent(
         self,
@@ -57,15 +126,60 @@ class PlannerSampler(BaseSampler):
         Raises:
             InvalidArgument: always.
         """
-        raise InvalidArgument(f"a plan has no parameter {param_name!r}")
+        return _refuse(param_name)
+
+    def _spec_of(self, study: Study) -> SearchSpec:
+        return self._spec or trial_codec.spec_of(study)
+
+    def _posterior(self, study: Study, asked: FrozenTrial) -> Posterior:
+        spec, trials = self._spec_of(study), study.get_trials(deepcopy=False)
+        compared_from = study.user_attrs.get(trial_codec.COMPARED_FROM, 0)
+        measured = trial_codec.trials_in(trials, compared_from, spec)
+        names = {*spec.space.dimensions, trial_codec.MICRO_BATCH}
+        running = [
+            (trial_codec.plan_of(trial.params, spec.space), TrialKind.SEARCH)
+            for trial in trials
+            if trial.state is TrialState.RUNNING and trial.number != asked.number
+            if names <= trial.params.keys()
+        ]
+        return believing(Posterior(spec, measured), running)
 
 
-def _decided(study: Study) -> Plan:
-    compared_from = study.user_attrs.get(trial_codec.COMPARED_FROM, 0)
-    trials = trial_codec.trials_in(study.get_trials(deepcopy=False), compared_from)
-    posterior = Posterior(trial_codec.spec_of(study), trials)
-    decided = planner.decide(posterior, may_repeat=False)
-    if isinstance(decided, Plan):
-        return decided
-    best = confirmation.best_of(posterior)
-    return posterior.spec.space.baseline if best is None else best.plan
+class GivenPlan(BaseSampler):
+    """Proposes one plan: a search runs its baseline, its confirmations and its decisions so."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._params = trial_codec.params_of(plan)
+
+    def infer_relative_search_space(
+        self, study: Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        """Return nothing: each parameter is given by itself."""
+        return {}
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """Return nothing, as above."""
+        return {}
+
+    def sample_independent(
+        self,
+        study: Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        """Return the plan's parameter.
+
+        Raises:
+            InvalidArgument: it has no such parameter.
+        """
+        return self._params[param_name] if param_name in self._params else _refuse(param_name)
+
+
+def _refuse(name: str) -> Any:
+    raise InvalidArgument(
+        f"a plan has no parameter {name!r}, or not with this range: a study of this sampler has "
+        "its settings and its micro_batch alone"
+    )

@@ -28,7 +28,7 @@ from autofit.plan import Plan
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.report.plain import without_controls
 from autofit.searching import trial_codec
-from autofit.searching.sampler import PlannerSampler
+from autofit.searching.sampler import GivenPlan
 from autofit.searching.storage import (
     AskTellStudy,
     cause_of,
@@ -196,13 +196,10 @@ class Store:
         with self._reading():  # damage shows here, and not as an error of the sampler
             self.study.get_trials(deepcopy=False)
         with self._writing():
-            space = self.spec.space
-            self.study.sampler = (
-                PlannerSampler(choice, space) if isinstance(choice, Plan) else choice
-            )
+            self.study.sampler = GivenPlan(choice) if isinstance(choice, Plan) else choice
             if self._claim is not None:
                 self._claim.renew()
-            return self.study.ask(trial_codec.distributions(space))
+            return self.study.ask(trial_codec.distributions(self.spec.space))
 
     def abandon(self, asked: optuna.Trial) -> None:
         """End a trial that has no result as FAIL."""

@@ -25,7 +25,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autofit.codec import Amount, from_json, to_json
 from autofit.errors import StudyError
-from autofit.measurement import Outcome, Trial, TrialKind, check_ran
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind, check_ran
 from autofit.plan import Plan, forms_of
 from autofit.planning.search_spec import SearchSpec
 from autofit.report.plain import check_plain, without_controls
@@ -69,12 +69,17 @@ def distributions(space: Space) -> dict[str, BaseDistribution]:
         name: CategoricalDistribution(tuple(dimension.values))
         for name, dimension in space.dimensions.items()
     }
+    return settings | {MICRO_BATCH: IntDistribution(1, largest_number(space), log=True)}
+
+
+def largest_number(space: Space) -> int:
+    """Return the upper end of the parameter of the micro-batch."""
     largest = space.largest_micro_batch
     if largest == space.samples_per_rank and space.only_micro_batch is None:
         # Sizes are rounded down to even splits, so many numbers mean the same split. Numbers above
         # the global batch let the unsplit batch be proposed as often, and not by one number alone.
-        largest = 2 * largest - 1
-    return settings | {MICRO_BATCH: IntDistribution(1, largest, log=True)}
+        return 2 * largest - 1
+    return largest
 
 
 def params_of(plan: Plan) -> dict[str, Any]:
@@ -106,25 +111,58 @@ def end_of(unfinished: FrozenTrial) -> tuple[float | None, TrialState]:
     return _value_and_state(trial_in(0, unfinished.user_attrs[_RECORD]))
 
 
-def trials_in(frozen: Sequence[FrozenTrial], compared_from: int) -> tuple[Trial, ...]:
+def trials_in(
+    frozen: Sequence[FrozenTrial], compared_from: int, spec: SearchSpec | None = None
+) -> tuple[Trial, ...]:
     """Return the recorded trials in order, with Optuna's numbers; lost ones leave gaps.
 
     So do those in which the workload itself failed. Each ended its search, and whoever resumes it
     may have mended the workload: its baseline is measured again, and nothing is excluded. Trials
     of an earlier final comparison, before `compared_from`, are returned as those of the search.
+
+    Args:
+        frozen: the study's.
+        compared_from: see above.
+        spec: of a study of the user's own, whose trials have no record and are read by their value
+            and constraint; None: those are left out.
     """
     compared_from = from_json(compared_from, Amount, "the first trial of the final comparison")
-    finished = [t for t in frozen if t.state.is_finished()]
-    recorded = [
-        trial_in(t.number, t.user_attrs[_RECORD]) for t in finished if _RECORD in t.user_attrs
-    ]
+    found = []
+    for each in frozen:
+        if each.state.is_finished() and _RECORD in each.user_attrs:
+            found.append(trial_in(each.number, each.user_attrs[_RECORD]))
+        elif spec is not None and (trial := _observed(each, spec)) is not None:
+            found.append(trial)
     return tuple(
         replace(trial, kind=TrialKind.SEARCH)
         if trial.kind is TrialKind.CONFIRMATION and trial.number < compared_from
         else trial
-        for trial in recorded
+        for trial in found
         if not trial.blames_workload
     )
+
+
+def _observed(frozen: FrozenTrial, spec: SearchSpec) -> Trial | None:
+    """Return a trial of a study of the user's own; None: it says nothing of a plan."""
+    if not {*spec.space.dimensions, MICRO_BATCH} <= frozen.params.keys():
+        return None
+    plan, excess = plan_of(frozen.params, spec.space), frozen.constraints.get(_CONSTRAINT)
+    is_over = excess is not None and excess > 0
+    if frozen.state is TrialState.COMPLETE and frozen.value is not None and frozen.value > 0:
+        measurement = Measurement(
+            Outcome.OVER_BUDGET if is_over else Outcome.OK,
+            step_times_s=(plan.samples_per_step / frozen.value,),
+            peak_reserved_bytes=(
+                None if excess is None else round((1 + excess) * spec.vram_budget_bytes)
+            ),
+        )
+    elif is_over:
+        measurement = Measurement(Outcome.OOM)
+    elif frozen.state is TrialState.FAIL:
+        measurement = Measurement(Outcome.CRASHED, detail="the trial failed")
+    else:
+        return None
+    return Trial(frozen.number, TrialKind.SEARCH, plan, measurement)
 
 
 def _value_and_state(trial: Trial) -> tuple[float | None, TrialState]:

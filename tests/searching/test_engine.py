@@ -24,7 +24,7 @@ from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.searching import events
 from autofit.searching.engine import MOST_VETOES, run_search
 from autofit.searching.result import INTERRUPTED, SearchResult
-from autofit.searching.sampler import PlannerSampler
+from autofit.searching.sampler import Sampler
 from autofit.searching.study import Store
 from autofit.space import Space
 from autofit.testing import SimulatedProber
@@ -553,10 +553,10 @@ class _Foreign(RandomSampler):
     """Proposes what the planner does, and so in the end nothing new."""
 
     def infer_relative_search_space(self, study: Any, trial: Any) -> Any:
-        return PlannerSampler().infer_relative_search_space(study, trial)
+        return Sampler().infer_relative_search_space(study, trial)
 
     def sample_relative(self, study: Any, trial: Any, search_space: Any) -> Any:
-        return PlannerSampler().sample_relative(study, trial, search_space)
+        return Sampler().sample_relative(study, trial, search_space)
 
 
 def test_without_max_probes_the_planner_ends_another_samplers_search(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import optuna
 import pytest
 from optuna.distributions import IntDistribution
@@ -14,7 +16,7 @@ from autofit.planning import planner
 from autofit.planning.posterior import Posterior
 from autofit.searching import trial_codec
 from autofit.searching.engine import run_search
-from autofit.searching.sampler import PlannerSampler
+from autofit.searching.sampler import GivenPlan, Sampler
 from autofit.searching.study import Store
 from tests.simulated import MakeDevice, SimulatedDevice
 
@@ -22,9 +24,9 @@ from tests.simulated import MakeDevice, SimulatedDevice
 def test_any_process_with_the_study_asks_for_the_planners_plan(device: SimulatedDevice) -> None:
     with Store.open(None, {}) as store:
         run_search(device.prober(), device.spec(), store=store, max_probes=4)
-        store.study.sampler = PlannerSampler()
+        store.study.sampler = Sampler()
         asked = store.study.ask(trial_codec.distributions(device.space))
-        decided = planner.decide(Posterior(device.spec(), store.trials), may_repeat=False)
+        decided = planner.decide(Posterior(device.spec(), store.trials))
         assert isinstance(decided, Plan)
     assert asked.params == trial_codec.params_of(decided)
 
@@ -35,7 +37,7 @@ def test_a_finished_planner_repeats_the_best_plan(make_device: MakeDevice) -> No
         result = run_search(small.prober(), small.spec(), store=store)
         decided = planner.decide(Posterior(small.spec(), store.trials))
         assert isinstance(decided, planner.NothingLeft)
-        store.study.sampler = PlannerSampler()
+        store.study.sampler = Sampler()
         asked = store.study.ask(trial_codec.distributions(small.space))
     assert asked.params == trial_codec.params_of(result.best.plan)
 
@@ -43,7 +45,7 @@ def test_a_finished_planner_repeats_the_best_plan(make_device: MakeDevice) -> No
 def test_a_plan_has_no_other_parameters(device: SimulatedDevice) -> None:
     with Store.open(None, {}) as store:
         store.begin(device.spec())
-        store.study.sampler = PlannerSampler(device.space.baseline)
+        store.study.sampler = GivenPlan(device.space.baseline)
         with pytest.raises(InvalidArgument, match="learning_rate"):
             store.study.ask().suggest_float("learning_rate", 0, 1)
 
@@ -120,3 +122,99 @@ def test_another_sampler_tries_the_whole_batch_as_often_as_its_half(
     assert trial_codec.plan_of(params, space) == space.plan(64, space.plain_settings)
     bounded = make_device(global_batch=64, max_micro_batch=16).space
     assert trial_codec.distributions(bounded)["micro_batch"] == IntDistribution(1, 16, log=True)
+
+
+def _study_of(device: SimulatedDevice, seed: int = 0) -> tuple[Sampler, optuna.Study]:
+    sampler = Sampler(
+        device.space.dimensions,
+        sample_batch_size=device.space.sample_batch_size,
+        vram_budget=device.budget,
+        max_micro_batch=device.space.max_micro_batch,
+        seed=seed,
+    )
+    return sampler, optuna.create_study(direction="maximize", sampler=sampler)
+
+
+def _objective(sampler: Sampler, device: SimulatedDevice) -> Callable[[optuna.Trial], float]:
+    def speed(trial: optuna.Trial) -> float:
+        plan = sampler.suggest(trial)
+        excess = device.memory(plan) / device.budget - 1
+        trial.set_constraint("vram", excess)
+        if excess > 0:
+            raise optuna.TrialPruned
+        return device.speed(plan)
+
+    return speed
+
+
+def test_a_study_of_the_users_own_ends_at_the_fastest_plan(device: SimulatedDevice) -> None:
+    sampler, study = _study_of(device)
+    study.optimize(_objective(sampler, device), n_trials=60)
+    first, *_ = study.trials
+    assert trial_codec.plan_of(first.params, device.space) == device.space.baseline
+    assert len(study.trials) < 30  # it stopped the study
+    assert study.best_value >= 0.97 * device.optimum()
+
+
+def test_a_study_of_the_users_own_goes_on_with_a_new_sampler(device: SimulatedDevice) -> None:
+    sampler, study = _study_of(device)
+    study.optimize(_objective(sampler, device), n_trials=4)
+    fresh, _ = _study_of(device)
+    plans = [each.suggest(_asked_of(study, each)) for each in (sampler, fresh)]
+    assert plans[0] == plans[1]
+
+
+def _asked_of(study: optuna.Study, sampler: Sampler) -> optuna.Trial:
+    study.sampler = sampler
+    asked = study.ask()
+    sampler.suggest(asked)
+    study.tell(asked, state=TrialState.PRUNED)  # nothing is known of it
+    return asked
+
+
+def test_plans_in_flight_are_not_proposed_again(device: SimulatedDevice) -> None:
+    sampler, study = _study_of(device)
+    study.optimize(_objective(sampler, device), n_trials=3)
+    plans = [sampler.suggest(study.ask()) for _ in range(3)]
+    assert len(set(plans)) == 3
+
+
+def test_what_ran_out_of_memory_bounds_what_is_proposed(make_device: MakeDevice) -> None:
+    device = make_device(dimensions={})
+    sampler, study = _study_of(device)
+
+    def speed(trial: optuna.Trial) -> float:
+        plan = sampler.suggest(trial)
+        trial.set_constraint("vram", (plan.micro_batch - 37) / 50)
+        if plan.micro_batch > 37:
+            raise optuna.TrialPruned
+        return float(plan.micro_batch)
+
+    study.optimize(speed, n_trials=40)
+    failed = [t.params["micro_batch"] for t in study.trials if t.state is TrialState.PRUNED]
+    assert study.best_trial.params["micro_batch"] > 33
+    assert failed == sorted(failed, reverse=True)
+    assert len(failed) <= 6
+
+
+def test_settings_that_fail_are_left_alone(device: SimulatedDevice) -> None:
+    sampler, study = _study_of(device)
+    name, dimension = next(iter(device.space.dimensions.items()))
+    bad = dimension.values[1]
+
+    def speed(trial: optuna.Trial) -> float:
+        plan = sampler.suggest(trial)
+        if plan.settings[name] == bad:
+            raise RuntimeError("not on this device")
+        return device.speed(plan)
+
+    study.optimize(speed, n_trials=12, catch=RuntimeError)
+    assert [t.params[name] == bad for t in study.trials].count(True) <= 2
+    assert len(study.trials) > 4
+
+
+def test_a_study_that_minimizes_is_refused(device: SimulatedDevice) -> None:
+    sampler, _ = _study_of(device)
+    study = optuna.create_study(sampler=sampler)
+    with pytest.raises(InvalidArgument, match="maximize"):
+        sampler.suggest(study.ask())
