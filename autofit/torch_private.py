@@ -157,18 +157,40 @@ USES = {
         "this flag is left as user code leaves it",
         optional=True,
     ),
-    "built-in strategies": Use(
+    "saved tensors that are made again": Use(
         (
             "torch._C._autograd",
             "torch._C._autograd._saved_tensors_hooks_is_enabled",
+            "torch._C._current_graph_task_id",
+        ),
+        "settings that compute saved tensors again are left out: a transform of torch.func or a "
+        "backward pass could not be told from a forward",
+        optional=True,
+    ),
+    "saved tensors that are kept elsewhere": Use(
+        ("torch.Tensor._version",),
+        "settings that keep or make saved tensors elsewhere are left out: a change in place after "
+        "saving would go unseen",
+        optional=True,
+    ),
+    "compiled modules": Use(
+        (
             "torch._dynamo.utils.counters",
             "torch._dynamo.utils.get_compilation_metrics",
-            "torch._functorch.config",
-            "torch._inductor.cudagraph_trees",
-            "torch.Tensor._version",
             "torch.nn.Module._call_impl",
         ),
-        "the strategy that uses it is left out, with a note",
+        "settings that compile are left out: modules could not be compiled one by one and their "
+        "compilations not be counted",
+        optional=True,
+    ),
+    "activation budgets of compiled code": Use(
+        ("torch._functorch.config",),
+        "settings that compile within a budget of activations are left out",
+        optional=True,
+    ),
+    "CUDA graphs of compiled code": Use(
+        ("torch._inductor.cudagraph_trees",),
+        "settings that record CUDA graphs are left out: their memory could not be freed",
         optional=True,
     ),
 }
@@ -209,11 +231,32 @@ def check(need: str) -> None:
 def missing(need: str) -> str | None:
     """Return which name of a use is gone and what cannot be done without it; None: all are here."""
     for path in USES[need].names:
-        try:
-            find(path)
-        except (ImportError, AttributeError) as error:
-            return _words(path, need, error)
+        if (why := _why_gone(path)) is not None:
+            return _words(path, need, why)
     return None
+
+
+def _why_gone(path: str) -> Exception | None:
+    try:
+        find(path)
+    except (ImportError, AttributeError) as error:
+        return error
+    return None
+
+
+def gone_in(error: BaseException) -> str | None:
+    """Return what cannot be done where an error came of a name that is gone; None: it did not."""
+    if not isinstance(error, (AttributeError, ImportError)):
+        return None
+    asked = {error.name, getattr(error, "name_from", None)}
+    found = [
+        _words(path, need, why)
+        for need, use in USES.items()
+        for path in use.names
+        if (path in asked or path.rpartition(".")[2].removesuffix("()") in asked)
+        and (why := _why_gone(path)) is not None
+    ]
+    return "; ".join(found) or None
 
 
 def find(path: str) -> Any:

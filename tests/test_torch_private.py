@@ -8,12 +8,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import autofit
 from autofit import torch_private
 from autofit.errors import PredictionUnavailable, Unsupported
+from autofit.measurement import Outcome
+from autofit.probing.faults import fault_of
+from autofit.registry import load_strategies
+from autofit.training.workload import Workload
+from tests.classifier import CROSS_ENTROPY, classifier, labelled, session_of
+from tests.probing.test_survey import _survey_of
 
 ROOT = Path(__file__).parents[1]
 TABLE = frozenset(name for use in torch_private.USES.values() for name in use.names)
@@ -163,22 +171,90 @@ def test_each_name_of_the_table_is_used() -> None:
 
 @pytest.mark.parametrize("need", torch_private.USES)
 def test_this_torch_has_them(need: str) -> None:
-    import torch
-
     if need == "CUDA device" and torch.version.cuda is None:
         assert "_cuda_clearCublasWorkspaces" in str(torch_private.missing(need))
         return
     assert torch_private.missing(need) is None
 
 
-def test_what_is_gone_is_said_with_what_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    use = torch_private.USES["dry run"]
-    gone = torch_private.Use((*use.names, "torch.cuda._no_such_name"), use.lost)
-    monkeypatch.setitem(torch_private.USES, "dry run", gone)
-    with pytest.raises(
-        PredictionUnavailable, match=r"cannot be predicted.*torch\.cuda\._no_such_name"
-    ):
-        torch_private.check("dry run")
+class _Without:
+    """What has everything that another object has, but for one name."""
+
+    def __init__(self, whole: Any, name: str) -> None:
+        self._whole, self._name = whole, name
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            raise AttributeError(f"{self._whole} has no {name}", name=name)
+        return getattr(self._whole, name)
+
+
+class _Gone:
+    """An attribute that its class, and each instance, no longer has."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        raise AttributeError(f"{owner} has no {self._name}", name=self._name)
+
+    def __set__(self, instance: Any, value: Any) -> None: ...
+
+
+def remove(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take a private name away from what has it: a package, a class, or an object."""
+    above, _, name = path.rpartition(".")
+    if path in sys.modules or above in sys.modules:
+        monkeypatch.setitem(sys.modules, path, None)
+        monkeypatch.delattr(sys.modules[above], name, raising=False)
+        return
+    parent = torch_private.find(above)
+    if isinstance(parent, torch.nn.Module):
+        parent = type(parent)
+    if isinstance(parent, type):
+        monkeypatch.setattr(parent, name, _Gone(name), raising=False)
+    else:
+        further, _, last = above.rpartition(".")
+        monkeypatch.setattr(torch_private.find(further), last, _Without(parent, name))
+
+
+NAMES = [(need, path) for need, use in torch_private.USES.items() for path in use.names]
+
+
+@pytest.mark.parametrize(("need", "path"), NAMES)
+def test_what_is_gone_is_said_with_what_cannot_be_done(
+    need: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch_private.missing(need) is None:
+        remove(path, monkeypatch)
+    with pytest.raises((AttributeError, ImportError)) as raised:
+        torch_private.find(path)
+    said = torch_private.missing(need)
+    assert said is not None
+    assert path in said
+    assert torch_private.USES[need].lost in said
+    assert said in str(torch_private.gone_in(raised.value))
+    assert fault_of(raised.value).outcome is Outcome.UNSUPPORTED
+    with pytest.raises(PredictionUnavailable, match=re.escape(path)):
+        torch_private.check(need)
+
+
+def test_an_error_of_the_users_own_is_none_of_a_name_that_is_gone() -> None:
+    with pytest.raises(AttributeError) as raised:
+        _ = object()._version  # type: ignore[attr-defined]
+    assert torch_private.gone_in(raised.value) is None
+    assert fault_of(raised.value).outcome is Outcome.USER_ERROR
+
+
+def test_a_strategy_whose_name_is_gone_is_left_out_with_the_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workload = Workload(classifier(torch.nn.Tanh()), labelled(), criterion=CROSS_ENTROPY)
+    session = session_of(lambda: workload, strategies=load_strategies(["checkpointing"]))
+    lost = torch_private.USES["saved tensors that are made again"].lost
+    assert lost not in str(_survey_of(session).notes)
+    remove("torch._C._current_graph_task_id", monkeypatch)
+    assert lost in str(_survey_of(session).notes)
 
 
 def test_a_module_that_needs_one_to_be_imported_says_so(

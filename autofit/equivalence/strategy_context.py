@@ -13,6 +13,7 @@ from autofit.equivalence.steps import Apply, StepComparer
 from autofit.errors import InvalidArgument, Unsupported
 from autofit.plan import Plan, ResolvedPlan, Settings
 from autofit.strategy import Capabilities, Comparison, Strategy, World
+from autofit.torch_private import gone_in
 from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
 from autofit.training.workload import Workload
@@ -88,7 +89,12 @@ class StrategyContext:
         self._check_allowed(micro_batch)
         self.close()  # a large model fits on the device once
         self._builder.reclaim()
-        return self._builder.with_training(run, micro_batch)
+        try:
+            return self._builder.with_training(run, micro_batch)
+        except (AttributeError, ImportError) as error:
+            if (gone := gone_in(error)) is None:
+                raise
+            raise Unsupported(gone) from error
 
     def _check_allowed(self, micro_batch: int) -> None:
         if self.most_samples is not None and micro_batch > self.most_samples:

@@ -14,6 +14,7 @@ from autofit.prediction.dry_run import MetaDevice, meta_copy, not_copied, stage
 from autofit.registry import collect_dimensions
 from autofit.space import Space
 from autofit.strategy import Strategy, World
+from autofit.torch_private import gone_in
 from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
 
@@ -63,11 +64,8 @@ def offered(strategy: Strategy, workload: Workload, gpu: Gpu, world_size: int = 
         with stage(tracer, not_copied(workload)):
             dimensions = collect_dimensions([strategy], context)
     except Exception as error:
-        why = (
-            str(error)
-            if isinstance(error, PredictionUnavailable)
-            else f"{type(error).__name__}: {error}"
-        )
+        own = str(error) if isinstance(error, PredictionUnavailable) else gone_in(error)
+        why = own or f"{type(error).__name__}: {error}"
         raise _takes_a_run(
             f"the meaning of a setting of {strategy.name!r} is unknown: {why}"
         ) from error

@@ -17,6 +17,7 @@ from autofit.devices.base import MemoryReading
 from autofit.errors import chain_of
 from autofit.measurement import Measurement, Outcome
 from autofit.probing.fault_table import GRAVITY, USER_ROW, Row, row_of
+from autofit.torch_private import gone_in
 from autofit.units import format_bytes, parse_bytes
 
 MESSAGE_BYTES = 4096
@@ -79,7 +80,7 @@ def fault_of(exception: BaseException) -> Fault:
         outcome=row.outcome,
         kind=row.name,
         type_names=_type_names(link),
-        message=_cut(text_of(link)),
+        message=_cut(gone_in(link) or text_of(link)),
         error_code=_error_code(link),
         otherwise=row.otherwise,
         kills_context=any(row.kills_context for row in rows),
@@ -90,6 +91,8 @@ def fault_of(exception: BaseException) -> Fault:
 def _row_of(link: BaseException) -> Row:
     if isinstance(link, OSError) and link.errno == errno.ENOMEM:
         return row_of(("MemoryError",), None, None)
+    if gone_in(link) is not None:
+        return row_of(("autofit.errors.Unsupported",), None, None)
     text = text_of(link) if _has_known_text(link) else None
     return row_of(_type_names(link), _error_code(link), text)
 

@@ -27,6 +27,7 @@ from autofit.snapshot.objects import live_objects
 from autofit.snapshot.snapshot import Snapshot
 from autofit.space import Space
 from autofit.strategy import Comparison, Strategy
+from autofit.torch_private import gone_in
 from autofit.training.batch import describe
 from autofit.training.builder import TrainingBuilder
 from autofit.training.compiled import compiled_in_place, compiled_part
@@ -442,7 +443,7 @@ def _look(
         if (fault := session.device_fault()) is not None:
             raise StrategyLost(strategy.name, f"the device failed ({fault})") from error
         release_exception(error)
-        return with_type(error)
+        return gone_in(error) or with_type(error)
     finally:
         context.close()
         builder.reclaim_or_not()
