@@ -50,6 +50,8 @@ def main(requests_fd: int, replies_fd: int, *, is_rank: bool) -> None:
     importlib.import_module("torch._dynamo")
     if is_rank:
         importlib.import_module("torch.distributed.fsdp")
+    gc.freeze()
+    gc.enable()
     own_pid, answered = os.getpid(), 0
     session: Session | None = None
     with os.fdopen(requests_fd) as requests, os.fdopen(replies_fd, "w") as replies:
