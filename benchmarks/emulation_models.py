@@ -10,6 +10,8 @@ a flush, to a page of 2 MiB. Non-torch bytes are left out on both sides.
 
     python -m benchmarks.emulation_models RESULTS.jsonl
 
+`.ci/run` runs it on 30 models of transformers, the one such package that development installs.
+
 Where torch cannot be imported without NVIDIA's libraries, run it under `emulated-gpu run
 --no-values --`. A case that RESULTS.jsonl has is not run again; `--table` prints the summary of
 what it has. The packages are no requirement of anything else here.
@@ -44,11 +46,14 @@ from benchmarks.oracle.emulation import Emulated, Emulation
 
 GPU = "H200"
 PROMISES = {
-    "allocated_median": 0.005,
-    "allocated_90th": 0.02,
-    "required_median": 0.01,
-    "required_90th": 0.05,
+    "allocated_median": 0.001,
+    "allocated_90th": 0.005,
+    "required_median": 0.001,
+    "required_90th": 0.02,
+    "required_most": 0.07,
+    "failed": 0,
 }
+"""Above what 108 models showed on 2026-11-23: 0.00, 0.15, 0.00, 1.3 and 6.1 %."""
 
 
 @dataclass(frozen=True)
@@ -233,10 +238,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("results", type=Path, help="a file of one JSON object a line")
     parser.add_argument("--only", nargs="+", default=(), help="models by name")
     parser.add_argument("--table", action="store_true", help="print the summary and run nothing")
+    parser.add_argument("--package", help="models of that package alone")
     parser.add_argument("--most", type=int, help="run at most so many cases")
     options = parser.parse_args(arguments)
     if not options.table:
-        run(options.results, options.only, options.most)
+        only = options.only or [n for n in MODELS if options.package in (None, MODELS[n].package)]
+        run(options.results, only, options.most)
     results = read(options.results)
     print("\n".join(table(results)))
     figures = summary(results)
@@ -251,7 +258,7 @@ def run(path: Path, only: Sequence[str], most: int | None) -> None:
         if not done:
             print(json.dumps({"versions": versions()}), file=file, flush=True)
         for case in cases():
-            if case in done or (only and case.model not in only):
+            if case in done or case.model not in only:
                 continue
             if most is not None and next(number) > most:
                 return
