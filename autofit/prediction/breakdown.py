@@ -13,7 +13,7 @@ import torch
 from autofit.memory.allocator import CachingAllocator
 from autofit.memory.blocks import Block
 from autofit.memory.replay import STEPS, Recording
-from autofit.memory.tracer import tensors_in
+from autofit.memory.tracer import MemoryTracer, tensors_in
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.cuda.values import Unsupported
 from autofit.training.optimizers import by_name
@@ -54,11 +54,15 @@ def bytes_at_peak(
 
 
 class Labels:
-    """Finds out, while a training runs, the kind of each of the tracer's allocations."""
+    """Finds out, while a training runs, the kind of each of the tracer's allocations.
 
-    def __init__(self, tracer: CudaTracer) -> None:
-        self._tracer = tracer
-        self._kinds: dict[int, str] = {}
+    Attributes:
+        tracer: of the training.
+    """
+
+    def __init__(self, tracer: MemoryTracer) -> None:
+        self.tracer = tracer
+        self._noted: dict[int, tuple[str, str]] = {}
         self._at_micro_batch = 0
 
     @contextmanager
@@ -68,12 +72,14 @@ class Labels:
         Sparse gradients are unsupported: whether PyTorch merges rows that repeat depends on values,
         and an optimizer that keeps them grows from step to step.
         """
-        self._note("weights", [*training.model.parameters(), *training.model.buffers()])
+        model = training.model
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self._note("weights", name, tensor)
         with ExitStack() as stack:
             for name, parameter in training.model.named_parameters():
                 self._await_gradient(stack, name, parameter)
-            if training.world.size > 1:
-                self._watch_shards(training, stack)
+            if training.world.size > 1 and isinstance(self.tracer, CudaTracer):
+                self._watch_shards(training, self.tracer, stack)
             yield
 
     def _await_gradient(self, stack: ExitStack, name: str, parameter: torch.Tensor) -> None:
@@ -82,54 +88,57 @@ class Labels:
             hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]  # torch's
             stack.callback(hook.remove)
 
-    def _watch_shards(self, training: Training, stack: ExitStack) -> None:
+    def _watch_shards(self, training: Training, tracer: CudaTracer, stack: ExitStack) -> None:
         """Note what is gathered of sharded parameters, and gradients that no hook sees.
 
         What wrapping made before the first forward is no activation.
         """
-        self._tracer.forward.clear()
+        tracer.forward.clear()
         seen = {id(parameter) for parameter in training.model.parameters()}
 
         def note_gathered(name: str, module: torch.nn.Module, given: Any) -> None:
             for last, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
-                    self._note("weights", [parameter])
+                    self._note("weights", f"{name}.{last}", parameter)
                     self._await_gradient(stack, f"{name}.{last}", parameter)
 
         def note_all_gradients(step: Callable[[], None]) -> None:
-            self._note("gradients", [parameter.grad for parameter in training.model.parameters()])
+            for name, parameter in training.model.named_parameters():
+                self._note("gradients", name, parameter.grad)
             step()
 
         for name, module in training.model.named_modules():
             hook = module.register_forward_pre_hook(partial(note_gathered, name))
             stack.callback(hook.remove)
         stack.callback(training.wrap_optimizer_step(note_all_gradients))
-        stack.callback(training.before_micro_batch(self._note_survivors))
+        stack.callback(training.before_micro_batch(partial(self._note_survivors, tracer)))
 
     def note_sent(self, tensor: torch.Tensor) -> None:
         """Note a tensor that ranks add up: a bucket of gradients."""
-        self._note("gradients", [tensor])
+        self._note("gradients", "", tensor)
 
-    def _note_survivors(self, is_last: bool) -> None:
+    def _note_survivors(self, tracer: CudaTracer, is_last: bool) -> None:
         """Note what a backward made and left for the next one: gradients that add up.
 
         What was only resized is of the kind that it was: parameters are gathered into the storages
         of the last time, which stay when they are freed.
         """
-        tracer = self._tracer
         for number in tracer.live_numbers():
             is_new = number > self._at_micro_batch and number not in tracer.resized
             if is_new and number not in tracer.forward:
-                self._kinds.setdefault(number, "gradients")
-        self._at_micro_batch = self._tracer.last_number
+                self._noted.setdefault(number, ("gradients", ""))
+        self._at_micro_batch = tracer.last_number
 
     def note_state(self, training: Training) -> None:
         """Note the current state of the optimizers."""
+        owner = {id(parameter): name for name, parameter in training.model.named_parameters()}
         for optimizer in by_name(training.optimizer).values():
             # ZeroRedundancyOptimizer holds an optimizer of its share of the parameters.
             own = getattr(optimizer, "optim", optimizer)
-            self._note("optimizer_state", tensors_in(dict(own.state)))
+            for parameter, state in own.state.items():
+                for tensor in tensors_in(dict(state) if isinstance(state, Mapping) else state):
+                    self._note("optimizer_state", owner.get(id(parameter), ""), tensor)
 
     def at_peak(
         self, recording: Recording, *, expandable_segments: bool = False
@@ -139,16 +148,20 @@ class Labels:
 
     def kind_of(self, number: int) -> str:
         """Return the kind of an allocation; those of the forward pass count as activations."""
-        first = number
-        while first not in self._kinds and first in self._tracer.resized:
-            first = self._tracer.resized[first]
-        other = "activations" if number in self._tracer.forward else "temporaries"
-        return self._kinds.get(first, other)
+        is_forward = isinstance(self.tracer, CudaTracer) and number in self.tracer.forward
+        return self.noted(number, ("activations" if is_forward else "temporaries", ""))[0]
+
+    def noted(self, number: int, other: tuple[str, str]) -> tuple[str, str]:
+        """Return the kind of an allocation and the module that owns it; `other` where unknown."""
+        while number not in self._noted and number in self.tracer.resized:
+            number = self.tracer.resized[number]
+        return self._noted.get(number, other)
 
     def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
-        if gradient is not None and gradient.layout is not torch.strided:
-            self._tracer.note_unsupported(
+        is_sparse = gradient is not None and gradient.layout is not torch.strided
+        if is_sparse and isinstance(self.tracer, CudaTracer):
+            self.tracer.note_unsupported(
                 Unsupported(
                     "the memory of a sparse gradient depends on which rows repeat and on the "
                     "number of steps",
@@ -156,10 +169,10 @@ class Labels:
                     "predicted",
                 )
             )
-        self._note("gradients", [gradient])
+        self._note("gradients", name, gradient)
 
-    def _note(self, kind: str, tensors: Any) -> None:
-        for tensor in tensors:
-            number = self._tracer.number_of(tensor) if tensor is not None else None
-            if number is not None:
-                self._kinds.setdefault(number, kind)
+    def _note(self, kind: str, name: str, tensor: torch.Tensor | None) -> None:
+        """Note a tensor that belongs to the parameter or buffer of that name."""
+        number = self.tracer.number_of(tensor) if tensor is not None else None
+        if number is not None:
+            self._noted.setdefault(number, (kind, name.rpartition(".")[0]))

@@ -96,7 +96,7 @@ class DryRun:
         return self.trace.micro_batch_cost_on(self.gpu)
 
 
-Watching = Callable[[CudaTracer, Training], AbstractContextManager[None]]
+Watching = Callable[[Labels, Training], AbstractContextManager[None]]
 """What is entered around the steps of a dry run."""
 
 
@@ -148,7 +148,7 @@ def _run(
                 from autofit.prediction.sharded import ranks_unlike_the_first
 
                 others += ranks_unlike_the_first(training)
-            with watching(tracer, training) if watching else nullcontext():
+            with watching(labels, training) if watching else nullcontext():
                 trace = _steps(training, copied, plan, tracer, labels)
     has_stand_in = training.loss_source is LossSource.STAND_IN
     held = None if world.size > 1 else sum(p.numel() for p in training.plain_model.parameters())

@@ -15,24 +15,21 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
 from autofit.devices.cpu import CpuDevice
 from autofit.errors import PredictionUnavailable
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
-from autofit.memory.tracer import MemoryTracer, tensors_in
 from autofit.plan import ResolvedPlan
+from autofit.prediction.breakdown import KINDS as OF_A_PEAK, Labels
 from autofit.prediction.dry_run import STEPS, dry_run, traced_sizes
 from autofit.prediction.variant_lines import gpu_of
 from autofit.training.builder import TrainingBuilder
-from autofit.training.optimizers import by_name
 from autofit.training.training import Training
 
 if TYPE_CHECKING:
     from autofit.probing.session import Session
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-KINDS = ("weights", "gradients", "optimizer_state", "activations", "temporaries", "rest")
+KINDS = (*OF_A_PEAK, "rest")
 """Activations are made in a forward and kept for its backward; temporaries are made and released
 within a phase, recomputed activations among them; the rest (workspaces) outlives its step."""
 MOMENTS = 240
@@ -86,13 +83,13 @@ def _memory_use(session: Session, resolved: ResolvedPlan) -> dict[str, Any]:
         session.builder.fresh_workload(),
         resolved,
         gpu,
-        watching=lambda tracer, training: _noted(owners, tracer).watching(training),
+        watching=lambda labels, training: _noted(owners, labels).watching(training),
     )
     return owners[0].to_dict("dry run")
 
 
-def _noted(owners: list[Owners], tracer: MemoryTracer) -> Owners:
-    owners.append(Owners(tracer))
+def _noted(owners: list[Owners], labels: Labels) -> Owners:
+    owners.append(Owners(labels))
     return owners[0]
 
 
@@ -105,15 +102,18 @@ def _in_real_steps(builder: TrainingBuilder, resolved: ResolvedPlan) -> Owners:
     device = CpuDevice(record=True)
     device.limit(device.free_bytes)
     own = TrainingBuilder(builder.fresh_workload, device, builder.seed)
-    workload, owners = own.fresh_workload(), Owners(device.tracer)
+    workload, labels = own.fresh_workload(), Labels(device.tracer)
+    owners = Owners(labels)
     batch = workload.batch(sum(traced_sizes(resolved.plan, workload)))
     with (
         device.accounting(),
         own.training(workload, resolved) as training,
+        labels.watching(training),
         owners.watching(training),
     ):
         for _ in range(STEPS):
             training.step(batch)
+            labels.note_state(training)
             device.tracer.end_step()
     return owners
 
@@ -134,11 +134,10 @@ class _Scopes:
 
 
 class Owners:
-    """Finds out, while a training runs, kind and module of each of the tracer's allocations."""
+    """Finds out, while a training runs, where and when each labelled allocation was made."""
 
-    def __init__(self, tracer: MemoryTracer) -> None:
-        self._tracer = tracer
-        self._known: dict[int, tuple[str, str]] = {}
+    def __init__(self, labels: Labels) -> None:
+        self._labels, self._tracer = labels, labels.tracer
         self._classes: dict[str, str] = {}
         self._running: list[str] = []
         self._phase = FORWARD
@@ -147,22 +146,15 @@ class Owners:
 
     @contextmanager
     def watching(self, training: Training) -> Iterator[None]:
-        """Note weights now, gradients and optimizer state as they appear, and what runs when."""
+        """Note which module runs when, and in which phase."""
         model = training.model
         self._classes = {name: type(module).__name__ for name, module in model.named_modules()}
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            self._note("weights", name.rpartition(".")[0], tensor)
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 enter = module.register_forward_pre_hook(partial(self._enter, name))
                 leave = module.register_forward_hook(self._leave, always_call=True)
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    note = partial(self._note_gradient, name.rpartition(".")[0])
-                    hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]  # torch's
-                    stack.callback(hook.remove)
             # A training_step calls these itself, so they are wrapped rather than called from here.
             stack.enter_context(self._phase_around(training, "backward", BACKWARD))
             stack.enter_context(self._phase_around(training, "optimizer_step", UPDATE))
@@ -177,8 +169,6 @@ class Owners:
             try:
                 method(*given, **named)
             finally:
-                if phase == UPDATE:
-                    self._note_state(training)
                 self._begin(FORWARD)
 
         setattr(training, name, run)
@@ -203,23 +193,6 @@ class Owners:
     def _mark(self) -> None:
         running = self._running[-1] if self._running else ""
         self._scopes.add(self._tracer.last_number + 1, running, self._phase)
-
-    def _note_gradient(self, module: str, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self._note("gradients", module, parameter.grad)
-
-    def _note_state(self, training: Training) -> None:
-        owner = {id(p): name for name, p in training.model.named_parameters()}
-        for optimizer in by_name(training.optimizer).values():
-            for parameter, state in optimizer.state.items():
-                for tensor in tensors_in(dict(state) if isinstance(state, Mapping) else state):
-                    module = owner.get(id(parameter), "").rpartition(".")[0]
-                    self._note("optimizer_state", module, tensor)
-
-    def _note(self, kind: str, module: str, tensor: torch.Tensor) -> None:
-        number = self._tracer.number_of(tensor)
-        if number is not None:
-            self._known.setdefault(number, (kind, module))
 
     def to_dict(self, how: str) -> dict[str, Any]:
         """Return the memory over the last step, as a report holds it.
@@ -280,7 +253,7 @@ class Owners:
                 kind = "rest"
             elif phase == FORWARD and later and until > later[0]:
                 kind = "activations"
-            owners[event] = self._known.get(event, (kind, module))
+            owners[event] = self._labels.noted(event, (kind, module))
         return owners
 
     def _phases_of(self, begin: int, end: int, moments: int) -> list[dict[str, Any]]:
