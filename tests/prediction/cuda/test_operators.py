@@ -43,6 +43,32 @@ def test_cudnn_normalizes_a_batch_without_gaps(dtype: torch.dtype) -> None:
         del norm, result
 
 
+def test_layer_norm_copies_what_is_not_contiguous() -> None:
+    tracer = CudaTracer(find_gpu("H200"))
+    found = []
+    with stage(tracer), torch.no_grad():
+        rows = torch.randn(ROWS, WIDTH, device="cuda")
+        for data in (rows, rows.t()):
+            held = tracer.allocator.allocated_bytes
+            tracer.allocator.reset_peaks()
+            result = F.layer_norm(data, (WIDTH,))
+            taken = tracer.allocator.peak_allocated_bytes - held
+            found.append(round(taken / WHOLE))
+            del result
+        del rows, data
+    assert found == [1, 2]
+
+
+def test_dropout_makes_its_mask_before_its_result() -> None:
+    tracer = CudaTracer(find_gpu("H200"))
+    with stage(tracer):
+        data = torch.randn(ROWS, WIDTH, device="cuda")
+        F.dropout(data, 0.1)
+        made = [size for number, size in tracer.events if number > 0]
+        del data
+    assert made[-2:] == [WHOLE // 4, WHOLE]
+
+
 @pytest.mark.parametrize(
     ("keeps_layout", "copies"),
     [(False, [0, 1, 1, 2]), (True, [0, 1, 1, 0])],
