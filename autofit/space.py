@@ -63,10 +63,10 @@ class Space:
 
         With a global batch: the split whose micro-batch is nearest below n.
         """
-        return self.plan(self._baseline_micro_batch(), self.plain_settings)
+        return self.plan(self._baseline_micro_batch(), self.default_settings)
 
     @property
-    def plain_settings(self) -> Settings:
+    def default_settings(self) -> Settings:
         """Every setting at its first value."""
         return {name: dimension.values[0] for name, dimension in self.dimensions.items()}
 
@@ -167,7 +167,7 @@ class Space:
                 raise InvalidArgument(
                     f"{name} cannot be {value!r} on this device; choose one of {values}"
                 )
-        return {**self.plain_settings, **settings}
+        return {**self.default_settings, **settings}
 
     def trial_cost_s(self, settings: Settings) -> float:
         """Return the extra seconds that a probe of the variant costs."""

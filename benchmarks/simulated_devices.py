@@ -83,7 +83,7 @@ def draw_device(seed: int) -> Device:
     space = Space(dimensions, sample_batch_size=1, max_micro_batch=LARGEST_MICRO_BATCH)
     lines = _draw_lines(draw, space, factors)
     budget = _draw_budget(draw, list(lines.values()))
-    plain = lines[variant_key(space.plain_settings)]
+    plain = lines[variant_key(space.default_settings)]
     size = draw.choice((1, 2, 4, 8))
     while size > 1 and plain.fixed_bytes + plain.sample_bytes * size > budget:
         size //= 2  # a user's sample batch usually runs, if any plain plan does

@@ -48,19 +48,19 @@ class AdamState:
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return what the installed libraries can step this optimizer with."""
-        plain = {SETTING: Dimension(["default"])}
+        only_default = {SETTING: Dimension(["default"])}
         if context.device.type == "meta":
             context.note(f"{SETTING} skipped: its memory can only be measured, not predicted")
-            return plain
+            return only_default
         if not _installed():
             context.note(f"{SETTING} skipped: {_MISSING}")
-            return plain
+            return only_default
         found = context.with_training(_found, 1)
         for value, why in found["left_out"].items():
             context.note(f"{SETTING}={value} skipped: {why}")
         values = found["names"]
         if not values:
-            return plain
+            return only_default
         fixed = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.0, fixed_bytes=found["share"])
         return {
             SETTING: Dimension(

@@ -177,11 +177,11 @@ def _found(training: TrainingView, batch: Any) -> dict[str, list[str]]:
     """Return each implementation that some optimizer has, and is not stepped by already."""
     found: dict[str, list[str]] = {}
     for name, optimizer in _named(training):
-        plain = _ran(optimizer) if "foreach" in optimizer.defaults else None
-        if plain is None:
+        own = _ran(optimizer) if "foreach" in optimizer.defaults else None
+        if own is None:
             continue
         for value in FLAGS:
-            if value == plain or (value == "fused" and "fused" not in optimizer.defaults):
+            if value == own or (value == "fused" and "fused" not in optimizer.defaults):
                 continue
             if value == "foreach" and not _torch_chooses_lists(optimizer):
                 continue

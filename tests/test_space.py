@@ -27,7 +27,7 @@ DIMENSIONS = {
 
 def test_every_variant_comes_once_the_plain_one_first_and_conditions_hold() -> None:
     variants = list(Space(DIMENSIONS, 4).variants())
-    assert variants[0] == Space(DIMENSIONS, 4).plain_settings
+    assert variants[0] == Space(DIMENSIONS, 4).default_settings
     assert len({tuple(sorted(variant.items())) for variant in variants}) == len(variants) == 9
     assert all(
         variant["precision.dtype"] == "bfloat16"
@@ -37,7 +37,7 @@ def test_every_variant_comes_once_the_plain_one_first_and_conditions_hold() -> N
 
 
 def test_without_a_global_batch_the_baseline_is_the_sample_batch() -> None:
-    assert Space(DIMENSIONS, 4).baseline == Plan(4, settings=Space(DIMENSIONS, 4).plain_settings)
+    assert Space(DIMENSIONS, 4).baseline == Plan(4, settings=Space(DIMENSIONS, 4).default_settings)
     assert Space({}, 4).largest_micro_batch == UNBOUNDED_MICRO_BATCH
     many = UNBOUNDED_MICRO_BATCH + 1
     assert Space({}, many).baseline.micro_batch == Space({}, many).largest_micro_batch == many
@@ -107,7 +107,7 @@ def test_settings_are_completed_and_checked() -> None:
 
 def test_costs_and_payloads_belong_to_values_that_are_not_plain() -> None:
     space = Space(DIMENSIONS, 4)
-    plain = space.plain_settings
+    plain = space.default_settings
     compiled = {**plain, "precision.dtype": "bfloat16", "compile.mode": "default"}
     assert space.is_costly(compiled)
     assert space.needs_fresh_worker(compiled)
@@ -171,9 +171,9 @@ def test_what_needs_accumulation_is_tried_where_there_is_some(
     shared = Dimension(["once", "each"], needs_accumulation=True)
     space = Space({**DIMENSIONS, "parallel.accumulation": shared}, 4, **geometry)  # type: ignore[arg-type]  # as above
     assert from_json(to_json(DimensionForm.of(shared)), DimensionForm, "it").dimension() == shared
-    each = {**space.plain_settings, "parallel.accumulation": "each"}
+    each = {**space.default_settings, "parallel.accumulation": "each"}
     assert space.largest_micro_batch_of(each) == largest
-    assert space.largest_micro_batch_of(space.plain_settings) == space.largest_micro_batch
+    assert space.largest_micro_batch_of(space.default_settings) == space.largest_micro_batch
     tried = [v for v in space.variants() if v["parallel.accumulation"] == "each"]
     assert len(tried) == (9 if largest else 0)
     for size in range(1, 16):
@@ -192,7 +192,7 @@ def test_what_depends_on_a_setting_that_needs_accumulation_goes_with_it() -> Non
     space = Space(dimensions, 8, global_batch=32)
     asked = {"parallel.bucket": "large", "parallel.accumulation": "each"}
     assert space.plan(8, asked).settings == asked
-    assert space.plan(32, asked).settings == space.plain_settings
+    assert space.plan(32, asked).settings == space.default_settings
     assert space.plan(8, {**asked, "parallel.accumulation": "once"}).settings == (
-        space.plain_settings
+        space.default_settings
     )

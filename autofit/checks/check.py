@@ -22,7 +22,7 @@ from autofit.devices.gpus import Gpu, find_gpu
 from autofit.devices.request import budget_bytes
 from autofit.errors import InvalidArgument, PredictionUnavailable, hides_own_frames
 from autofit.measurement import Outcome, Trial
-from autofit.plan import Plan, ResolvedPlan, check_count
+from autofit.plan import Plan, check_count
 from autofit.prediction.of_ranks import plan_of_ranks
 from autofit.prediction.predict import Prediction, predict
 from autofit.probing.prober import Target
@@ -144,7 +144,6 @@ def _check(
     allow_stand_in_loss: bool,
 ) -> Verdict:
     """Check a plan as `check` does, by a probe or a prediction."""
-    found = find_gpu(gpu)
     world = world_of_environment()
     ranks = None if world_size is None else check_count("world_size", world_size)
     if ranks is None and plan is not None and plan.world_size > 1:
@@ -155,36 +154,20 @@ def _check(
     chosen = load_strategies(strategies, plan=plan, world_size=world.size) if probes else ()
 
     def lead(owned: int) -> Verdict:
-        asked, size = plan, ranks
-        if owned > 1:
-            size = owned
+        asked, size = plan, owned if owned > 1 else ranks
         if size is not None and not (probes and plan is None):
             asked = plan_of_ranks(workload, plan, size)
         if probes:
+            target = Target(device, vram_budget, ranks=owned)
             from autofit.probing.probe import resolve_here, run_one
 
-            def resolved(survey: Survey) -> ResolvedPlan:
-                return resolve_here(asked, survey, chosen, payloads)
-
-            target = Target(device, vram_budget, ranks=owned)
-            trial, survey = run_one(workload, chosen, target, resolved)
+            trial, survey = run_one(
+                workload, chosen, target, lambda seen: resolve_here(asked, seen, chosen, payloads)
+            )
             verdict = _by_probe(trial, survey)
             has_loss = survey.loss != LossSource.STAND_IN
             return verdict if has_loss or allow_stand_in_loss else _without_a_loss(verdict)
-        budget = budget_bytes(
-            1.0 if vram_budget is None else vram_budget,
-            total_bytes=found.total_bytes,
-            free_bytes=found.total_bytes,
-        )
-        unknown = Verdict(
-            None,
-            asked or workload.plan(),
-            "predict",
-            budget,
-            device="cuda",
-            gpu=found.name,
-            gpu_assumed=gpu is None,
-        )
+        unknown = _unknown(asked or workload.plan(), vram_budget, gpu)
         try:
             prediction = predict(
                 workload,
@@ -230,6 +213,19 @@ def _without_a_loss(verdict: Verdict) -> Verdict:
     )
 
 
+def _unknown(plan: Plan, vram_budget: str | float | None, gpu: str | int | Gpu | None) -> Verdict:
+    """Return the verdict of a prediction before it is known."""
+    found = find_gpu(gpu)
+    budget = budget_bytes(
+        1.0 if vram_budget is None else vram_budget,
+        total_bytes=found.total_bytes,
+        free_bytes=found.total_bytes,
+    )
+    return Verdict(
+        None, plan, "predict", budget, device="cuda", gpu=found.name, gpu_assumed=gpu is None
+    )
+
+
 def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
     budget = unknown.vram_budget_bytes
     fits = prediction.fits(budget)
@@ -260,7 +256,7 @@ def _by_probe(trial: Trial, survey: Survey) -> Verdict:
     detail = measured.detail or (None if measured.ok else f"the probe ended as {measured.outcome}")
     return Verdict(
         fits,
-        trial.plan.without({**space.fixed, **space.plain_settings}),
+        trial.plan.without({**space.fixed, **space.default_settings}),
         "probe",
         survey.vram_budget_bytes,
         required,

@@ -284,8 +284,8 @@ class _Here:
     space: Space
 
     def changed(self, settings: Settings) -> Settings:
-        """Return the settings that are not plain."""
-        return unlike(settings, self.space.plain_settings)
+        """Return the settings that are not at their default."""
+        return unlike(settings, self.space.default_settings)
 
     def shown(self, settings: Settings, asked: Settings) -> Settings:
         """Return the settings that vary, and those that were asked for."""

@@ -53,8 +53,8 @@ def predict(
 ) -> Prediction | GpuTable:
     """Predict the memory of a plan on a GPU, without a GPU.
 
-    The training runs on torch's meta device, where nothing is computed, and its allocations are
-    replayed through a simulation of the CUDA caching allocator, in a worker process.
+    A worker process runs the training on torch's meta device, where nothing is computed, and
+    replays its allocations through a simulation of the CUDA caching allocator.
 
     With several GPUs the result is a table: on each one, what the plan and its variants need,
     whether they fit, and the largest micro-batch that does.
@@ -62,13 +62,12 @@ def predict(
     Args:
         workload: what is trained.
         plan: a plan, or a report, whose best plan is predicted with what its search measured;
-            None: the baseline. In a table other micro-batches keep its global batch by
-            accumulation; where it has none, they keep its accumulation steps.
+            None: the baseline. In a table other micro-batches keep its global batch, or where it
+            has none its accumulation steps.
         gpu: a name such as "L4" or "A100-80GB", a size such as "24GiB", or bytes; None: the
             report's, else H200. Several: a list of these, or ["all"] for all that are known.
         world_size: how many GPUs train together, each with its share of the global batch; None:
-            as many as the plan says, else one. The prediction is that of the GPU which needs most,
-            without what NCCL holds.
+            the plan's number, else one. The GPU that needs most is predicted, without NCCL.
         strategies: names or Strategy objects that may have settings in the plan; None: those whose
             settings the plan has, and in a table all that are installed.
         progress: called with a line about each GPU of a table.
@@ -82,7 +81,7 @@ def predict(
     """
     asked = AskedPlan.read(workload, plan)
     if isinstance(gpu, (list, tuple)):
-        table = predict_gpus(
+        predicted: Prediction | GpuTable = predict_gpus(
             workload,
             gpus=gpu,
             plan=asked.plan,
@@ -91,16 +90,15 @@ def predict(
             strategies=strategies,
             progress=progress,
         )
-        asked.check_same_model(table.parameters, workload)
-        return table
-    prediction = one_gpu.predict(
-        workload,
-        plan=asked.plan,
-        gpu=asked.gpu if gpu is None else gpu,
-        strategies=strategies,
-        payloads=asked.payloads,
-        calibration=asked.calibration_for(gpu),
-        world_size=world_size,
-    )
-    asked.check_same_model(prediction.parameters, workload)
-    return prediction
+    else:
+        predicted = one_gpu.predict(
+            workload,
+            plan=asked.plan,
+            gpu=asked.gpu if gpu is None else gpu,
+            strategies=strategies,
+            payloads=asked.payloads,
+            calibration=asked.calibration_for(gpu),
+            world_size=world_size,
+        )
+    asked.check_same_model(predicted.parameters, workload)
+    return predicted

@@ -86,14 +86,7 @@ def probe(
     asked = AskedPlan.read(workload, plan)
     if asked.record is not None and steps is not None:
         known = plan.strategies if isinstance(plan, Report) else ()
-        return soak(
-            asked.record,
-            workload,
-            steps=steps,
-            device=device,
-            vram_budget=vram_budget,
-            strategies=known,
-        )
+        return soak(asked.record, workload, steps, device, vram_budget, known)
     return probe_if(
         lambda survey: asked.check_same_model(survey.parameters, workload),
         workload,

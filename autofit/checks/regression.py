@@ -74,7 +74,7 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
         InvalidArgument: the file cannot be read, is neither of the two, or has no figure in common
             with the verdict (one is of the CPU and the other of a GPU, say).
     """
-    before, plain = read_earlier(path)
+    before, defaults = read_earlier(path)
     if verdict.device and before.device and verdict.device != before.device:
         raise InvalidArgument(
             f"{os.fspath(path)} was made on {before.gpu or before.device}, and this check on "
@@ -85,7 +85,7 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
     for quantity, name in (*alike, ("peak allocated bytes", "peak_allocated_bytes")):
         now, then = getattr(verdict, name), getattr(before, name)
         if now is not None and then:
-            return Regression(quantity, then, now, allowed, _differences(before, verdict, plain))
+            return Regression(quantity, then, now, allowed, _differences(before, verdict, defaults))
     raise InvalidArgument(
         f"{os.fspath(path)} and the new verdict cannot be compared: the new verdict comes from a "
         f"{verdict.method} and {'fits' if verdict.fits else 'has no measured memory'}"
@@ -93,7 +93,7 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
 
 
 def read_earlier(path: str | os.PathLike[str]) -> tuple[Verdict, Settings]:
-    """Return the earlier verdict, or that of a report's best plan, and the plain settings.
+    """Return the earlier verdict, or that of a report's best plan, and its default settings.
 
     Raises:
         InvalidArgument: the file cannot be read, or is neither of the two.
@@ -145,12 +145,12 @@ def _earlier(content: Any) -> tuple[Verdict, Settings]:
         device=record.environment["device"].partition(":")[0],
         gpu=record.environment.get("gpu"),
     )
-    return verdict, record.plain_settings
+    return verdict, record.default_settings
 
 
-def _differences(before: Verdict, now: Verdict, plain: Settings) -> tuple[str, ...]:
+def _differences(before: Verdict, now: Verdict, defaults: Settings) -> tuple[str, ...]:
     """Return the differences in plan, GPU and method; older files lack some of these."""
-    plans = [str(verdict.plan.without(plain)) for verdict in (before, now)]
+    plans = [str(verdict.plan.without(defaults)) for verdict in (before, now)]
     gpus = [_known_name(verdict.gpu) for verdict in (before, now)]
     methods = [f"by {verdict.method}" for verdict in (before, now)]
     return tuple(

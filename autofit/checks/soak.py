@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from autofit.checks.same import check_same
+from autofit.checks.tuned import check_same
 from autofit.codec import to_json
 from autofit.devices.cpu import load_of_others
 from autofit.errors import InvalidArgument
@@ -115,29 +115,18 @@ class SoakResult(Trial):
 def soak(
     record: Record,
     workload: Workload,
-    *,
     steps: int = 200,
     device: str | None = None,
     vram_budget: str | float | None = None,
     strategies: Sequence[Strategy] = (),
 ) -> SoakResult:
-    """Train the report's best plan for `steps` optimizer steps, and compare.
-
-    Under torchrun every rank makes the same call, and gets the same result.
+    """Train the report's best plan for `steps` optimizer steps, and compare, as `probe` says.
 
     Args:
-        record: of the report; the search must be of this workload, with as many ranks.
+        record, strategies: of the search; the installed ones are used for other names.
         workload: of the search; its global batch is replaced by the report's.
-        steps: timed optimizer steps, at least 8; warm-up steps come first.
-        device: None: the report's own.
-        vram_budget: None: the report's.
-        strategies: of the search; the installed ones are used for other names.
-
-    Raises:
-        InvalidArgument: fewer than 8 steps, or the report is of another workload or device, or of
-            another number of ranks.
-        DeviceUnavailable: the device does not exist, or another search is using it.
-        Exception: raised by the user's own code.
+        steps: at least 8; warm-up steps come first.
+        device, vram_budget: None: the report's.
     """
     from autofit.probing.probe import run_one
     from autofit.probing.together import owned_by_rank_0
@@ -148,9 +137,8 @@ def soak(
     step_time_s = record.best.measurement.step_time_s
     trained = replace(workload, global_batch=record.workload["global_batch"])
     ranks = record.best.plan.world_size
-    where = device or record.environment["device"]
-    if device is None and ranks > 1:  # the report's is rank 0's
-        where = where.partition(":")[0]
+    own = record.environment["device"]  # of several ranks that of rank 0
+    where = device or (own if ranks == 1 else own.partition(":")[0])
     budget = record.vram_budget_bytes if vram_budget is None else vram_budget
     target = Target(where, budget, record.search.seed, ranks=ranks)
 

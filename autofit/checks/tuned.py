@@ -1,18 +1,33 @@
-"""A report in place of a plan: its best plan, with what a search found its settings to mean."""
+"""A report in place of a plan: its best plan, what its settings mean, and whose workload it is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autofit.checks.same import check_same_model
 from autofit.devices.gpus import find_gpu
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan
 from autofit.report.record import Record
 from autofit.report.report import Report
+from autofit.training.batch import describe
+from autofit.training.fingerprint import differing_parts
 from autofit.training.workload import Workload, check_arguments
+
+if TYPE_CHECKING:
+    from autofit.probing.survey import Survey
+
+_HIDDEN_CAUSES = {
+    "model": "the model's code or options",
+    "samples": "the samples or the global batch",
+    "optimizer": "the optimizer's code or options",
+    "functions": "the code of the loss or another function",
+    "torch": "torch",
+    "device": "the device",
+    "flags": "torch's flags, its number of threads on the CPU, or a variable of its allocator",
+}
+"""Parts of a fingerprint in words."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +88,64 @@ class AskedPlan:
         return self.record.calibration if self.record and gpu in (None, self.gpu) else None
 
     def check_same_model(self, parameters: int | None, workload: Workload) -> None:
-        """Refuse a workload that is not the report's, as `checks.same.check_same_model` does.
+        """Refuse a workload whose model or samples are not those of the report.
+
+        Args:
+            parameters: of the model that was checked; None: not known.
+            workload: that was checked.
 
         Raises:
-            InvalidArgument: it is another one.
+            InvalidArgument: they differ. What only a worker sees (code, device) is not compared.
         """
-        if self.record is not None:
-            check_same_model(self.record, parameters, workload)
+        if self.record is None:
+            return
+        samples = describe(workload.batch(workload.sample_batch_size))
+        if differs := _differences(self.record, parameters=parameters, samples=samples):
+            raise InvalidArgument(
+                f"the report is of another workload: {differs}. Pass the workload of "
+                "that search, or search again with this one"
+            )
+
+
+def check_same(here: Survey, there: Record) -> None:
+    """Refuse a survey of another workload than that of the report.
+
+    Raises:
+        InvalidArgument: it differs, with what does.
+    """
+    parts = differing_parts(there.workload["fingerprint"], here.fingerprint)
+    if parts == ():
+        return
+    now = here.environment
+    differs = _differences(
+        there,
+        torch=now.torch,
+        device=now.gpu or now.device,
+        parameters=here.parameters,
+        samples=here.sample_shapes,
+    )
+    if parts is None and not differs:  # an older version's report, whose code cannot be compared
+        return
+    hidden = " and ".join(_HIDDEN_CAUSES.get(part, part) for part in parts or ())
+    raise InvalidArgument(
+        f"the report is of another workload: {differs or f'{hidden} changed'}. Search "
+        "again, or pass the workload of that search on the same device"
+    )
+
+
+def _differences(there: Record, **here: Any) -> str:
+    """Return which of these facts the report has otherwise; None is not known, and not compared."""
+    environment, workload = there.environment, there.workload
+    facts = {**workload, **environment, "device": environment["gpu"] or environment["device"]}
+    facts["samples"] = _shapes(workload["sample_shapes"])
+    if "samples" in here:
+        here["samples"] = _shapes(here["samples"])
+    return "; ".join(
+        f"{name} {facts[name]} there, {now} here"
+        for name, now in here.items()
+        if now is not None and facts[name] != now
+    )
+
+
+def _shapes(sample_shapes: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}: {shape}" for name, shape in sample_shapes.items())

@@ -34,7 +34,7 @@ from autofit.errors import (
     tried_when,
 )
 from autofit.measurement import Outcome, Trial
-from autofit.report.plain import for_terminal
+from autofit.report.safe_text import for_terminal
 from autofit.world import world_of_environment
 
 if TYPE_CHECKING:

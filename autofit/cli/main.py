@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,21 +36,29 @@ from autofit.cli.console import (
 )
 from autofit.cli.monitor import monitor
 from autofit.cli.options import (
+    AccumulationChange,
     AsJson,
     Budget,
     DeviceName,
     DeviceNames,
+    Effort,
     GlobalBatch,
+    MaxMicroBatch,
+    MaxProbes,
     MicroBatch,
     NumericsName,
     Out,
     PlanFrom,
+    PlannedSteps,
     PlanOptions,
+    Profile,
     Ranks,
     Seed,
     SettingsGiven,
     StrategyNames,
+    StudyName,
     Target,
+    Timeout,
     Verbose,
     check_writable,
     read_budget,
@@ -58,6 +66,9 @@ from autofit.cli.options import (
 from autofit.cli.target import load_target
 from autofit.errors import InvalidArgument
 from autofit.interrupts import ended_like_interrupted, interrupts_remembered
+
+if TYPE_CHECKING:
+    from autofit.report.report import Report
 
 app = typer.Typer(
     cls=Commands,
@@ -94,41 +105,16 @@ def search(
     ranks: Ranks = None,
     strategies: StrategyNames = None,
     numerics: NumericsName = "reduced_precision",
-    allow_accumulation_change: Annotated[
-        bool,
-        typer.Option("--allow-accumulation-change", help="accumulate even if gradients change"),
-    ] = False,
-    max_micro_batch: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="the largest to try, in samples")
-    ] = None,
-    max_probes: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="the most timed runs of plans")
-    ] = None,
-    timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="stop after this time")
-    ] = None,
-    planned_steps: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="steps you will train: lets compile pay for itself"),
-    ] = None,
-    effort: Annotated[
-        str,
-        typer.Option(
-            metavar="LEVEL",
-            help="quick, normal (the default) or thorough",
-            show_default=False,
-        ),
-    ] = "normal",
-    study: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="resume from this file or Optuna storage URL"),
-    ] = None,
+    allow_accumulation_change: AccumulationChange = False,
+    max_micro_batch: MaxMicroBatch = None,
+    max_probes: MaxProbes = None,
+    timeout: Timeout = None,
+    planned_steps: PlannedSteps = None,
+    effort: Effort = "normal",
+    study: StudyName = None,
     seed: Seed = 0,
     out: Out = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="trace of the best plan: .json or .json.gz"),
-    ] = None,
+    profile: Profile = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
@@ -138,18 +124,8 @@ def search(
     """
     for path in out or ():
         check_writable(path)
-    from autofit.registry import numerics_level
-    from autofit.searching.limits import check_search_arguments
     from autofit.searching.options import SearchOptions
 
-    numerics_level(numerics)
-    check_search_arguments(
-        max_probes=max_probes,
-        timeout=timeout,
-        planned_steps=planned_steps,
-        study=study,
-        progress=None,
-    )
     options = SearchOptions(
         effort=effort,
         max_micro_batch=max_micro_batch,
@@ -157,44 +133,45 @@ def search(
         ranks=ranks,
         profile=profile,
     )
-    from autofit.cli.progress import ProgressLine
-
     with ended_like_interrupted(), interrupts_remembered():
-        with (
-            stdout_for_results_only(),
-            ProgressLine() if leads() else nullcontext() as progress,
-        ):
-            if progress is not None:
-                progress.show_stage(f"loading {target}")
-            workload = load_target(target)  # before the slow imports: it may be mistyped
-            from autofit.searching.result import INTERRUPTED
-            from autofit.searching.search import search as run
-
-            if global_batch is not None:
-                workload = replace(workload, global_batch=global_batch)
-            report = run(
-                workload,
-                vram_budget=read_budget(vram_budget),
-                device=device,
-                strategies=strategies,
-                numerics=numerics,
-                max_probes=max_probes,
-                timeout=timeout,
-                planned_steps=planned_steps,
-                study=study,
-                seed=seed,
-                progress=progress or False,
-                options=options,
-            )
-        report = replace(
-            report,
-            record=replace(report.record, workload={**report.record.workload, "target": target}),
+        report = _searched(
+            target,
+            global_batch,
+            vram_budget=read_budget(vram_budget),
+            device=device,
+            strategies=strategies,
+            numerics=numerics,
+            max_probes=max_probes,
+            timeout=timeout,
+            planned_steps=planned_steps,
+            study=study,
+            seed=seed,
+            options=options,
         )
         if leads():
             show_report(report, out or (), as_json, verbose=verbose)
+        from autofit.searching.result import INTERRUPTED
+
         if report.record.search.stopped_because == INTERRUPTED:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command is ending for it already
             raise Interrupted("interrupted: the report holds what was measured until then")
+
+
+def _searched(target: str, global_batch: int | None, **arguments: Any) -> Report:
+    """Load a workload and search it, with its progress shown; the report names the target."""
+    from autofit.cli.progress import ProgressLine
+
+    with stdout_for_results_only(), ProgressLine() if leads() else nullcontext() as progress:
+        if progress is not None:
+            progress.show_stage(f"loading {target}")
+        workload = load_target(target)  # before the slow imports: it may be mistyped
+        from autofit.searching.search import search as run
+
+        if global_batch is not None:
+            workload = replace(workload, global_batch=global_batch)
+        report = run(workload, progress=progress or False, **arguments)
+    facts = {**report.record.workload, "target": target}
+    return replace(report, record=replace(report.record, workload=facts))
 
 
 def probe(

@@ -81,6 +81,27 @@ def _check_settings(texts: list[str] | None) -> list[str] | None:
     return settings
 
 
+def _check_numerics(level: str) -> str:
+    from autofit.registry import numerics_level
+
+    numerics_level(level)
+    return level
+
+
+def _check_timeout(seconds: float | None) -> float | None:
+    from autofit.searching.limits import check_timeout
+
+    check_timeout(seconds)
+    return seconds
+
+
+def _check_study(name: str | None) -> str | None:
+    from autofit.searching.limits import check_study
+
+    check_study(name)
+    return name
+
+
 def _check_report(path: Path | None) -> Path | None:
     from autofit.report.report import load
 
@@ -137,6 +158,7 @@ NumericsName = Annotated[
         metavar="LEVEL",
         help="exact, rounding or reduced_precision (the default)",
         show_default=False,
+        callback=_check_numerics,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
@@ -158,6 +180,38 @@ SettingsGiven = Annotated[
         help="strategy.name=value; the others keep their default",
         callback=_check_settings,
     ),
+]
+AccumulationChange = Annotated[
+    bool, typer.Option("--allow-accumulation-change", help="accumulate even if gradients change")
+]
+MaxMicroBatch = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="the largest to try, in samples")
+]
+MaxProbes = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="the most timed runs of plans")
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", help="stop after this time", callback=_check_timeout),
+]
+PlannedSteps = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="steps you will train: lets compile pay for itself"),
+]
+Effort = Annotated[
+    str,
+    typer.Option(
+        metavar="LEVEL", help="quick, normal (the default) or thorough", show_default=False
+    ),
+]
+StudyName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE", help="resume from this file or Optuna storage URL", callback=_check_study
+    ),
+]
+Profile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="trace of the best plan: .json or .json.gz")
 ]
 WorldSize = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="GPUs that train one model together")

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from autofit.notebook import ChangingLine, in_notebook
-from autofit.report.plain import for_terminal
+from autofit.report.safe_text import for_terminal
 from autofit.searching import wording
 from autofit.searching.events import Event, ProbeFinished, Progress, StageStarted
 from autofit.searching.wording import EventWords, is_warning

@@ -99,9 +99,9 @@ def applied(
         stack.callback(setattr, accelerator, "gradient_accumulation_steps", before)
         accelerator.gradient_accumulation_steps = steps
         stack.enter_context(_steps_watched(division, accelerator))
-        plain = accelerator.unwrap_model(model)
+        unwrapped = accelerator.unwrap_model(model)
         own = getattr(optimizer, "optimizer", optimizer)  # without accelerate's wrapper
-        stack.enter_context(on_model(division.rest, plain, own))
+        stack.enter_context(on_model(division.rest, unwrapped, own))
         yield Applied(tuple(lines), stack)
 
 

@@ -36,14 +36,14 @@ class Division:
         plan: the whole plan.
         arguments: standard term -> value, which the stack is given.
         rest: what is applied to model and optimizer.
-        plain: every setting at its first value.
+        defaults: every setting at its first value.
         batched: names of the tensors of a batch that hold samples; empty: the report has none.
     """
 
     plan: Plan
     arguments: Mapping[str, Scalar]
     rest: ResolvedPlan
-    plain: Mapping[str, Scalar]
+    defaults: Mapping[str, Scalar]
     batched: frozenset[str] = frozenset()
 
     @property
@@ -104,7 +104,7 @@ class Division:
                 "argument for it"
             )
             for _, settings, _ in self.rest.by_strategy()
-            for name, value in unlike(settings, self.plain).items()
+            for name, value in unlike(settings, self.defaults).items()
         ]
 
 
@@ -129,7 +129,7 @@ def divide(
             which no trainer makes; or the search weighed them, and the stack does not.
     """
     record = report.record
-    plan, plain = record.best.plan, record.plain_settings
+    plan, defaults = record.best.plan, record.default_settings
     check_even(plan)
     is_weighed = plan.accumulation_steps > 1 and "loss_weight" in record.functions_given
     if is_weighed and not weighs_losses:
@@ -142,7 +142,7 @@ def divide(
     arguments: dict[str, Scalar] = {}
     rest: list[Strategy] = []
     for strategy, settings, _ in resolved.by_strategy():
-        if not unlike(settings, plain):
+        if not unlike(settings, defaults):
             continue
         terms = terms_of(strategy, settings)
         if terms and all(expresses(*term) for term in terms.items()):
@@ -150,7 +150,7 @@ def divide(
         else:
             rest.append(strategy)
     batched = frozenset(record.workload.get("batched") or ())
-    return Division(plan, arguments, replace(resolved, strategies=rest), plain, batched)
+    return Division(plan, arguments, replace(resolved, strategies=rest), defaults, batched)
 
 
 def check_even(plan: Plan) -> None:

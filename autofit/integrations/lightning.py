@@ -30,7 +30,6 @@ from autofit.integrations.workloads import (
     MOST_EXAMINED,
     longest_batch,
     own_autocast,
-    precision_note,
     search_workload,
 )
 from autofit.report.report import Report
@@ -155,9 +154,8 @@ def search(
         precision=own,
         strategies=strategies,
         numerics=numerics,
-        notes=[precision_note(own, f"precision={trainer.precision!r} of the Trainer")]
-        if own
-        else [],
+        asked_by=f"precision={getattr(trainer, 'precision', None)!r} of the Trainer",
+        notes=(),
         apply=_APPLY,
         progress=progress,
         options=options,

@@ -26,7 +26,6 @@ from autofit.integrations.workloads import (
     MOST_EXAMINED,
     in_training_mode,
     longest_batch,
-    precision_note,
     search_workload,
 )
 from autofit.plan import Scalar
@@ -111,6 +110,7 @@ def search(
         InvalidArgument: see `workload`, and what `autofit.search` raises.
     """
     own = own_precision(trainer.args)
+    asks = {dtype: f"{name}=True in TrainingArguments" for name, dtype in AMP.items()}
     trained = workload(
         trainer,
         sample_batch=sample_batch,
@@ -123,7 +123,8 @@ def search(
             precision=own,
             strategies=strategies,
             numerics=numerics,
-            notes=_notes(trainer.args, own),
+            asked_by=asks[own] if own else "",
+            notes=_notes(trainer.args),
             apply=_APPLY,
             progress=progress,
             options=options,
@@ -231,10 +232,7 @@ def _optimizer(trainer: Any) -> Any:
     return other.optimizer
 
 
-def _notes(args: Any, own: str | None) -> Iterator[str]:
-    if own:
-        name = next(name for name, dtype in AMP.items() if dtype == own)
-        yield precision_note(own, f"{name}=True in TrainingArguments")
+def _notes(args: Any) -> Iterator[str]:
     if _checkpoints(args):
         yield (
             "gradient_checkpointing=True of TrainingArguments was not used: "

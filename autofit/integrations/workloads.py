@@ -189,6 +189,7 @@ def search_workload(
     workload: Workload,
     *,
     precision: str | None,
+    asked_by: str,
     strategies: Iterable[str | Strategy] | None,
     numerics: Any,
     notes: Iterable[str],
@@ -198,11 +199,12 @@ def search_workload(
 ) -> Report:
     """Search what a trainer trains: in micro-batches of one size, as its loader makes them.
 
-    Mixed precision of its own is kept by every plan.
+    Mixed precision of its own is kept by every plan, and a note says so.
 
     Args:
         workload: its loss enters that precision.
         precision: the type of its autocast; None: it has none, and types are searched.
+        asked_by: what asks for that precision.
         strategies, numerics, options, more: as for `autofit.search`.
         notes: for the reader of the report.
         apply: lines of code that train by the report.
@@ -216,17 +218,19 @@ def search_workload(
         strategies = Unnamed(kept) if strategies is None else kept
     even = replace(SearchOptions() if options is None else options, even_split=True)
     report = search(workload, strategies=strategies, numerics=numerics, options=even, **more)
+    if precision:
+        notes = [_precision_note(precision, asked_by), *notes]
     record = report.record
     facts = {**record.workload, "apply": list(apply)}
     told = replace(record, notes=(*record.notes, *notes), workload=facts)
     return replace(report, record=told)
 
 
-def precision_note(precision: str, source: str) -> str:
-    """Return what a report says of a precision that was kept; `source` is what asks for it."""
+def _precision_note(precision: str, asked_by: str) -> str:
+    """Return what a report says of a precision that was kept."""
     scaling = "; float16's loss scaling was left out" if precision == "float16" else ""
     return (
-        f"every plan ran under autocast in {precision}, because {source} asks for "
+        f"every plan ran under autocast in {precision}, because {asked_by} asks for "
         f"it{scaling}; without it, other precisions are searched too"
     )
 

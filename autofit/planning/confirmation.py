@@ -248,7 +248,7 @@ def _winner(posterior: Posterior, compared: Sequence[Finalist]) -> Finalist:
 def _preference(posterior: Posterior, finalist: Finalist) -> tuple[bool, bool, int, int, int]:
     """Return a key that orders equally fast plans, the most welcome first."""
     space = posterior.spec.space
-    plain = space.plain_settings
+    plain = space.default_settings
     changed = [name for name, value in finalist.plan.settings.items() if plain.get(name) != value]
     numerics = max((posterior.spec.numerics.get(name, 0) for name in changed), default=0)
     return (
@@ -411,7 +411,7 @@ def _why_not_run(posterior: Posterior, name: str, value: Scalar, sizes: MicroBat
     rates = f"predicted to reach {_rate(best)} at most, and the leading plan {_rate(ahead)}"
     cost_s = min(posterior.spec.space.trial_cost_s(posterior.variants[i]) for i in fitting)
     if cost_s > 0:
-        over = "" if posterior.spec.train_samples is None else " over the whole training"
+        over = "" if posterior.spec.planned_samples is None else " over the whole training"
         rates = f"about {cost_s:.0f} s more to try; with that {rates}{over}"
     is_slower = np.median(best) <= np.median(ahead)
     return rates if is_slower else f"not tried before the search stopped: {rates}"

@@ -213,7 +213,7 @@ def _per_second(
     posterior: Posterior, leader: Trial, found: Sequence[Proposal], seconds: Array
 ) -> list[Proposal]:
     """Return the worth per second of those probes that may pay within the training."""
-    samples = posterior.spec.train_samples
+    samples = posterior.spec.planned_samples
     training_s = math.inf
     if samples is not None:
         training_s = samples / math.exp(posterior.mean_log_speed(leader.plan))

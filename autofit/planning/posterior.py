@@ -301,7 +301,7 @@ class Posterior:
 
         The same where it is not known how long that is.
         """
-        samples = self.spec.train_samples
+        samples = self.spec.planned_samples
         if samples is None or not np.any(start_up_s):
             return log_speed
         slower: Array = np.log1p(start_up_s * np.exp(log_speed) / samples)

@@ -69,7 +69,7 @@ class SearchSpec:
             belongs to: it may be resumed with another.
         numerics: setting -> how far it may change the arithmetic (`autofit.strategy.Numerics`, as
             a number); 0, exact, where it is missing. Of equally fast plans the most exact wins.
-        train_samples: what the training will take, so that the start of costly variants counts;
+        planned_samples: what the training will take, so that the start of costly variants counts;
             None: unknown. Like the effort, not part of what a study belongs to.
         segment_bytes: the pieces in which the device's allocator takes memory, so that what a plan
             holds lies up to one above its line; 0: any number of bytes.
@@ -83,7 +83,7 @@ class SearchSpec:
     predicted_times: Mapping[VariantKey, TimeLine] = field(default_factory=dict)
     effort: Effort = Effort.NORMAL
     numerics: Mapping[str, Amount] = field(default_factory=dict)
-    train_samples: Count | None = None
+    planned_samples: Count | None = None
     segment_bytes: Amount = 0
 
     def to_json(self) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
         if unsupported is None and not isinstance(error, AutofitError) and is_unsupported(error):
             unsupported = Unsupported.caught(error)
         if unsupported is not None:
-            raise _cannot_tell(unsupported) from error
+            raise _unavailable(unsupported) from error
         if plan.micro_batch >= 2**62 or "Storage size calculation overflowed" in str(error):
             raise InvalidArgument(
                 f"{plan} makes tensors of more than 2**63 bytes: give a smaller micro-batch"
@@ -234,10 +234,10 @@ def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
                 mark_users(error)
         raise
     if tracer.unsupported is not None:
-        raise _cannot_tell(tracer.unsupported)
+        raise _unavailable(tracer.unsupported)
 
 
-def _cannot_tell(unsupported: Unsupported) -> PredictionUnavailable:
+def _unavailable(unsupported: Unsupported) -> PredictionUnavailable:
     way_out = "Run it with autofit.probe on a machine with the GPU"
     if _TWO_DEVICES.search(unsupported.reason):
         way_out = (

@@ -99,7 +99,7 @@ def _most_useful_first(space: Space) -> Iterator[Settings]:
     The settings take turns. Each begins with its last value and then halves the gaps: where values
     have an order, these predict the others best.
     """
-    plain = space.plain_settings
+    plain = space.default_settings
     yield plain
     turns = [
         [(name, value) for value in _halving(dimension.values)]
@@ -129,7 +129,7 @@ def _sizes(predict: _Predict, space: Space, budget: int) -> tuple[int, ...]:
 
     Only one if the space has no other.
     """
-    plain, largest = space.plain_settings, space.largest_micro_batch
+    plain, largest = space.default_settings, space.largest_micro_batch
     if largest == 1 or space.only_micro_batch is not None:
         return (largest,)
     first = min(space.sample_batch_size, largest)

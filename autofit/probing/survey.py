@@ -60,7 +60,7 @@ class Survey:
         sample_shapes: place of each tensor in the sample batch -> its dtype and shape.
         batched: the places of those that hold samples.
         global_batch: samples per optimizer step to keep.
-        resplit: how split and whole gradients compare; None where that was not asked or failed.
+        split_gradients: how split and whole gradients compare; None: not asked, or failed.
         may_change_accumulation: whether the accumulation steps may change.
         dimensions: setting -> its values.
         notes: what a reader of the report should know.
@@ -81,7 +81,7 @@ class Survey:
     sample_shapes: Mapping[str, str]
     batched: Sequence[str]
     global_batch: int | None
-    resplit: Comparison | None
+    split_gradients: Comparison | None
     may_change_accumulation: bool
     dimensions: Mapping[str, Dimension]
     notes: tuple[str, ...] = ()
@@ -252,7 +252,7 @@ def take_survey(
         notes += [*unequal, *ranks.normalizing_apart(one.model)]
     workload = builder.fresh_workload()
     session.on_stage(stage_of(SPLIT_GRADIENTS))
-    resplit = compare_split_gradients(
+    compared = compare_split_gradients(
         builder,
         workload,
         most_samples=workload.sample_batch_size if SPLIT_GRADIENTS in sparing else None,
@@ -269,19 +269,19 @@ def take_survey(
         sample_shapes=describe(workload.batch(workload.sample_batch_size)),
         batched=sorted(workload.samples.batched),
         global_batch=workload.global_batch,
-        resplit=resplit.comparison,
-        may_change_accumulation=resplit.why_kept is None,
+        split_gradients=compared.comparison,
+        may_change_accumulation=compared.why_kept is None,
         dimensions=dimensions,
         notes=(
             *(f"{ACT}{note}" for note in session.notes),
             *(_IN_EVAL_MODE,) * model.is_evaluating,
             *((f"{compiled}: no other way to compile it is tried",) if compiled else ()),
             *notes,
-            *resplit.notes,
+            *compared.notes,
         ),
         busy=busy,
         world_size=world.size,
-        accumulation_kept=resplit.why_kept,
+        accumulation_kept=compared.why_kept,
     )
 
 

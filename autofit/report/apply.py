@@ -43,19 +43,13 @@ def apply(
     remembered: Sequence[Strategy],
     workload: Workload | None,
 ) -> Training:
-    """Return a training of the best plan on that model and optimizer.
+    """Return a training of the best plan on that model and optimizer, as `Report.apply` says.
 
     Args:
-        record: of the search.
-        model, optimizer: the user's own.
-        batched: names of the batch's tensors that hold samples; None: as in the search.
+        record, workload: of the search; workload None: not known in this process.
+        model, optimizer, batched, strategies: see `Report.apply`.
         given: functions that replace those of the search, by name; None: the one of the search.
-        strategies: names or Strategy objects that replace those of the search.
         remembered: the strategies of the search; the installed ones are used for other names.
-        workload: of the search; None: not known in this process.
-
-    Raises:
-        InvalidArgument: see `Report.apply`.
     """
     from autofit.training.batch import BatchWatch
     from autofit.training.optimizers import build_optimizer, check_is_factory

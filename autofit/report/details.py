@@ -9,7 +9,7 @@ from textwrap import shorten
 
 from autofit.measurement import ACT, Trial, TrialKind, probes_of, spread_of
 from autofit.plan import Plan, Settings, unlike
-from autofit.report.finding_words import findings_lines
+from autofit.report.findings import findings_lines
 from autofit.report.record import Record
 from autofit.report.summary import (
     IN_PYTHON,
@@ -165,7 +165,7 @@ def outcome_words(trial: Trial) -> str:
 
 def settings_words(settings: Settings, record: Record) -> str:
     """Return the settings that are not at their default, or "defaults"."""
-    return _written(unlike(settings, record.plain_settings)) or "defaults"
+    return _written(unlike(settings, record.default_settings)) or "defaults"
 
 
 def _written(settings: Settings) -> str:

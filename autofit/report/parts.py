@@ -14,7 +14,7 @@ class Part:
     """What one strategy does in a plan.
 
     Attributes:
-        settings: those that are not plain.
+        settings: those that are not at their default.
         lines: of code that does the same, as `Strategy.describe` gives them.
         terms: the same in standard terms (`autofit.strategy.STANDARD_TERMS`); {}: it has none.
     """
@@ -24,17 +24,17 @@ class Part:
     terms: Mapping[str, Scalar] = field(default_factory=dict)
 
 
-def parts_of(resolved: ResolvedPlan, plain: Settings) -> tuple[Part, ...]:
+def parts_of(resolved: ResolvedPlan, defaults: Settings) -> tuple[Part, ...]:
     """Return the parts of a plan, in the order in which they are applied.
 
     Args:
         resolved: the plan.
-        plain: every setting at its first value.
+        defaults: every setting at its first value.
     """
     return tuple(
         Part(changed, lines_of(strategy.describe(settings, payloads)), terms_of(strategy, settings))
         for strategy, settings, payloads in resolved.by_strategy()
-        if (changed := unlike(settings, plain))
+        if (changed := unlike(settings, defaults))
     )
 
 

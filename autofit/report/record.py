@@ -37,7 +37,7 @@ from autofit.plan import (
 from autofit.registry import resolve, strategies_of
 from autofit.report.findings import Findings
 from autofit.report.parts import Part, parts_of
-from autofit.report.plain import check_plain, without_controls
+from autofit.report.safe_text import check_are_words, without_controls
 from autofit.space import Space
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Record:
         return tuple(self.workload.get("given", ()))
 
     @property
-    def plain_settings(self) -> Settings:
+    def default_settings(self) -> Settings:
         """Every setting at its first value."""
         return {name: dimension.values[0] for name, dimension in self.dimensions.items()}
 
@@ -167,11 +167,11 @@ class Record:
 
     @property
     def best_plan_to_rerun(self) -> Plan:
-        """The best plan without its plain settings.
+        """The best plan without the settings at their default.
 
         A workload, device or installation that lacks one of those settings can still run it.
         """
-        return self.best.plan.without(self.plain_settings)
+        return self.best.plan.without(self.default_settings)
 
     def resolve_best(
         self,
@@ -200,7 +200,7 @@ class Record:
         """
         if self.parts is not None:
             return self.parts
-        return parts_of(self.resolve_best(), self.plain_settings)
+        return parts_of(self.resolve_best(), self.default_settings)
 
     @property
     def baseline_beside_best(self) -> Trial:
@@ -445,7 +445,7 @@ def _record_in(data: Mapping[str, Any]) -> Record:
     trials = tuple(
         from_json(row, Trial, f"trial {at} of the report") for at, row in enumerate(nested)
     )
-    check_plain(file.dimensions, (trial.plan.settings for trial in trials))
+    check_are_words(file.dimensions, (trial.plan.settings for trial in trials))
     for use in file.memory.values():
         _check_memory_use(use)
     return Record(

@@ -20,8 +20,8 @@ from autofit.measurement import ACT, Trial
 from autofit.notebook import shown
 from autofit.plan import Plan
 from autofit.report import apply
-from autofit.report.plain import in_a_table
 from autofit.report.record import Record
+from autofit.report.safe_text import in_a_table
 from autofit.report.summary import Place, one_line, summary
 from autofit.report.text import WIDTH, render
 from autofit.units import counted, kind_of
@@ -64,7 +64,7 @@ class Report:
 
     @property
     def baseline(self) -> Trial:
-        """The trial with every setting plain, at the sample batch's own size."""
+        """The trial with every setting at its default, at the sample batch's own size."""
         return self.record.trial(self.record.baseline_number)
 
     @property

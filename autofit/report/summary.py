@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from autofit.measurement import ACT, NOT_TRIED, Trial, TrialKind, probes_of, spread_of
 from autofit.plan import Plan, Settings, unlike
-from autofit.report.finding_words import loader_words
+from autofit.report.findings import loader_words
 from autofit.report.record import Record
 from autofit.space import Space
 from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded
@@ -162,7 +162,7 @@ def is_sure(record: Record) -> bool:
 
 def describe(plan: Plan, record: Record) -> str:
     """Return a plan without its default settings: "8 x 4, precision.dtype=bfloat16"."""
-    return str(plan.without(record.plain_settings))
+    return str(plan.without(record.default_settings))
 
 
 def speed_words(trial: Trial, record: Record) -> str:
@@ -287,7 +287,7 @@ def plan_words(plan: Plan, record: Record) -> str:
 
 def short_settings(settings: Settings, record: Record) -> str:
     """Return the settings that are not at their default, a strategy's only one by its name."""
-    changed = unlike(settings, record.plain_settings)
+    changed = unlike(settings, record.default_settings)
     strategies = [name.partition(".")[0] for name in changed]
     names = (
         strategy if strategies.count(strategy) == 1 else name
@@ -416,7 +416,7 @@ def pay_off(record: Record) -> PayOff | None:
     space, best = Space(record.dimensions, 1), record.best.plan
 
     def starts_at_once(plan: Plan) -> bool:
-        return not space.is_costly({**record.plain_settings, **plan.settings})
+        return not space.is_costly({**record.default_settings, **plan.settings})
 
     ran = [t for t in probes_of(record.trials) if t.ok and t.samples_per_second]
     starts = [t.measurement.start_up_s for t in ran if t.plan == best]

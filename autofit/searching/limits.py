@@ -161,15 +161,33 @@ def check_search_arguments(
     for name, count in {"max_probes": max_probes, "planned_steps": planned_steps}.items():
         if count is not None:
             check_count(name, count)
+    check_timeout(timeout)
+    check_study(study)
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise InvalidArgument(
+            f"progress must be True or a function that is called with each event, got {progress!r}"
+        )
+
+
+def check_timeout(timeout: Any) -> None:
+    """Check `timeout=`.
+
+    Raises:
+        InvalidArgument: it is neither None nor a number of seconds.
+    """
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and 0 < timeout < _LARGEST_TIMEOUT_S):
         raise InvalidArgument(
             f"timeout must be above zero seconds and below {_LARGEST_TIMEOUT_S:g}, or None for no "
             f"limit, got {timeout!r}"
         )
+
+
+def check_study(study: Any) -> None:
+    """Check `study=`.
+
+    Raises:
+        InvalidArgument: it is neither None, nor a path or URL.
+    """
     if study is not None and not (isinstance(study, (str, os.PathLike)) and os.fspath(study)):
         raise InvalidArgument(f"study must be a file path or an Optuna storage URL, got {study!r}")
-    if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        raise InvalidArgument(
-            f"progress must be True or a function that is called with each event, got {progress!r}"
-        )

@@ -162,7 +162,7 @@ def record_of(
         difference=difference,
         memory=memory,
         calibration=learned(survey, result.baseline),
-        parts=parts_of(resolve(result.best.plan, space, strategies), space.plain_settings),
+        parts=parts_of(resolve(result.best.plan, space, strategies), space.default_settings),
     )
 
 
@@ -198,7 +198,7 @@ def _not_quiet(survey: Survey) -> Iterator[str]:
 
 def _with_more_time(result: SearchResult) -> Iterator[str]:
     if result.with_more_time is not None:
-        plan = result.with_more_time.without(result.spec.space.plain_settings)
+        plan = result.with_more_time.without(result.spec.space.default_settings)
         yield f"{NOT_TRIED}{plan}, because time ran out"
 
 
@@ -354,7 +354,7 @@ def none_fits(
         )
     budget = None if sufficient_bytes is None else round_up_shown(sufficient_bytes)
     enough = f"; a budget of {format_bytes(budget)} is expected to work" if budget else ""
-    named = nearest.without(spec.space.plain_settings)
+    named = nearest.without(spec.space.default_settings)
     return NoFeasiblePlan(
         f"nothing fits: the plan that needs least, {named}, {needs}, and the budget is "
         f"{format_bytes(allowed)}{enough}; {_ways_out(spec)}",

@@ -316,9 +316,9 @@ class _Course:
                 segment_bytes=LARGE_SEGMENT_BYTES,
             )
         steps, samples = asked.planned_steps, spec.space.baseline.samples_per_step
-        train_samples = None if steps is None else steps * samples
+        planned_samples = None if steps is None else steps * samples
         effort = Effort(asked.options.effort)
-        return survey, replace(spec, effort=effort, train_samples=train_samples)
+        return survey, replace(spec, effort=effort, planned_samples=planned_samples)
 
     def _limits(self, store: Store) -> dict[str, Any]:
         """Return the arguments of `run_search` beside what runs, what is searched and where."""

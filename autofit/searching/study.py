@@ -26,7 +26,7 @@ from autofit.errors import StudyError
 from autofit.measurement import Trial, TrialKind
 from autofit.plan import Plan
 from autofit.planning.search_spec import Effort, SearchSpec
-from autofit.report.plain import without_controls
+from autofit.report.safe_text import without_controls
 from autofit.searching import trial_codec
 from autofit.searching.sampler import GivenPlan
 from autofit.searching.storage import (
@@ -57,7 +57,7 @@ def _difference(part: str, stored: str | None, here: str | None) -> str:
 
 def _as_in(spec: SearchSpec, stored: SearchSpec) -> SearchSpec:
     """Return the stored specification with all that a resumed search may change."""
-    return replace(stored, effort=spec.effort, train_samples=spec.train_samples)
+    return replace(stored, effort=spec.effort, planned_samples=spec.planned_samples)
 
 
 class Store:
@@ -136,7 +136,7 @@ class Store:
         with self._writing():
             if stored is None or stored.to_json() != spec.to_json():
                 self.study.set_user_attr(trial_codec.SPEC, spec.to_json())
-            if stored is not None and stored.train_samples != spec.train_samples:
+            if stored is not None and stored.planned_samples != spec.planned_samples:
                 self.study.set_user_attr(_ENDED, None)
         self.spec = spec
 

@@ -28,7 +28,7 @@ from autofit.errors import StudyError
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind, check_ran
 from autofit.plan import Plan, forms_of
 from autofit.planning.search_spec import SearchSpec
-from autofit.report.plain import check_plain, without_controls
+from autofit.report.safe_text import check_are_words, without_controls
 from autofit.space import Space
 
 SPEC = "autofit_facts"
@@ -60,7 +60,7 @@ def check_words(spec: SearchSpec, trials: Sequence[FrozenTrial]) -> None:
         InvalidArgument: there is such a name or value, or a trial is none of autofit's.
     """
     settings = (trial.plan.settings for trial in trials_in(trials, 0))
-    check_plain(forms_of(spec.space.dimensions), [spec.space.fixed, *settings])
+    check_are_words(forms_of(spec.space.dimensions), [spec.space.fixed, *settings])
 
 
 def distributions(space: Space) -> dict[str, BaseDistribution]:

@@ -60,7 +60,7 @@ class TrainingBuilder:
         return training
 
     def with_training(self, run: Callable[[Training, Any], Any], micro_batch: int) -> Any:
-        """Return `run(training, batch)` for a plain training of one micro-batch."""
+        """Return `run(training, batch)` for a training of one micro-batch, all at its default."""
         workload = self.fresh_workload()
         with self.training(workload, ResolvedPlan(Plan(micro_batch))) as training:
             ((batch, _),) = training.micro_batches(workload.batch(micro_batch))

@@ -110,7 +110,7 @@ def settings_taken(loader: Loader) -> frozenset[str]:
 
 
 def own_settings(loader: Loader, samples: int) -> LoaderSettings:
-    """Return what the user has now, for batches of so many samples: a function's is plain."""
+    """Return what the user has now, for batches of so many samples: a function's has neither."""
     if not isinstance(loader, DataLoader):
         return LoaderSettings(samples)
     return LoaderSettings(samples, loader.num_workers, loader.pin_memory, loader.prefetch_factor)

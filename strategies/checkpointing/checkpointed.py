@@ -121,8 +121,8 @@ def _cover(holder: nn.Module, runs: Sequence[tuple[int, int]], paths: Any, aroun
             "training: end that one first, by leaving its `with` block or calling its "
             "undo()"
         )
-    plain = holder.forward
-    holder.__dict__[_FORWARD] = plain
+    original = holder.forward
+    holder.__dict__[_FORWARD] = original
     holder.__dict__[_RUNS] = runs
     holder.__dict__[_STATE] = paths
     holder.__dict__[_AROUND] = around
@@ -139,9 +139,9 @@ def _uncover(holder: nn.Module, before: dict[str, Any]) -> None:
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a covered module."""
-    plain, state = self.__dict__[_FORWARD], self.__dict__[_STATE]
+    original, state = self.__dict__[_FORWARD], self.__dict__[_STATE]
     if not self.__dict__[_RUNS]:
-        return recomputed(plain, self, state, args, kwargs)
+        return recomputed(original, self, state, args, kwargs)
     children: list[Any] = list(self._modules.values())  # children() drops one that stands twice
     value, position = args[0] if args else kwargs["input"], 0
     for start, stop in self.__dict__[_RUNS]:

@@ -53,7 +53,7 @@ class Parity:
 
 
 class _UnrepeatableStep(Exception):
-    """Two plain steps from the same state differ."""
+    """Two steps without checkpointing from the same state differ."""
 
 
 def find_parity(
@@ -96,7 +96,7 @@ class _Gate:
         self._harmless: set[Hashable] = set()
 
     def fits_plainly(self, layers: Sequence[Sequence[str]]) -> bool:
-        """Compare with plain steps, and return whether these fit into memory."""
+        """Compare with steps without checkpointing, and return whether these fit into memory."""
         try:
             self.compare(layers)
         except torch.OutOfMemoryError:
@@ -106,7 +106,7 @@ class _Gate:
         return True
 
     def compare_within(self, layers: Sequence[Sequence[str]]) -> None:
-        """Where a plain step does not fit: all outermost units against all but some of them."""
+        """Where a step without checkpointing does not fit: all outermost units against fewer."""
         outermost, *inner = layers
         self._always = frozenset(outermost)
         self.compare([outermost])

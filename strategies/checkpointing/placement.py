@@ -1,8 +1,8 @@
 """The best placements: for each amount of memory, the units whose recomputation costs least.
 
-Ceilings on the peak, from what plain training holds downwards, are each met by the cheapest units,
-a knapsack along the forward pass. The timeline then computes each placement's peak, and placements
-that another one beats in both memory and time are dropped.
+Ceilings on the peak, from what training holds without it downwards, are each met by the cheapest
+units, a knapsack along the forward pass. The timeline then computes the peak of each placement, and
+placements that another one beats in both memory and time are dropped.
 
 Sources: the knapsack by dynamic programming of Kellerer, Pferschy and Pisinger, Knapsack Problems,
 2004, chapter 2; the memory of a chain of Herrmann et al., Optimal checkpointing for heterogeneous
@@ -35,7 +35,7 @@ ROUNDING = 1e-9
 
 MAX_LEVELS = 24
 LEAST_STEP = 0.01
-"""Share of what plain training holds that a level must save beyond the one before it."""
+"""Share of what training holds without checkpointing that a level must save over the last one."""
 
 
 @dataclass(frozen=True)

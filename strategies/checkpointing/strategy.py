@@ -45,7 +45,7 @@ LONG_ENOUGH_S = 0.03
 """From this duration on, kernels rather than their launches determine the times of a step."""
 
 LEAST_SHARE_OF_A_STEP = 1e-6
-"""What a unit costs at least, though a coarse clock may not see it: else it would seem plain."""
+"""What a unit costs at least, though a coarse clock may not see it: else it would seem free."""
 
 MOST_NAMED = 8
 """Units named in a note."""
@@ -279,9 +279,9 @@ def _evened(model: nn.Module, timeline: Timeline, seconds: dict[str, float]) -> 
     return {unit: mean for alike, mean in means.items() for unit in alike}
 
 
-def _hint(placement: Placement, plain: Placement, step_s: float) -> CostHint:
+def _hint(placement: Placement, without: Placement, step_s: float) -> CostHint:
     return CostHint(
-        bytes_per_sample=placement.peak_bytes / plain.peak_bytes if plain.peak_bytes else None,
+        bytes_per_sample=placement.peak_bytes / without.peak_bytes if without.peak_bytes else None,
         seconds_per_sample=(step_s + placement.recompute_s) / step_s if step_s > 0 else None,
     )
 

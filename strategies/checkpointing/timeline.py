@@ -25,7 +25,7 @@ class Storage:
         nbytes: its size.
         first, last: when it was saved first and last, as positions among all savings; equal
             positions with `saved` False mark memory that only a checkpointed unit would keep.
-        saved: whether plain training keeps it.
+        saved: whether training without checkpointing keeps it.
     """
 
     nbytes: int
@@ -76,7 +76,7 @@ class Timeline:
 
     @cached_property
     def saved_bytes(self) -> int:
-        """Bytes that plain training keeps for the backward pass."""
+        """Bytes that training without checkpointing keeps for the backward pass."""
         return sum(storage.nbytes for storage in self.storages if storage.saved)
 
     @cached_property
@@ -97,22 +97,22 @@ class Timeline:
         return torch.tensor(inside, dtype=torch.int64)
 
     def gain(self, unit: str) -> int:
-        """Return the bytes that plain training keeps and checkpointing this one unit does not."""
+        """Return the bytes that training keeps unless it checkpoints this one unit."""
         return sum(self._released_bytes[c] - self._newly_kept(c) for c in self.calls_of[unit])
 
     def held_until(self, position: int) -> int:
-        """Return the bytes that plain training has saved before this position."""
+        """Return the bytes that training without checkpointing has saved before this position."""
         index = self._index_of(position)
         return int(self._plain_held[index - 1]) if index else 0
 
     def bytes_of(self, indices: Collection[int], calls: Collection[Call]) -> int:
-        """Return the bytes of those storages that plain training saved first during these calls."""
+        """Return the bytes of those storages that training first saves during these calls."""
         firsts = [storage for index in indices if (storage := self.storages[index]).saved]
         inside = [s for s in firsts if any(call.start <= s.first < call.end for call in calls)]
         return sum(storage.nbytes for storage in inside)
 
     def most_within(self, start: int, end: int) -> int:
-        """Return the most bytes of plain training while its backward is at these positions."""
+        """Return the most bytes without checkpointing while its backward is at these positions."""
         stretch = self._stretch(start, end)
         held = self._plain_held[stretch] + self._in_flight[stretch]
         return int(held.max()) if len(held) else 0

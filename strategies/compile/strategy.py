@@ -42,7 +42,7 @@ from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 if TYPE_CHECKING:
-    from .plain_step import PlainStep
+    from .uncompiled_step import UncompiledStep
 
 MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
 OFF, MODEL, BLOCKS = "off", "model", "blocks"
@@ -101,9 +101,11 @@ class Compile:
             return off
         if any(map(_is_compiled, context.model.modules())):  # which the survey notes
             return off
-        from .plain_step import observed  # in the worker alone
+        from .uncompiled_step import observed  # in the worker alone
 
-        step: PlainStep = context.with_training(observed, min(_SAMPLES, context.samples_per_step))
+        step: UncompiledStep = context.with_training(
+            observed, min(_SAMPLES, context.samples_per_step)
+        )
         if not step.calls_model:
             context.note(f"{MODE} skipped: the training step does not call the model")
             return off
@@ -169,7 +171,7 @@ def _cost_s(context: Context, operators: float) -> float:
     return round(fixed_s + operator_s * operators, 1)
 
 
-def _costs_of_modes(context: Context, step: PlainStep) -> dict[Scalar, float]:
+def _costs_of_modes(context: Context, step: UncompiledStep) -> dict[Scalar, float]:
     """Return the seconds of the modes that take longer to compile than others."""
     if AUTOTUNED not in _MODES[context.device.type]:
         return {}
@@ -178,7 +180,7 @@ def _costs_of_modes(context: Context, step: PlainStep) -> dict[Scalar, float]:
     return {AUTOTUNED: round(_cost_s(context, step.operators) + autotuning_s, 1)}
 
 
-def _regions(context: Context, step: PlainStep) -> Dimension:
+def _regions(context: Context, step: UncompiledStep) -> Dimension:
     """Return whether blocks alone may be compiled: where that takes clearly less time."""
     saved_s = _cost_s(context, step.operators) - _cost_s(context, step.operators_of_blocks)
     if len(step.blocks) < 2 or saved_s < _LEAST_SAVED * _cost_s(context, step.operators):
@@ -197,7 +199,7 @@ def _regions(context: Context, step: PlainStep) -> Dimension:
     )
 
 
-def _budgets(context: Context, step: PlainStep) -> Dimension:
+def _budgets(context: Context, step: UncompiledStep) -> Dimension:
     """Return the memory budgets; none where random numbers would be drawn anew to recompute."""
     if step.draws:
         context.note(

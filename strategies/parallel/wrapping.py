@@ -31,8 +31,8 @@ def replicated(
     from torch.nn.parallel import DistributedDataParallel
 
     training.place_model()
-    plain = training.model
-    wrapped = DistributedDataParallel(plain, gradient_as_bucket_view=in_buckets)
+    unwrapped = training.model
+    wrapped = DistributedDataParallel(unwrapped, gradient_as_bucket_view=in_buckets)
     if is_short:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
@@ -46,7 +46,7 @@ def replicated(
     try:
         yield synchronise
     finally:
-        training.model = plain
+        training.model = unwrapped
 
 
 def sharded(

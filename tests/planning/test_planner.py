@@ -259,15 +259,15 @@ def test_a_costly_value_is_tried_where_the_training_is_long_enough(
     make_device: MakeDevice, samples: int | None, tried: bool
 ) -> None:
     other = _compiling(make_device, trial_cost_s=30.0)
-    spec = replace(other.spec(), train_samples=samples)
+    spec = replace(other.spec(), planned_samples=samples)
     result = run_search(other.prober(), spec)
     assert any(t.plan.settings["compile.mode"] != "off" for t in result.trials) is tried
-    assert SearchSpec.from_json(spec.to_json()).train_samples == samples
+    assert SearchSpec.from_json(spec.to_json()).planned_samples == samples
 
 
 def test_the_cheaper_of_two_costly_values_is_tried_first(make_device: MakeDevice) -> None:
     other = _compiling(make_device, trial_costs_s={"whole": 60.0, "parts": 20.0})
-    spec = replace(other.spec(), train_samples=10_000_000)
+    spec = replace(other.spec(), planned_samples=10_000_000)
     result = run_search(other.prober(), spec)
     modes = [t.plan.settings["compile.mode"] for t in result.trials]
     assert next(mode for mode in modes if mode != "off") == "parts"
@@ -277,7 +277,7 @@ def test_no_costly_value_is_tried_that_the_time_does_not_suffice_for(
     make_device: MakeDevice,
 ) -> None:
     other = _compiling(make_device, trial_cost_s=30.0)
-    spec, cheap = other.spec(), replace(other.spec(), train_samples=1_000)
+    spec, cheap = other.spec(), replace(other.spec(), planned_samples=1_000)
     posterior = Posterior(spec, run_search(other.prober(), cheap).trials)
     assert isinstance(planner.decide(posterior, seconds_left=29.0), planner.NothingLeft)
     plan = planner.decide(posterior, seconds_left=31.0)
@@ -298,7 +298,7 @@ def test_the_start_of_a_costly_plan_counts_over_the_training(make_device: MakeDe
     plan = next(t.plan for t in started if t.plan.settings["compile.mode"] != "off")
     unknown = Posterior(other.spec(), started).log_speed(plan)
     for samples in (1_000, 1_000_000):
-        spec = replace(other.spec(), train_samples=samples)
+        spec = replace(other.spec(), planned_samples=samples)
         seconds = samples / np.exp(unknown) + 50.0
         counted = Posterior(spec, started).log_speed(plan)
         np.testing.assert_allclose(np.exp(counted), samples / seconds)

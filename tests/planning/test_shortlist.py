@@ -84,7 +84,7 @@ def test_a_shortlist_has_what_ran_and_every_value() -> None:
     spec = _spec(LARGE)
     trials = run_search(_prober(), spec, max_probes=9).trials
     posterior = Posterior(spec, trials)
-    assert posterior.variants[0] == spec.space.plain_settings
+    assert posterior.variants[0] == spec.space.default_settings
     assert all(trial.plan.settings in posterior.variants for trial in trials)
     for name, dimension in LARGE.items():
         assert {settings[name] for settings in posterior.variants} == set(dimension.values)

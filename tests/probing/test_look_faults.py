@@ -105,12 +105,12 @@ def test_gradients_that_cannot_be_compared_leave_the_accumulation_count_as_it_is
     """Of a split and a whole batch of five samples, which the sample batch has not."""
     with _opened("killed", 5, global_batch=8) as prober:
         survey = prober.survey()
-    assert survey.resplit is not None
-    assert survey.resplit.equal
+    assert survey.split_gradients is not None
+    assert survey.split_gradients.equal
     assert survey.may_change_accumulation
     with _opened("killed", 3, global_batch=8) as prober:
         survey = prober.survey()
-    assert survey.resplit is None
+    assert survey.split_gradients is None
     assert not survey.may_change_accumulation
     assert any("could not be compared" in note for note in survey.notes)
 

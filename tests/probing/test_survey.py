@@ -56,8 +56,8 @@ def test_a_survey_says_what_the_workload_is() -> None:
 
 def test_independent_samples_may_be_split() -> None:
     survey = _surveyed(nn.Tanh(), nn.Dropout(0.5))
-    assert survey.resplit is not None
-    assert survey.resplit.equal
+    assert survey.split_gradients is not None
+    assert survey.split_gradients.equal
     assert survey.may_change_accumulation
     assert survey.notes == ()
 
@@ -96,12 +96,12 @@ def test_where_splitting_changes_gradients_the_count_stays_and_the_report_says_w
 ) -> None:
     middle, more = NOT_ALIKE[kind]
     survey = _surveyed(*middle, **more)
-    assert survey.resplit is not None
-    assert not survey.resplit.equal
+    assert survey.split_gradients is not None
+    assert not survey.split_gradients.equal
     assert not survey.may_change_accumulation
     (note,) = survey.notes
-    assert f"{survey.resplit.gradient:.1%}" in note
-    assert survey.resplit.modules[0] in note
+    assert f"{survey.split_gradients.gradient:.1%}" in note
+    assert survey.split_gradients.modules[0] in note
     assert "allow_accumulation_change" in note
     assert ("loss_weight" in note) is (kind != "BatchNorm")
     assert survey.space().plan(1, {}) == survey.space().baseline
@@ -114,8 +114,8 @@ def test_a_weight_makes_a_masked_loss_splittable() -> None:
     criterion = nn.CrossEntropyLoss(ignore_index=1)
     survey = _surveyed(criterion=criterion, loss_weight=valid)
     assert survey.may_change_accumulation
-    assert survey.resplit is not None
-    assert survey.resplit.equal
+    assert survey.split_gradients is not None
+    assert survey.split_gradients.equal
 
 
 @pytest.mark.parametrize("kind", NOT_ALIKE)
@@ -187,7 +187,7 @@ def test_a_mask_that_is_no_part_of_the_mean_is_not_held_against_it() -> None:
 @pytest.mark.parametrize(("middle", "alike"), [((), True), ((nn.BatchNorm1d(16),), False)])
 def test_one_sample_is_varied_to_compare_with(middle: tuple[nn.Module, ...], alike: bool) -> None:
     survey = _surveyed(*middle, sample_batch=(torch.randn(1, 6), torch.randint(4, (1,))))
-    assert survey.resplit is not None
+    assert survey.split_gradients is not None
     assert survey.may_change_accumulation is alike
 
 
@@ -209,7 +209,7 @@ def test_copies_of_one_sample_prove_nothing() -> None:
 
     same = torch.ones(2, 6, dtype=torch.int64)
     survey = _surveyed(sample_batch=same, criterion=None, loss_fn=loss_fn)
-    assert survey.resplit is None
+    assert survey.split_gradients is None
     assert not survey.may_change_accumulation
     assert "one sample" in survey.notes[0]
     assert "samples that differ" in survey.notes[0]
@@ -235,7 +235,7 @@ def test_a_train_step_is_not_split_unless_the_user_says_so() -> None:
 @pytest.mark.parametrize("more", [{"global_batch": None}, {"global_batch": 1}])
 def test_nothing_is_compared_where_there_is_nothing_to_split(more: dict[str, Any]) -> None:
     survey = _surveyed(nn.BatchNorm1d(16), **more)
-    assert survey.resplit is None
+    assert survey.split_gradients is None
     assert survey.may_change_accumulation
     assert survey.notes == ()
 
@@ -412,8 +412,8 @@ def test_a_function_that_makes_another_batch_each_time_is_asked_once() -> None:
         return inputs + next(made), labels
 
     survey = _surveyed(nn.Tanh(), sample_batch=make)
-    assert survey.resplit is not None
-    assert survey.resplit.equal
+    assert survey.split_gradients is not None
+    assert survey.split_gradients.equal
 
 
 def test_a_model_whose_loss_exists_in_training_only_is_compared_in_training() -> None:
@@ -428,5 +428,5 @@ def test_a_model_whose_loss_exists_in_training_only_is_compared_in_training() ->
             return {"loss": CROSS_ENTROPY(self.net(x), labels)}
 
     survey = _survey_of(session_of(lambda: Workload(Shy(), labelled(), global_batch=8)))
-    assert survey.resplit is not None
-    assert survey.resplit.equal
+    assert survey.split_gradients is not None
+    assert survey.split_gradients.equal

@@ -298,7 +298,7 @@ def report_for(case: Case, micro_batch: int = 3) -> Report:
         "loss": "the model's own loss",
         "may_change_accumulation": case.splits,
     }
-    parts = parts_of(found.record.resolve_best(), found.record.plain_settings)
+    parts = parts_of(found.record.resolve_best(), found.record.default_settings)
     return replace(found, record=replace(found.record, workload=facts, parts=parts))
 
 

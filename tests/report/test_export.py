@@ -117,7 +117,7 @@ def reported(
     found = report_of(workload, plan, ("1", "2"))
     functions = [name for name in given if name != "clip_grad_norm"]
     facts = {**found.record.workload, "given": functions, "loss": "the model's own loss"}
-    parts = parts_of(found.record.resolve_best(), found.record.plain_settings)
+    parts = parts_of(found.record.resolve_best(), found.record.default_settings)
     report = replace(found, record=replace(found.record, workload=facts, parts=parts))
     return report, load(report.save(path / "report.json"))
 

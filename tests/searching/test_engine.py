@@ -783,7 +783,7 @@ def test_what_is_costly_to_try_takes_one_fresh_worker_a_probe(make_device: MakeD
         return measurement
 
     prober = _Wrapped(other.prober(), remember)
-    result = run_search(prober, replace(other.spec(), train_samples=10_000_000))
+    result = run_search(prober, replace(other.spec(), planned_samples=10_000_000))
     searched = [t for t in result.trials if t.kind is not TrialKind.CONFIRMATION]
     first = next(n for n, t in enumerate(searched) if t.plan.settings != off)
     assert all(t.plan.settings != off for t in searched[first:])

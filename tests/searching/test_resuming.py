@@ -58,8 +58,8 @@ def test_another_length_of_the_training_goes_on_where_a_search_ended(
     device: SimulatedDevice, tmp_path: Path
 ) -> None:
     path = tmp_path / "study.journal"
-    for train_samples, goes_on in ((400, True), (400, False), (800, True), (None, True)):
-        spec = replace(device.spec(), train_samples=train_samples)
+    for planned_samples, goes_on in ((400, True), (400, False), (800, True), (None, True)):
+        spec = replace(device.spec(), planned_samples=planned_samples)
         with Store.open(path, IDENTITY) as store:
             store.begin(spec)
             assert (store.ended is None) is goes_on

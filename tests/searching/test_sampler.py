@@ -71,7 +71,7 @@ def test_a_plan_has_no_other_parameters(device: SimulatedDevice) -> None:
 def test_each_outcome_has_its_state_and_constraint(
     device: SimulatedDevice, measurement: Measurement, state: str, feasible: bool
 ) -> None:
-    plan = Plan(4, settings=device.space.plain_settings)
+    plan = Plan(4, settings=device.space.default_settings)
     with Store.open(None, {}) as store:
         store.begin(device.spec())
         stored = store.record(store.ask(plan), Trial(7, TrialKind.BASELINE, plan, measurement))
@@ -118,8 +118,8 @@ def test_another_sampler_tries_the_whole_batch_as_often_as_its_half(
 ) -> None:
     space = make_device(global_batch=64).space
     assert trial_codec.distributions(space)["micro_batch"] == IntDistribution(1, 127, log=True)
-    params = {**space.plain_settings, "micro_batch": 100}
-    assert trial_codec.plan_of(params, space) == space.plan(64, space.plain_settings)
+    params = {**space.default_settings, "micro_batch": 100}
+    assert trial_codec.plan_of(params, space) == space.plan(64, space.default_settings)
     bounded = make_device(global_batch=64, max_micro_batch=16).space
     assert trial_codec.distributions(bounded)["micro_batch"] == IntDistribution(1, 16, log=True)
 

@@ -1,4 +1,4 @@
-"""What a plain step of a model shows of how it would compile."""
+"""What a step of an uncompiled model shows of how it would compile."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
 
 
 @dataclass
-class PlainStep:
-    """What a plain step shows.
+class UncompiledStep:
+    """What an uncompiled step shows.
 
     Attributes:
         calls_model: whether the model was called as a whole.
@@ -40,9 +40,9 @@ class PlainStep:
     products: int = 0
 
 
-def observed(training: TrainingView, batch: Any) -> PlainStep:
+def observed(training: TrainingView, batch: Any) -> UncompiledStep:
     """Return what a step over the batch shows; the weights stay as they are."""
-    step, watch = PlainStep(), _Watch(training.device)
+    step, watch = UncompiledStep(), _Watch(training.device)
     kinds = dict(_repeated(training.model))
     modules = {name: training.model.get_submodule(name) for name in kinds}
     called: list[str] = []

@@ -22,7 +22,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What a spreadsheet takes for the beginning of a formula (OWASP, CSV Injection)."""
 
 
-def check_plain(
+def check_are_words(
     dimensions: Mapping[str, DimensionForm], settings: Iterable[Mapping[str, Any]]
 ) -> None:
     """Refuse a name or value that strategies write into code and that is no word.
