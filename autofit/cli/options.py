@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autofit.devices.request import check_budget, check_device_name, device_names
+from autofit.devices.request import check_budget, device_names
 from autofit.errors import InvalidArgument
 from autofit.plan import Scalar
 
@@ -47,9 +48,15 @@ def _check_budget(text: str | None) -> str | None:
     return text
 
 
-def _check_device(name: str | None) -> str | None:
-    check_device_name(name)
-    return name
+def _checked(check: str) -> Callable[[Any], Any]:
+    """Return a callback that has "module:function", imported only then, refuse an invalid value."""
+
+    def callback(value: Any) -> Any:
+        if value is not None:
+            resolve_name(check)(value)
+        return value
+
+    return callback
 
 
 def _check_devices(names: str | None) -> str | None:
@@ -81,35 +88,6 @@ def _check_settings(texts: list[str] | None) -> list[str] | None:
     return settings
 
 
-def _check_numerics(level: str) -> str:
-    from autofit.registry import numerics_level
-
-    numerics_level(level)
-    return level
-
-
-def _check_timeout(seconds: float | None) -> float | None:
-    from autofit.searching.limits import check_timeout
-
-    check_timeout(seconds)
-    return seconds
-
-
-def _check_study(name: str | None) -> str | None:
-    from autofit.searching.limits import check_study
-
-    check_study(name)
-    return name
-
-
-def _check_report(path: Path | None) -> Path | None:
-    from autofit.report.report import load
-
-    if path is not None:
-        load(path)
-    return path
-
-
 def paths(texts: list[Path] | None) -> list[Path] | None:
     """Return the files of `--out`: several by commas, and by being repeated."""
     names = by_commas(None if texts is None else list(map(str, texts)))
@@ -127,7 +105,9 @@ Budget = Annotated[
 DeviceName = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="cuda, cuda:1 or cpu; default: cuda, if any", callback=_check_device
+        metavar="NAME",
+        help="cuda, cuda:1 or cpu; default: cuda, if any",
+        callback=_checked("autofit.devices.request:check_device_name"),
     ),
 ]
 DeviceNames = Annotated[
@@ -158,7 +138,7 @@ NumericsName = Annotated[
         metavar="LEVEL",
         help="exact, rounding or reduced_precision (the default)",
         show_default=False,
-        callback=_check_numerics,
+        callback=_checked("autofit.registry:numerics_level"),
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
@@ -192,7 +172,11 @@ MaxProbes = Annotated[
 ]
 Timeout = Annotated[
     float | None,
-    typer.Option(metavar="SECONDS", help="stop after this time", callback=_check_timeout),
+    typer.Option(
+        metavar="SECONDS",
+        help="stop after this time",
+        callback=_checked("autofit.searching.limits:check_timeout"),
+    ),
 ]
 PlannedSteps = Annotated[
     int | None,
@@ -207,7 +191,9 @@ Effort = Annotated[
 StudyName = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE", help="resume from this file or Optuna storage URL", callback=_check_study
+        metavar="FILE",
+        help="resume from this file or Optuna storage URL",
+        callback=_checked("autofit.searching.limits:check_study"),
     ),
 ]
 Profile = Annotated[
@@ -218,7 +204,11 @@ WorldSize = Annotated[
 ]
 PlanFrom = Annotated[
     Path | None,
-    typer.Option(metavar="REPORT", help="the best plan of this report", callback=_check_report),
+    typer.Option(
+        metavar="REPORT",
+        help="the best plan of this report",
+        callback=_checked("autofit.report.report:load"),
+    ),
 ]
 
 
