@@ -154,7 +154,7 @@ def search(
         precision=own,
         strategies=strategies,
         numerics=numerics,
-        asked_by=f"precision={getattr(trainer, 'precision', None)!r} of the Trainer",
+        asked_by=f"precision={trainer.precision!r} of the Trainer" if own else "",
         notes=(),
         apply=_APPLY,
         progress=progress,
