@@ -8,6 +8,8 @@ its size is that of the weights that lines share, and the work grows with the re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -85,12 +87,11 @@ class Readings:
         """Return the problem in these draws alone."""
         if len(draws) == len(self.power):
             return self
-        return replace(
-            self,
-            precision=self.precision[draws],
-            scale=self.scale[draws],
-            power=self.power[draws],
+        few = copy(self)  # with what was found of the features
+        few.__dict__.update(
+            precision=self.precision[draws], scale=self.scale[draws], power=self.power[draws]
         )
+        return few
 
     @cached_property
     def line(self) -> NDArray[np.intp]:
@@ -103,6 +104,27 @@ class Readings:
         """(readings, features * features): products of each two features of log y."""
         squares = self.features_y[:, :, None] * self.features_y[:, None, :]
         return squares.reshape(len(self.log_x), -1)
+
+    @cached_property
+    def products(self) -> Sequence[tuple[NDArray[np.intp], Array]]:
+        """Products of two terms' derivatives: of A and A, of A and B both ways, of B and B.
+
+        Each is the places in a matrix of terms by terms, and (lines, places) there; most terms are
+        of A or B alone, so that most places are zero.
+        """
+        pairs = (
+            (self.features_a, self.features_a, 1),
+            (self.features_a, self.features_b, 2),
+            (self.features_b, self.features_b, 1),
+        )
+        found = []
+        for one, other, ways in pairs:
+            square = one[:, :, None] * other[:, None, :]
+            square = (square + square.transpose(0, 2, 1)) * (ways / 2)
+            square = np.triu(square).reshape(len(one), -1)
+            places = np.flatnonzero(square.any(axis=0))
+            found.append((places, square[:, places]))
+        return found
 
     def parts(self, weights: Array) -> tuple[Array, Array, Array]:
         """Return the columns of the terms, of the lines' own weights, and of the features."""
@@ -140,12 +162,15 @@ class _System:
 
     Attributes:
         own: (draws, lines), the diagonal block of the own weights.
-        cross: (draws, lines, others), the block of own weights and others.
+        ab, bb: (draws, lines), sums over the readings of products of derivatives by A and B.
+        yb: (draws, lines, features), likewise by features of log y and B.
         others: (draws, others, others), what elimination leaves of the block of the others.
     """
 
     own: Array
-    cross: Array
+    ab: Array
+    bb: Array
+    yb: Array
     others: Array
 
     @classmethod
@@ -156,22 +181,28 @@ class _System:
         a, aa = readings.over_lines(of_a), readings.over_lines(of_a * share)
         ab = a - aa
         bb = readings.over_lines(of_b) - ab
-        features_a, features_b, features_y = (
-            readings.features_a,
-            readings.features_b,
-            readings.features_y,
-        )
-        by_a = aa[:, :, None] * features_a + ab[:, :, None] * features_b
-        by_b = ab[:, :, None] * features_a + bb[:, :, None] * features_b
+        features_y = readings.features_y
         ya, yb = (
             np.stack([readings.over_lines(part * column) for column in features_y.T], axis=2)
             if features_y.size
             else np.zeros((*aa.shape, 0))
             for part in (of_a, of_b)
         )
-        terms = features_a.T @ by_a + features_b.T @ by_b
-        mixed = features_a.T @ ya + features_b.T @ yb
+        of_terms, of_own, of_features = readings.parts(readings.scale)
+        scale = np.hstack([of_terms, of_features])
+        own = 1 + of_own**2 * bb
+        left = of_own**2 / own  # by which elimination takes away products with B
+        count = readings.features_a.shape[1]
+        terms = np.zeros((len(aa), count * count))
+        sums = aa - left * ab**2, ab - left * ab * bb, bb - left * bb**2
+        for each, (places, products) in zip(sums, readings.products, strict=True):
+            terms[:, places] += each @ products
+        terms = terms.reshape(-1, count, count)
+        terms += np.triu(terms, 1).transpose(0, 2, 1)
+        mixed = readings.features_a.T @ (ya - (left * ab)[:, :, None] * yb)
+        mixed += readings.features_b.T @ ((1 - left * bb)[:, :, None] * yb)
         squares = (precision @ readings.squares_y).reshape(len(aa), *2 * features_y.shape[1:])
+        squares -= yb.transpose(0, 2, 1) @ (left[:, :, None] * yb)
         others = np.concatenate(
             [
                 np.concatenate([terms, mixed], axis=2),
@@ -179,25 +210,29 @@ class _System:
             ],
             axis=1,
         )
-        of_terms, of_own, of_features = readings.parts(readings.scale)
-        scale = np.hstack([of_terms, of_features])
-        cross = np.concatenate([by_b, yb], axis=2) * of_own[:, :, None] * scale[:, None, :]
-        own = 1 + of_own**2 * bb
-        others = others * scale[:, :, None] * scale[:, None, :]
-        others -= cross.transpose(0, 2, 1) @ (cross / own[:, :, None])
+        others *= scale[:, :, None] * scale[:, None, :]
         diagonal = range(others.shape[1])
         others[:, diagonal, diagonal] += 1
-        return cls(own, cross, others)
+        return cls(own, ab, bb, yb, others)
 
     def solved(self, readings: Readings, gradient: Array) -> Array:
         """Return (draws, weights): the solution at this right side."""
         of_terms, of_own, of_features = readings.parts(gradient)
-        right = np.hstack([of_terms, of_features])
-        right = right - np.einsum("dlo,dl->do", self.cross, of_own / self.own)
+        terms_scale, own_scale, features_scale = readings.parts(readings.scale)
+        features_a, features_b = readings.features_a, readings.features_b
+        shift = own_scale * of_own / self.own
+        by_terms = (self.ab * shift) @ features_a + (self.bb * shift) @ features_b
+        by_features = np.einsum("dlf,dl->df", self.yb, shift)
+        right = np.hstack(
+            [of_terms - terms_scale * by_terms, of_features - features_scale * by_features]
+        )
         others = np.linalg.solve(self.others, right[:, :, None])[:, :, 0]
-        own = (of_own - np.einsum("dlo,do->dl", self.cross, others)) / self.own
-        terms = of_terms.shape[1]
-        return np.hstack([others[:, :terms], own, others[:, terms:]])
+        count = of_terms.shape[1]
+        terms, features = terms_scale * others[:, :count], features_scale * others[:, count:]
+        pull = self.ab * (terms @ features_a.T) + self.bb * (terms @ features_b.T)
+        pull += np.einsum("dlf,df->dl", self.yb, features)
+        own = (of_own - own_scale * pull) / self.own
+        return np.hstack([others[:, :count], own, others[:, count:]])
 
     def log_determinant(self) -> Array:
         """(draws): the log of the determinant of the whole system."""
