@@ -129,7 +129,6 @@ def _rules() -> Iterator[Change]:
         "a size within the widest gap": ("planner", "within_gap", nothing),
         "a size before a drop": ("proposals", "_before_drop", nothing),
         "sizes between measured ones": ("proposals", "_sizes_between", none_of_them),
-        "repeats of rivals": ("planner", "repeats", none_of_them),
         "a repeat after a surprise": ("planner", "_surprise", nothing),
         "halving after a failure": ("proposals", "_halfway", lambda found: found.bound.copy()),
         "regimes but the first": ("posterior", "_REGIMES", regimes[:1]),

@@ -24,7 +24,6 @@ from autofit.planning.proposals import (
     leading,
     likeliest_to_fit,
     new_plans,
-    repeats,
     within_gap,
 )
 from autofit.units import format_bytes
@@ -71,7 +70,7 @@ def decide(
 
     Args:
         posterior: of the search so far. Plans in flight that it believes are not proposed again.
-        may_repeat: whether a plan may be repeated, which tells noise from odd step times. Not where
+        may_repeat: whether the leader may be, which tells noise from odd step times. Not where
             another sampler proposes the plans: it would never be run.
         seconds_left: costly values are tried only where that is expected to suffice; None: always.
     """
@@ -82,7 +81,7 @@ def decide(
     if doubted is not None:
         return doubted
     costly = posterior.trial_costs_s > 0
-    plan = propose(posterior, posterior.usable & ~costly, may_repeat=may_repeat)
+    plan = propose(posterior, posterior.usable & ~costly)
     if plan is None and costly.any():
         seconds = _probe_seconds(posterior)
         beside = posterior.usable & costly
@@ -90,7 +89,7 @@ def decide(
             beside &= posterior.beside(leaders)
         if seconds_left is not None:
             beside &= seconds <= seconds_left
-        plan = propose(posterior, beside, may_repeat=may_repeat, seconds=seconds)
+        plan = propose(posterior, beside, seconds=seconds)
     if plan is not None:
         return plan
     fits = any(trial.ok for trial in posterior.probes)
@@ -147,15 +146,12 @@ def forecast(posterior: Posterior, plan: Plan) -> Forecast:
     return Forecast(peak, max(overheads) + max(5.0, 10 * step_time_s))
 
 
-def propose(
-    posterior: Posterior, allowed: Mask, *, may_repeat: bool = True, seconds: Array | None = None
-) -> Plan | None:
+def propose(posterior: Posterior, allowed: Mask, *, seconds: Array | None = None) -> Plan | None:
     """Return the plan of an allowed variant that is most worth a probe; None if none is.
 
     Args:
         posterior: of the search so far.
         allowed: (variants), which may be proposed.
-        may_repeat: as for `decide`.
         seconds: (variants), that a probe takes, where they differ so much that the gain per second
             decides. Then no probe is proposed that takes longer than what it is expected to save
             over the training, where the length of that is known.
@@ -164,8 +160,6 @@ def propose(
     if leader is None:
         return likeliest_to_fit(posterior, allowed)
     found = new_plans(posterior, leader, allowed, seconds)
-    if may_repeat:
-        found += repeats(posterior, leader, allowed)
     in_flight = {trial.plan for trial in posterior.in_flight}
     found = [proposal for proposal in found if proposal[1] not in in_flight]
     if seconds is not None:

@@ -375,13 +375,7 @@ class Posterior:
 
     def oom_risk(self, plan: Plan) -> float:
         """Return the probability that a probe of the plan runs out of memory."""
-        return float(self.oom_risks([plan])[0])
-
-    def oom_risks(self, plans: Sequence[Plan]) -> Array:
-        """Return (plans): the `oom_risk` of each."""
-        limits = self.memory_limit[:, [self.index(plan) for plan in plans]]
-        risks: Array = (limits < [plan.micro_batch for plan in plans]).mean(axis=0)
-        return risks
+        return float((self.memory_limit[:, self.index(plan)] < plan.micro_batch).mean())
 
     def noise(self, trial: Trial) -> float:
         """Return the standard deviation of the log of a probe's step time; see `Noise.of`."""

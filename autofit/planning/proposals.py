@@ -3,10 +3,10 @@
 Every variant has a ceiling in each draw: the largest micro-batch for which its memory line there
 leaves room. Its potential is the speed gained over the leading plan at that ceiling. The worth of a
 probe is what its plan gains plus a share of the potential that it will then be known to have, both
-if it fits, less the cost of running out of memory if it does not. Repeating a plan is worth its
-knowledge gradient: the expected gain from reducing the noise that hides whether it beats the leader
-(Frazier, Powell and Dayanik, SIAM J. Control Optim. 47, 2008), which grows with the share of the
-variance that a measurement explains. Worths are differences of log speed: 0.01 is one percent.
+if it fits, less the cost of running out of memory if it does not. What becomes known is worth its
+knowledge gradient (Frazier, Powell and Dayanik, SIAM J. Control Optim. 47, 2008), which grows with
+the share of the variance that a measurement explains. Plans are repeated in the final comparison
+alone. Worths are differences of log speed: 0.01 is one percent.
 """
 
 from __future__ import annotations
@@ -283,23 +283,6 @@ def within_gap(posterior: Posterior, leader: Trial) -> Proposal | None:
     if below in own:
         most = min(most, own[below] + math.log(above / below) - ahead)
     return _DROP_ODDS * math.log(above / below) * most / 2, middle
-
-
-def repeats(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposal]:
-    """Return plans that ran before and that noise may hide to be faster than the leader."""
-    rivals = {
-        trial.plan: trial
-        for trial in posterior.fitting
-        if trial.plan != leader.plan and allowed[posterior.index(trial.plan)]
-    }
-    if not rivals:
-        return []
-    plans = list(rivals)
-    ahead = np.stack([posterior.log_speed(plan) for plan in plans], axis=1)
-    ahead -= posterior.log_speed(leader.plan)[:, None]
-    noise = np.array([posterior.noise(trial) for trial in rivals.values()])
-    worth = gain_of_repeating(ahead, noise) - oom_cost(posterior, posterior.oom_risks(plans))
-    return list(zip(worth.tolist(), plans, strict=True))
 
 
 def gain_of_repeating(ahead: Array, noise: Array) -> Array:
