@@ -24,7 +24,7 @@ from autofit.report.parts import terms_of
 from autofit.report.report import Report
 from autofit.strategy import ALONE, Strategy
 from autofit.training.batch import Samples, batch_size, describe
-from autofit.training.forward_contexts import ForwardContext, ForwardContexts
+from autofit.training.training import ForwardContext, ForwardContexts
 from autofit.units import counted
 
 

@@ -49,10 +49,9 @@ from autofit.snapshot.snapshot import preserved
 from autofit.strategy import ALONE, Capabilities, World
 from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.builder import TrainingBuilder
-from autofit.training.compiled import compiled_part
 from autofit.training.loss import LossSource
 from autofit.training.training import Training
-from autofit.training.workload import Workload
+from autofit.training.workload import Workload, compiled_part
 from autofit.units import GIB
 
 STEPS = 2

@@ -30,10 +30,9 @@ from autofit.strategy import Comparison, Strategy
 from autofit.torch_private import gone_in
 from autofit.training.batch import describe
 from autofit.training.builder import TrainingBuilder
-from autofit.training.compiled import compiled_in_place, compiled_part
 from autofit.training.fingerprint import fingerprint
 from autofit.training.loss import LossSource
-from autofit.training.workload import Workload
+from autofit.training.workload import Workload, compiled_in_place, compiled_part
 from autofit.units import counted, format_bytes
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -20,7 +20,6 @@ from autofit.plan import ResolvedPlan, split_evenly, steps_for
 from autofit.strategy import ALONE, Phase, World
 from autofit.training.amp import LossScale, fresh_casts
 from autofit.training.batch import Batch, BatchWatch, Samples, map_tensors, pieces
-from autofit.training.forward_contexts import ForwardContext, ForwardContexts
 from autofit.training.loss import LossSource, Recipe, scalar
 from autofit.training.optimizers import (
     FactoryWrapper,
@@ -35,6 +34,45 @@ if TYPE_CHECKING:
     from autofit.training.ranks import Ranks
 
 StepWrapper = Callable[[Callable[[], None]], None]
+ForwardContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
+
+
+class ForwardContexts:
+    """Makes and enters what a training's forward passes run under, in the order it was added."""
+
+    def __init__(self) -> None:
+        self._added: list[tuple[ForwardContext, bool]] = []
+        self._is_forward = False
+
+    def __bool__(self) -> bool:
+        return bool(self._added)
+
+    def add(self, context: ForwardContext, *, also_recomputation: bool) -> Callable[[], None]:
+        """Add one; return the function that removes it. See `TrainingView.wrap_forward`."""
+        entry = (context, also_recomputation)
+        self._added.append(entry)
+        return lambda: self._added.remove(entry)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Enter all of them."""
+        before, self._is_forward = self._is_forward, True
+        try:
+            with ExitStack() as stack:
+                for context, _ in self._added:
+                    stack.enter_context(context())
+                yield
+        finally:
+            self._is_forward = before
+
+    @contextmanager
+    def recomputation(self) -> Iterator[None]:
+        """Enter those that a recomputation needs, unless it runs inside `forward`."""
+        with ExitStack() as stack:
+            for context, also_recomputation in self._added:
+                if also_recomputation and not self._is_forward:
+                    stack.enter_context(context())
+            yield
 
 
 class Training(AbstractContextManager["Training"]):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-units: Any = import_module("autofit.strategies.parallel.units")
+units: Any = import_module("autofit.strategies.parallel.wrapping")
 
 
 class Block(nn.Module):
