@@ -41,7 +41,7 @@ over, and refuses."""
 HOST_SHARE = 0.8
 """The share of the host's available memory that may hold activations."""
 _PIN_S_PER_BYTE = 1 / 2**31
-"""Pinning takes about half a second for a GiB, a choice; it makes a plan dearer to try."""
+"""Pinning takes about half a second per GiB (assumed, not measured); a trial costs that more."""
 _TRIAL_COST_S = 0.5
 
 
@@ -53,7 +53,7 @@ class Offload:
     numerics = Numerics.EXACT
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        """Return the choice where a forward saves something that is worth moving."""
+        """Return a dimension if a forward saves activations that are worth moving."""
         samples = context.samples_per_step
         looked_at = min(_SAMPLES, samples, context.most_samples or _SAMPLES)
         moved: int = context.with_training(partial(_moved_bytes, samples / looked_at), looked_at)
@@ -137,7 +137,7 @@ def _packing(
 
 
 def _movable(model: torch.nn.Module, least_bytes: float) -> Callable[[torch.Tensor], bool]:
-    """Return what tells of a tensor whether it has memory of its own that is worth moving.
+    """Return a function that says whether a tensor has memory of its own that is worth moving.
 
     Not that of the model's parameters and buffers, as they are now.
     """
@@ -234,7 +234,7 @@ class _Moved:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """A tensor that is copied back before it is asked for.
+    """A tensor that is copied back before backward asks for it.
 
     Attributes:
         tensor: on its device.

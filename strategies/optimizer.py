@@ -87,7 +87,7 @@ class OptimizerImplementation:
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
     ) -> AbstractContextManager[None]:
-        """Have the optimizer step so; leaving the context undoes it."""
+        """Choose the implementation that the optimizer steps by; leaving the context undoes it."""
         value = str(settings.get(SETTING, "default"))
         if value == "default":
             return nullcontext()
@@ -95,7 +95,7 @@ class OptimizerImplementation:
         return implemented([each for name, each in _named(training) if name in names], value)
 
     def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
-        """Return what trainers call it: an implementation."""
+        """Return the setting in standard terms: an optimizer implementation."""
         value = settings.get(SETTING, "default")
         return {} if value == "default" else {"optimizer_implementation": value}
 
@@ -174,7 +174,7 @@ def _place_step_counts(optimizer: Optimizer) -> None:
 
 
 def _found(training: TrainingView, batch: Any) -> dict[str, list[str]]:
-    """Return each implementation that some optimizer has, and is not stepped by already."""
+    """Return each implementation that an optimizer has and does not use already."""
     found: dict[str, list[str]] = {}
     for name, optimizer in _named(training):
         own = _ran(optimizer) if "foreach" in optimizer.defaults else None
@@ -294,7 +294,7 @@ def _torch_chooses_lists(optimizer: Optimizer) -> bool:
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Notes by which implementation an optimizer steps."""
+    """Records which implementation an optimizer steps by."""
 
     implementation: str = "for_loop"
 

@@ -50,7 +50,7 @@ class Precision:
         return _tf32() if dtype == "tf32" else _autocast(training, _AUTOCAST[dtype])
 
     def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
-        """Return what trainers call it: autocast in a type, or TF32."""
+        """Return the setting in standard terms: autocast in a type, or TF32."""
         dtype = settings.get(SETTING, "default")
         if dtype in _AUTOCAST:
             return {"autocast": dtype}

@@ -31,14 +31,14 @@ class LossScale:
         self._stepped: list[torch.optim.Optimizer] = []
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to go backward from."""
+        """Return the scaled loss, which backward starts from."""
         if self.scaler is None:
             return loss
         self.was_used = True
         return self.scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make that optimizer's gradients true ones."""
+        """Unscale the gradients of that optimizer."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
@@ -50,7 +50,7 @@ class LossScale:
             self.adapt(of)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update, unless gradients left the range."""
+        """Update, unless a gradient is infinite or NaN."""
         if self.scaler is None:
             optimizer.step()
         else:

@@ -98,7 +98,7 @@ def check_batched_dimension(batch: Batch) -> None:
 
 
 def check_target(batch: Batch) -> None:
-    """Refuse an (input, target) of which the target has another number of samples.
+    """Refuse an (input, target) whose target has another number of samples.
 
     Raises:
         InvalidArgument: of the tensors of the target that have dimensions none has the batch's
@@ -140,7 +140,7 @@ class Samples:
 
     @classmethod
     def of(cls, batch: Batch) -> Samples:
-        """Tell them by the rule."""
+        """Find them by the rule."""
         return cls._with(batch, batch_size(batch))
 
     @classmethod

@@ -45,7 +45,7 @@ _ABOUT_COST = (
 """Environment variables that change how torch and CUDA allocate and compute."""
 _MOST_DEEP = 4
 _SCHEME = "2"
-"""Changed whenever equal workloads get other fingerprints than before."""
+"""Raise this when a change gives equal workloads other fingerprints than before."""
 
 
 def fingerprint(

@@ -32,7 +32,7 @@ _KEPT = (
     "pin_memory_device",
     "in_order",
 )
-"""What a loader made from a live one has of it, besides dataset and sampler."""
+"""What a new loader takes over from a live one, besides dataset and sampler."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ NAMES = tuple(LoaderSettings.__dataclass_fields__)
 
 
 def check_loader(loader: object) -> None:
-    """Refuse what no loader can be made of.
+    """Refuse an object that no loader can be made from.
 
     Raises:
         InvalidArgument: it is neither a function nor a `DataLoader`; the function lacks the

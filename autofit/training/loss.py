@@ -43,7 +43,7 @@ STOOD_IN = (
     "take more memory. Pass criterion= or loss_fn=, or a batch with the "
     "labels that the model's own loss needs"
 )
-"""What every answer about a workload without a loss says."""
+"""The note in every answer about a workload without a loss."""
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ _Entry = TypeVar("_Entry")
 
 
 def by_name(chosen: _Entry | Mapping[str, _Entry]) -> Mapping[str, _Entry]:
-    """A mapping as it is; one alone under no name."""
+    """Return a mapping as it is, and a single optimizer under the name ""."""
     return chosen if isinstance(chosen, Mapping) else {"": chosen}
 
 
 def check_has_training_step(chosen: object, *, has_training_step: bool) -> None:
-    """Refuse several optimizers where nothing says when each of them steps.
+    """Refuse several optimizers unless a training_step says when each of them steps.
 
     Raises:
         InvalidArgument: a mapping of optimizers, and no training_step.
@@ -43,7 +43,7 @@ def check_has_training_step(chosen: object, *, has_training_step: bool) -> None:
 
 
 def check_optimizer(chosen: object, model: object, *, has_training_step: bool) -> None:
-    """Refuse what can make no optimizer for the model.
+    """Refuse an `optimizer=` that cannot make an optimizer for the model.
 
     Raises:
         InvalidArgument: it is none, it trains another model, or it lacks what it needs beside it.
@@ -60,7 +60,7 @@ def check_optimizer(chosen: object, model: object, *, has_training_step: bool) -
 
 
 def check_is_factory(chosen: object, *, has_training_step: bool) -> None:
-    """Refuse what is no function of parameters: one that is live would train none of the shards.
+    """Refuse all but a function of parameters: a live optimizer would train none of the shards.
 
     Raises:
         InvalidArgument: it is live, or it lacks what it needs beside it.

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from autofit.strategy import World
 
 _LONGEST_WAIT = timedelta(days=1)
-"""For a collective: not torch's timeouts end a rank that waits in vain, but whoever asked it."""
+"""For a collective. The caller, not a timeout of torch, ends a rank that waits in vain."""
 
 
 def join(world: World, device: torch.device, host: str, port: int, name: str) -> None:
@@ -58,7 +58,7 @@ class Ranks:
         self._device = torch.device("cpu") if has_host else device
 
     def gathered(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return these numbers of every rank, by rank; each gives as many."""
+        """Return the numbers of every rank, by rank; each rank gives equally many."""
         own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         all_of_them = [torch.empty_like(own) for _ in range(self.world.size)]
         dist.all_gather(all_of_them, own)
@@ -75,13 +75,13 @@ class Ranks:
         return total / self.world.size
 
     def of_first(self, own: Any) -> Any:
-        """Return the plain data of rank 0."""
+        """Return what rank 0 gave, which must be picklable."""
         held = [own]
         dist.broadcast_object_list(held, 0)
         return held[0]
 
     def objects(self, own: Any) -> list[Any]:
-        """Return the plain data of every rank, by rank."""
+        """Return what every rank gave, by rank; it must be picklable."""
         found: list[Any] = [None] * self.world.size
         dist.all_gather_object(found, own)
         return found

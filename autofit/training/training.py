@@ -38,7 +38,7 @@ ForwardContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 class ForwardContexts:
-    """Makes and enters what a training's forward passes run under, in the order it was added."""
+    """The contexts that a training's forward passes run under, in the order they were added."""
 
     def __init__(self) -> None:
         self._added: list[tuple[ForwardContext, bool]] = []
@@ -190,7 +190,7 @@ class Training(AbstractContextManager["Training"]):
         return Ranks(world, self.device)
 
     def _make_ready(self, optimizer: Optimizers | Callable[..., Optimizers]) -> None:
-        """Place the model and make the optimizer, where a parallel strategy was waited for."""
+        """Place the model and make the optimizer, if that waited for a parallel strategy."""
         self.place_model()
         if self.optimizer is None:
             self.optimizer = self._made(optimizer)
@@ -222,7 +222,7 @@ class Training(AbstractContextManager["Training"]):
         self._ended = True
 
     def holds(self, model: torch.nn.Module, optimizer: Any) -> bool:
-        """Return whether it has not ended, and trains that model or by one of those optimizers."""
+        """Return whether it has not ended and uses that model or one of those optimizers."""
         own, asked = by_name(self.optimizer).values(), by_name(optimizer).values()
         is_shared = any(one is other for one in own for other in asked)
         return not self._ended and (self.plain_model is model or is_shared)
@@ -251,7 +251,7 @@ class Training(AbstractContextManager["Training"]):
         return self._forward_contexts.add(context, also_recomputation=also_recomputation)
 
     def recomputation(self) -> AbstractContextManager[None]:
-        """Enter what a part of the forward that is run again needs."""
+        """Enter the contexts that a recomputed part of the forward needs."""
         return self._forward_contexts.recomputation()
 
     def wrap_optimizer_step(self, wrapper: StepWrapper) -> Callable[[], None]:
@@ -275,7 +275,7 @@ class Training(AbstractContextManager["Training"]):
         return lambda: self._notes.remove(notes)
 
     def notes(self) -> tuple[str, ...]:
-        """Return what the strategies in force have to say of the steps so far."""
+        """Return the notes of the active strategies on the steps so far."""
         return tuple(note for notes in self._notes for note in notes())
 
     def step(self, batch: Batch) -> torch.Tensor:

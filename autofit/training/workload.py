@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 MOST_ACCUMULATION_STEPS = 2**16
-"""More of the sample batch's micro-batches than this in one optimizer step are a slip."""
+"""The most micro-batches in one optimizer step; more are taken for a typing error."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Workload:
         settings: Settings | None = None,
         world_size: int = 1,
     ) -> Plan:
-        """The plan that these words mean; what they leave out is the workload's own.
+        """Return a plan of these counts and settings; what is left out is the workload's own.
 
         Args:
             micro_batch: samples; None: as many as the sample batch has.
@@ -192,7 +192,7 @@ class Workload:
         return plan
 
     def build_model(self) -> torch.nn.Module:
-        """The live module, or what the function builds.
+        """Return the live module, or the one that the function builds.
 
         Raises:
             InvalidArgument: the function returned something else, a lazy module's parameters have
@@ -261,7 +261,7 @@ def check_lists_end(model: torch.nn.Module) -> None:
 
 
 def _check_steps(global_batch: int, micro_batch: int) -> None:
-    """A zero too many would be found out by running it, for hours."""
+    """A typing error with one zero too many would otherwise run for hours."""
     steps = steps_for(global_batch, micro_batch)
     if steps > MOST_ACCUMULATION_STEPS:
         raise InvalidArgument(
@@ -285,7 +285,7 @@ def _with_shapes(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def check_arguments(workload: object, plan: object, payloads: object) -> None:
-    """Refuse what is of another kind than `probe`, `predict` and `check` take.
+    """Refuse arguments of a type that `probe`, `predict` and `check` do not take.
 
     Raises:
         InvalidArgument: one is.
@@ -323,7 +323,7 @@ def _makes_workload(given: object) -> str:
 
 
 def _kind(value: object) -> str:
-    """A value that is short, or what it is one of."""
+    """Return the type of a module, and the text of any other value."""
     return kind_of(value) if isinstance(value, torch.nn.Module) else repr(value)
 
 

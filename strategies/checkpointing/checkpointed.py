@@ -167,7 +167,7 @@ def recomputed(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Run the function, keep its inputs alone, and run it again in the backward pass.
+    """Run the function, keep only its inputs, and run it again in the backward pass.
 
     This is the non-reentrant `torch.utils.checkpoint`, made exact where that is silently not: the
     second run finds buffers (running statistics, moving averages, spectral norm's vectors) and

@@ -45,7 +45,7 @@ LONG_ENOUGH_S = 0.03
 """From this duration on, kernels rather than their launches determine the times of a step."""
 
 LEAST_SHARE_OF_A_STEP = 1e-6
-"""What a unit costs at least, though a coarse clock may not see it: else it would seem free."""
+"""The least time of a unit: a coarse clock may measure none, and the unit would seem free."""
 
 MOST_NAMED = 8
 """Units named in a note."""

@@ -36,7 +36,7 @@ class Parallel:
         self.numerics = numerics
 
     def within(self, numerics: Numerics) -> Parallel:
-        """Return the strategy with the values that go no further."""
+        """Return the strategy with only the values that this level of numerics allows."""
         return Parallel(numerics)
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
@@ -84,7 +84,7 @@ class Parallel:
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
     ) -> AbstractContextManager[None]:
-        """Wrap or shard the model; leaving gives a wrapped one back, and a sharded one stays so.
+        """Wrap or shard the model; leaving unwraps it, but a sharded model stays sharded.
 
         Raises:
             Unsupported: one device trains alone.

@@ -1,4 +1,4 @@
-"""How a training's model is wrapped, sharded or stepped by parts with what torch has."""
+"""Wrap or shard a training's model, or share its optimizer state, with torch's own means."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def sharded(
 
 
 def _check_dense(model: nn.Module) -> None:
-    """Refuse what `DistributedDataParallel` tells as sparse, too, before a backward fails on it."""
+    """Refuse parameters with sparse gradients before a backward fails on them."""
     for name, module in model.named_modules():
         is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if is_embedding and module.sparse and module.weight.requires_grad:
