@@ -18,6 +18,8 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing import Process
 from pathlib import Path
@@ -32,10 +34,11 @@ from optuna.trial import TrialState
 from torch import nn
 
 import autofit
-from autofit.measurement import probes_of
+from autofit.measurement import Trial, TrialKind, probes_of
 
 LONG_S, SHORT_S = 0.5, 0.02
 """What a micro-batch sleeps, about: where speed is measured, and where machines are killed."""
+_MARK = "AUTOFIT_BENCHMARK_SEARCH"
 _LIMITS: dict[str, Any] = {
     "vram_budget": "64MiB",
     "strategies": ["checkpointing", "precision"],
@@ -82,81 +85,142 @@ def speed(most_probes: int) -> None:
 
 
 def kills(searches: int, seed: int) -> None:
-    """Print what became of searches in each of which one process of the cluster was killed."""
+    """Print what became of searches in each of which one process of the cluster was killed.
+
+    A search that ends before its kill is told apart. A plan ran twice where two of its trials fit
+    and neither belongs to the final comparison.
+    """
     from distributed import Client, LocalCluster  # type: ignore[import-not-found]  # no test needs it
 
-    drawn, lost, ended, twice = random.Random(seed), [], 0, 0
-    folder = Path(tempfile.mkdtemp())
+    drawn, folder = random.Random(seed), Path(tempfile.mkdtemp())
+    hit, twice, lost = 0, 0, []
+    print("| killed after | trials | accidents | plans that ran twice |")
+    print("|---|---|---|---|")
     processes = LocalCluster(n_workers=3, threads_per_worker=1, processes=True)
     with processes as cluster, Client(cluster) as client:
         for number in range(searches):
-            executor = client.get_executor(pure=False)
-            killer = threading.Timer(drawn.uniform(1.0, 25.0), _kill_one, (client, drawn))
-            killer.daemon = True
+            killed_s: list[float] = []
+            killer = threading.Thread(
+                target=_kill_one,
+                args=(
+                    client,
+                    folder / f"{number}.log",
+                    drawn,
+                    killed_s,
+                    ended := threading.Event(),
+                ),
+            )
             killer.start()
-            study = folder / f"{number}.log"
-            options = autofit.SearchOptions(executor=executor, workers=3)
-            report = searched(SHORT_S, max_probes=8, study=study, options=options)
-            killer.cancel()
-            numbers = [trial.number for trial in report.trials]
-            ended += 1
-            twice += len(set(numbers)) < len(numbers)
+            report = searched(
+                SHORT_S,
+                max_probes=8,
+                study=folder / f"{number}.log",
+                options=autofit.SearchOptions(executor=client.get_executor(pure=False), workers=3),
+            )
+            ended.set()
+            killer.join()
+            again = _measured_twice(_measured_plans(report.trials))
+            crashed = sum(t.measurement.outcome.may_be_accident for t in report.trials)
+            hit += len(killed_s)
+            twice += len(again)
             lost.append(8 - len(probes_of(report.trials)))
-            crashed = [t for t in report.trials if t.measurement.outcome.may_be_accident]
-            print(f"{number}: {len(numbers)} trials, {len(crashed)} accidents", flush=True)
+            when = f"{killed_s[0]:.1f} s" if killed_s else "ended before"
+            print(f"| {when} | {len(report.trials)} | {crashed} | {len(again)} |", flush=True)
             client.wait_for_workers(3)
     print(
-        f"{ended} of {searches} ended, {twice} with a number twice; fewer probes than allowed: "
-        f"median {statistics.median(lost):g}, most {max(lost)}"
+        f"\n{searches} of {searches} ended, {hit} of them with a process killed; {twice} plans ran "
+        f"twice; fewer probes than allowed: median {statistics.median(lost):g}, most {max(lost)}"
     )
 
 
-def _kill_one(client: Any, drawn: random.Random) -> None:
-    pids = list(client.run(os.getpid).values())
-    os.kill(drawn.choice(pids), signal.SIGKILL)
+def _kill_one(
+    client: Any, study: Path, drawn: random.Random, killed_s: list[float], ended: threading.Event
+) -> None:
+    """Kill a process of the cluster once a drawn number of trials has finished, and a moment."""
+    began, due = time.monotonic(), drawn.randrange(6)
+    while len(_finished(study)) < due:
+        if ended.wait(0.2):
+            return
+    if not ended.wait(drawn.uniform(0, 1.5)):
+        pids = list(client.run(os.getpid).values())
+        killed_s.append(time.monotonic() - began)
+        os.kill(drawn.choice(pids), signal.SIGKILL)
 
 
 def owner_kills(searches: int, seed: int) -> None:
-    """Print what is left of searches whose own process was killed, and what the next one keeps."""
+    """Print what is left of searches whose own process was killed, and what the next one keeps.
+
+    The kill comes once a drawn number of trials has finished, and a moment. Processes of the search
+    are found by a variable that they inherit, those that started beside the kill included.
+    """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     drawn, folder = random.Random(seed), Path(tempfile.mkdtemp())
-    print("| killed after | trials | alive after 5 s | kept by the next search |")
-    print("|---|---|---|---|")
+    print("| killed after | finished trials | alive after 5 s | kept by the next | ran again |")
+    print("|---|---|---|---|---|")
     for number in range(searches):
-        study = folder / f"{number}.log"
-        after_s = drawn.uniform(1.0, 20.0)
-        killed = Process(target=_search_alone, args=(study,))
+        study, mark, began = folder / f"{number}.log", f"{os.getpid()}-{number}", time.monotonic()
+        killed = Process(target=_search_alone, args=(study, mark))
         killed.start()
-        killed.join(after_s)
-        children = psutil.Process(killed.pid).children(recursive=True) if killed.is_alive() else []
+        due = drawn.randrange(6)
+        while killed.is_alive() and len(_finished(study)) < due:
+            time.sleep(0.1)
+        killed.join(drawn.uniform(0, 1.5))
+        after = f"{time.monotonic() - began:.1f} s" if killed.is_alive() else "ended before"
         killed.kill()
         killed.join()
-        _, alive = psutil.wait_procs(children, timeout=5)
+        time.sleep(5)
+        alive = [process.pid for process in psutil.process_iter() if _is_marked(process, mark)]
         before = _finished(study)
-        following = Process(target=_search_alone, args=(study,))
+        following = Process(target=_search_alone, args=(study, f"{mark}-next"))
         following.start()
         following.join()
-        kept = _finished(study)[: len(before)] == before and following.exitcode == 0
-        print(f"| {after_s:.1f} s | {len(before)} | {len(alive)} | {kept} |", flush=True)
+        finished = _finished(study)
+        kept = finished[: len(before)] == before and following.exitcode == 0
+        plans = [str(trial.params) for trial in finished if _is_of_the_search(trial)]
+        again = _measured_twice(plans)
+        print(
+            f"| {after} | {len(before)} | {len(alive)} | {kept} | {len(again)} |",
+            flush=True,
+        )
 
 
-def _search_alone(study: Path) -> None:
+def _is_marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return bool(process.environ().get(_MARK) == mark)
+    except psutil.Error:
+        return False
+
+
+def _measured_plans(trials: Sequence[Trial]) -> list[str]:
+    """Return the plans of trials that fit, beside those of the final comparison."""
+    return [
+        str(trial.plan) for trial in trials if trial.kind is not TrialKind.CONFIRMATION and trial.ok
+    ]
+
+
+def _measured_twice(plans: Sequence[str]) -> list[str]:
+    return [plan for plan, count in Counter(plans).items() if count > 1]
+
+
+def _search_alone(study: Path, mark: str) -> None:
+    os.environ[_MARK] = mark
     searched(SHORT_S, max_probes=8, study=study)
 
 
-def _finished(study: Path) -> list[tuple[Any, ...]]:
-    """Return number, state, settings and end of every finished trial."""
+def _finished(study: Path) -> list[optuna.trial.FrozenTrial]:
+    """Return every finished trial of a study that may not have begun."""
     if not study.exists():
         return []
     journal = JournalStorage(JournalFileBackend(str(study)))
     if not optuna.get_all_study_names(journal):
         return []
-    trials = optuna.load_study(study_name=None, storage=journal).trials
-    return [(t.number, t.state, t.params, t.datetime_complete) for t in trials if _is_trial(t)]
+    trials = optuna.load_study(study_name="autofit", storage=journal).trials
+    return [trial for trial in trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
 
 
-def _is_trial(trial: optuna.trial.FrozenTrial) -> bool:
-    return trial.state in (TrialState.COMPLETE, TrialState.PRUNED)
+def _is_of_the_search(trial: optuna.trial.FrozenTrial) -> bool:
+    is_repeat = trial.user_attrs["autofit_trial"]["kind"] == TrialKind.CONFIRMATION
+    return trial.state is TrialState.COMPLETE and not is_repeat
 
 
 def main() -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+Normalization = Callable[[int], nn.Module]
+"""Makes the normalization of so many channels."""
 
 
 class Block(nn.Module):
@@ -51,17 +55,22 @@ class GPT(nn.Module):
         return {"loss": functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())}
 
 
-class Residual(nn.Module):
-    """Two convolutions with batch normalization around a shortcut; halves the image at stride 2."""
+def groups_of_eight(channels: int) -> nn.Module:
+    """Group normalization: unlike BatchNorm it does not depend on the micro-batch."""
+    return nn.GroupNorm(channels // 8, channels)
 
-    def __init__(self, before: int, after: int, stride: int) -> None:
+
+class Residual(nn.Module):
+    """Two normalized convolutions around a shortcut; halves the image at stride 2."""
+
+    def __init__(self, before: int, after: int, stride: int, norm: Normalization) -> None:
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(before, after, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(after),
+            norm(after),
             nn.ReLU(),
             nn.Conv2d(after, after, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(after),
+            norm(after),
         )
         self.shortcut = nn.Conv2d(before, after, 1, stride)
 
@@ -69,13 +78,15 @@ class Residual(nn.Module):
         return functional.relu(self.body(x) + self.shortcut(x))
 
 
-def resnet(widths: tuple[int, ...], depth: int, classes: int) -> nn.Sequential:
+def resnet(
+    widths: tuple[int, ...], depth: int, classes: int, norm: Normalization = nn.BatchNorm2d
+) -> nn.Sequential:
     """Stages of `depth` residual blocks, one for each width."""
     layers: list[nn.Module] = [nn.Conv2d(3, widths[0], 3, 1, 1)]
     before = widths[0]
     for stage, width in enumerate(widths):
         for block in range(depth):
-            layers.append(Residual(before, width, 2 if stage and not block else 1))
+            layers.append(Residual(before, width, 2 if stage and not block else 1, norm))
             before = width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes))
 

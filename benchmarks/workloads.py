@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,13 @@ from autofit import Workload
 sys.path.append(str(Path(__file__).parents[1]))  # as a file it is loaded without the repository
 from benchmarks.grids.models import ResNet50
 from benchmarks.traces.models import LSTM, UNet, ViT
-from benchmarks.workload_models import GPT, Reconstruction, mixture_of_experts, resnet
+from benchmarks.workload_models import (
+    GPT,
+    Reconstruction,
+    groups_of_eight,
+    mixture_of_experts,
+    resnet,
+)
 
 
 def language(
@@ -63,6 +70,12 @@ def tiny_resnet() -> Workload:
     """A residual net on 32 x 32 images."""
     loss = nn.CrossEntropyLoss()
     return images(lambda: resnet((16, 32, 64), 1, 10), 32, 10, 8, criterion=loss)
+
+
+def small_cnn() -> Workload:
+    """A residual net with GroupNorm on 32 x 32 images, global batch 128."""
+    build = partial(resnet, (32, 64, 128), 1, 10, groups_of_eight)
+    return images(build, 32, 10, 8, criterion=nn.CrossEntropyLoss(), global_batch=128)
 
 
 def resnet50() -> Workload:
