@@ -119,7 +119,8 @@ def kills(searches: int, seed: int) -> None:
             )
             ended.set()
             killer.join()
-            again = _measured_twice(_measured_plans(report.trials))
+            plans = [str(t.plan) for t in report.trials if _is_of_the_search(t)]
+            again = [plan for plan, count in Counter(plans).items() if count > 1]
             crashed = sum(t.measurement.outcome.may_be_accident for t in report.trials)
             hit += len(killed_s)
             twice += len(again)
@@ -147,11 +148,16 @@ def _kill_one(
         os.kill(drawn.choice(pids), signal.SIGKILL)
 
 
+def _is_of_the_search(trial: Trial) -> bool:
+    return trial.ok and trial.kind is not TrialKind.CONFIRMATION
+
+
 def owner_kills(searches: int, seed: int) -> None:
     """Print what is left of searches whose own process was killed, and what the next one keeps.
 
     The kill comes once a drawn number of trials has finished, and a moment. Processes of the search
-    are found by a variable that they inherit, those that started beside the kill included.
+    are found by a variable that they inherit, those that started beside the kill included. A
+    search repeats a plan on purpose where speeds disagree: on a busy machine some run again.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     drawn, folder = random.Random(seed), Path(tempfile.mkdtemp())
@@ -176,8 +182,7 @@ def owner_kills(searches: int, seed: int) -> None:
         following.join()
         finished = _finished(study)
         kept = finished[: len(before)] == before and following.exitcode == 0
-        plans = [str(trial.params) for trial in finished if _is_of_the_search(trial)]
-        again = _measured_twice(plans)
+        again = _plans(before) & _plans(finished[len(before) :])
         print(
             f"| {after} | {len(before)} | {len(alive)} | {kept} | {len(again)} |",
             flush=True,
@@ -189,17 +194,6 @@ def _is_marked(process: psutil.Process, mark: str) -> bool:
         return bool(process.environ().get(_MARK) == mark)
     except psutil.Error:
         return False
-
-
-def _measured_plans(trials: Sequence[Trial]) -> list[str]:
-    """Return the plans of trials that fit, beside those of the final comparison."""
-    return [
-        str(trial.plan) for trial in trials if trial.kind is not TrialKind.CONFIRMATION and trial.ok
-    ]
-
-
-def _measured_twice(plans: Sequence[str]) -> list[str]:
-    return [plan for plan, count in Counter(plans).items() if count > 1]
 
 
 def _search_alone(study: Path, mark: str) -> None:
@@ -218,9 +212,14 @@ def _finished(study: Path) -> list[optuna.trial.FrozenTrial]:
     return [trial for trial in trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
 
 
-def _is_of_the_search(trial: optuna.trial.FrozenTrial) -> bool:
-    is_repeat = trial.user_attrs["autofit_trial"]["kind"] == TrialKind.CONFIRMATION
-    return trial.state is TrialState.COMPLETE and not is_repeat
+def _plans(trials: Sequence[optuna.trial.FrozenTrial]) -> set[str]:
+    """Return what fitted, beside the trials of the final comparison, which repeat plans."""
+    return {
+        str(trial.params)
+        for trial in trials
+        if trial.state is TrialState.COMPLETE
+        and trial.user_attrs["autofit_trial"]["kind"] != TrialKind.CONFIRMATION
+    }
 
 
 def main() -> None:
