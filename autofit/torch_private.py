@@ -92,8 +92,12 @@ USES = {
         "memory cannot be predicted; probes do not depend on this",
     ),
     "gradients in place": Use(
-        ("torch._C._current_autograd_node",),
-        "gradients of selections are predicted with a copy, which errs on the high side",
+        (
+            "torch.Tensor._use_count",
+            "torch._C._current_autograd_node",
+            "torch._C._storage_Use_Count",
+        ),
+        "gradients that meet are predicted in memory of their own, which errs on the high side",
         optional=True,
     ),
     "dry run of several ranks": Use(

@@ -27,14 +27,20 @@ def is_in_place(name: str, args: Any) -> bool:
     """Return whether `aten::<name>`, called by autograd, writes to its first argument on CUDA.
 
     Autograd avoids in-place operators where tensors are "like subclasses": meta tensors are, and
-    every tensor is under a dispatch mode (ATen/TensorSubclassLikeUtils.h). On a GPU it scatters the
-    gradient of a selection into zeros without copying them (`FunctionsManual.cpp`). It also adds to
-    the first of the gradients that meet at a fork where nobody else holds it; here these take new
-    memory, which errs on the high side.
+    every tensor is under a dispatch mode (ATen/TensorSubclassLikeUtils.h). On a GPU it adds to the
+    first of the gradients that meet at a fork where nobody else holds it
+    (`can_accumulate_inplace` of torch/csrc/autograd/input_buffer.cpp), and scatters the gradient of
+    a selection into zeros without copying them (`FunctionsManual.cpp`).
     """
-    if name not in _SCATTERS or torch.is_grad_enabled() or not _knows_node():
+    if torch.is_grad_enabled() or not args or not isinstance(args[0], torch.Tensor):
         return False
-    return torch._C._current_graph_task_id() != -1 and _node() in _INTO_ZEROS
+    if not _has_counts() or torch._C._current_graph_task_id() == -1:
+        return False
+    if name in _SCATTERS:
+        return _node() in _INTO_ZEROS
+    if name == "add" or (name in ("sub", "mul") and _node() == _LOGITS):
+        return _can_accumulate(args[0], args[1])
+    return False
 
 
 def in_memory_of_all_losses(name: str, args: Any, result: torch.Tensor) -> torch.Tensor:
@@ -53,6 +59,8 @@ def in_memory_of_all_losses(name: str, args: Any, result: torch.Tensor) -> torch
 _KEEP_ALL_LOSSES = frozenset(
     ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
 )
+_HELD_BY_AUTOGRAD_ALONE = 4
+"""C++ references to an argument that arrives here: autograd's, and three on the way from there."""
 _SCATTERS = frozenset({"scatter", "scatter_add", "index_add", "index_put"})
 _INTO_ZEROS = frozenset(
     f"{name}Backward"
@@ -61,11 +69,42 @@ _INTO_ZEROS = frozenset(
         "Mode", "Nanmedian", "Sort", "Topk",
     )
 )  # fmt: skip
+_LOGITS = "BinaryCrossEntropyWithLogitsBackward"
 
 
 @cache
-def _knows_node() -> bool:
+def _has_counts() -> bool:
     return missing("gradients in place") is None
+
+
+def _can_accumulate(gradient: torch.Tensor, other: Any) -> bool:
+    return (
+        isinstance(other, torch.Tensor)
+        and gradient.is_meta
+        and gradient.layout is other.layout is torch.strided
+        and gradient._use_count() == _HELD_BY_AUTOGRAD_ALONE  # type: ignore[attr-defined]  # private
+        and _is_only_view(gradient)
+        and gradient.dtype == torch.result_type(gradient, other)
+        and torch.broadcast_shapes(gradient.shape, other.shape) == gradient.shape  # type: ignore[no-untyped-call]  # torch's
+        and _is_dense(gradient)
+    )
+
+
+def _is_only_view(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    users: int = torch._C._storage_Use_Count(storage._cdata)
+    return users == 2  # the tensor, and `storage` here
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements lie side by side, each once, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def _node() -> str:

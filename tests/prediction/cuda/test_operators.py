@@ -168,7 +168,7 @@ def test_under_autocast_rms_norm_takes_float32_where_torch_has_it_so() -> None:
     assert (kept(normalize) > 3.4 * WHOLE) is not cast
 
 
-_WATCHED = ("add.Tensor", "scatter.src", "scatter_add", "index_put", "index_add")
+_WATCHED = ("add.Tensor", "sub.Tensor", "scatter.src", "scatter_add", "index_put", "index_add")
 
 
 class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own hook
@@ -193,10 +193,25 @@ def in_place(run: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> lis
     return tracer.in_place
 
 
-def test_gradients_that_meet_at_a_fork_take_new_memory() -> None:
-    """CUDA may add to the first: this errs on the high side."""
-    assert in_place(lambda x: x.sin() + x.cos()) == [False]
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor) -> torch.Tensor:
+        return data * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 1 + gradients[0] * 1
+
+
+def test_gradients_that_meet_at_a_fork_are_added_to_the_first() -> None:
+    assert in_place(lambda x: x.sin() + x.cos()) == [True]
+    assert in_place(lambda x: (x + x.sin()).tanh()) == [True]
+
+
+def test_not_where_somebody_else_holds_the_first() -> None:
     assert in_place(lambda x: torch.cat((*(part.sin() for part in x.chunk(2)), x))) == [False]
+    assert in_place(_Twice.apply) == [False]
+    assert in_place(lambda x: x.sin() + x.cos(), create_graph=True) == [False]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +222,7 @@ def test_gradients_that_meet_at_a_fork_take_new_memory() -> None:
         lambda x: x.gather(1, torch.zeros(4, 2, dtype=torch.long, device="cuda")),
         lambda x: x[torch.zeros(3, dtype=torch.long, device="cuda")],
         lambda x: x.index_select(0, torch.zeros(3, dtype=torch.long, device="cuda")),
+        lambda x: F.binary_cross_entropy_with_logits(x, torch.zeros_like(x)),
     ],
 )
 def test_zeros_are_written_to(selected: Callable[[torch.Tensor], torch.Tensor]) -> None:
