@@ -266,6 +266,7 @@ def test_a_model_may_look_at_the_numbers_of_its_batch(padded: bool, makes: bool)
         assert bool(mask.bool().all()) is not padded
         assert (int(lengths.max()), int(causal.sum().item())) == (longest, 36)
         assert torch.unique(lengths).tolist() == [longest]
+        assert (mask[:, [0, -1]] == torch.tensor([1, int(not padded)], device=mask.device)).all()
         return model(x[:, : lengths.max()]).mean()  # type: ignore[no-any-return]  # untyped
 
     def make(samples: int) -> Any:

@@ -121,6 +121,8 @@ class _CudaIsMeta(TorchFunctionMode):
             return args[0].to(_META)
         if func is torch.Tensor.pin_memory:
             return args[0]
+        if func in _INDEXING and self._on_gpu(args[0]):
+            args = (args[0], _with_indices(args[1]), *args[2:])
         if func is torch.Tensor.to:
             args = (args[0], *map(_place, args[1:]))
         else:
@@ -130,6 +132,9 @@ class _CudaIsMeta(TorchFunctionMode):
         if isinstance(kwargs.get("generator"), _HostGenerator):
             del kwargs["generator"]
         kwargs.pop("pin_memory", None)
+        if func is torch.tensor and kwargs.get("device") == _META and _is_list(*args):
+            del kwargs["device"]
+            return _moved(func(*args, **kwargs))
         try:
             return func(*args, **kwargs)
         except Exception as error:
@@ -137,7 +142,30 @@ class _CudaIsMeta(TorchFunctionMode):
             raise
 
 
+def _with_indices(index: Any) -> Any:
+    """Return an index whose lists of numbers are tensors on the GPU.
+
+    Torch makes them below the modes of a dry run, as it makes `torch.tensor(..., device="cuda")`:
+    their values would be lost.
+    """
+    if isinstance(index, tuple):
+        return tuple(map(_with_indices, index))
+    if isinstance(index, list) and index and all(isinstance(each, int) for each in index):
+        return _moved(torch.tensor(index))
+    return index
+
+
+def _is_list(data: Any = None, *_: Any) -> bool:
+    return isinstance(data, list)
+
+
+def _moved(made: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the host on the GPU, as a leaf; the move is one that a dry run sees."""
+    return made.detach().to(_META).requires_grad_(made.requires_grad)
+
+
 _tensor: Any = torch.Tensor
+_INDEXING = (_tensor.__getitem__, _tensor.__setitem__)
 _PLACES = {
     _tensor.is_cuda.__get__: True,
     _tensor.device.__get__: torch.device("cuda", 0),
