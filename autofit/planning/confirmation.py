@@ -107,15 +107,21 @@ def best_of(posterior: Posterior) -> Trial | None:
 
 
 def is_decided(posterior: Posterior, best: Plan) -> bool:
-    """Return whether what was measured says that no other plan is much faster than the best.
+    """Return whether what was measured says that no other plan is much faster than the best."""
+    is_open = _doubted(posterior, best) or _undecided(posterior, best)
+    return is_factor_decided(posterior, best) and not is_open
+
+
+def is_factor_decided(posterior: Posterior, best: Plan) -> bool:
+    """Return whether what was measured tells how much faster the best plan is than the baseline.
 
     It does not where the machine changed: where the best plan or the baseline ran at another speed
-    in the final comparison than in the search, however well the turns of each agree. Then the order
-    of the plans may have changed, too, and the factor between them surely has.
+    in the final comparison than in the search, however well the turns of each agree. Nor does it
+    where the baseline may be much faster than the best plan. Other plans have no say.
     """
-    plans = (best, posterior.spec.space.baseline)
-    has_changed = any(_changed(posterior, plan) for plan in plans)
-    return not (has_changed or _doubted(posterior, best) or _undecided(posterior, best))
+    baseline = posterior.spec.space.baseline
+    has_changed = any(_changed(posterior, plan) for plan in (best, baseline))
+    return not has_changed and baseline not in _undecided(posterior, best)
 
 
 def finalists(posterior: Posterior) -> list[Finalist]:

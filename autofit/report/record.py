@@ -60,6 +60,7 @@ class SearchSummary:
         sessions: how often it was begun: once, and again each time that it was resumed.
         comparison_ended: whether the final comparison came to its own end.
         is_decided: whether what was measured says that no other plan is much faster than the best.
+        is_factor_decided: whether it tells how much faster the best is than the baseline.
         busy: what others did on the device, such as "load 5.1 on 2 cores"; None: not much.
     """
 
@@ -72,6 +73,7 @@ class SearchSummary:
     sessions: Count = 1
     comparison_ended: bool = True
     is_decided: bool = True
+    is_factor_decided: bool = True
     busy: str | None = None
 
 
@@ -220,7 +222,7 @@ class Record:
 
         None if it is not decided or confirmed, or the baseline was not compared with it.
         """
-        if not self.search.is_decided:
+        if not self.search.is_factor_decided:
             return None
         best = self.compared_speed(self.best.plan)
         baseline = self.compared_speed(self.trial(self.baseline_number).plan)

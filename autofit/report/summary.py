@@ -170,7 +170,7 @@ def speed_words(trial: Trial, record: Record) -> str:
     speed, (low, high) = record.speed_of(trial), speed_ends(trial, record)
     if not low or not high:
         return format_rate(speed)
-    if not record.search.is_decided:
+    if not record.search.is_factor_decided:
         return f"{range_words(low, high)} samples/s"
     rate = format_rate(speed, spread_of(low, high) * (speed or 0.0))
     return f"{rate} ({range_words(low, high)})"
@@ -178,7 +178,7 @@ def speed_words(trial: Trial, record: Record) -> str:
 
 def speed_ends(trial: Trial, record: Record) -> tuple[float | None, float | None]:
     """Return the range of a plan's speed: its 95 % interval, or all that was seen if undecided."""
-    if record.search.is_decided:
+    if record.search.is_factor_decided:
         return record.speed_range(trial)
     ran = [t for t in probes_of(record.trials) if t.plan == trial.plan and t.samples_per_second]
     ends = [(t.samples_per_second_low or 0.0, t.samples_per_second_high or 0.0) for t in ran]
@@ -203,7 +203,8 @@ def speedup_words(record: Record, of: Trial | None = None, over: Trial | None = 
     of, over = of or record.best, over or record.baseline_beside_best
     if not (of.ok and over.ok) or of.plan == over.plan:
         return None
-    if not record.search.is_decided:
+    search, keeps_baseline = record.search, record.best.plan == record.baseline_beside_best.plan
+    if not (search.is_decided if keeps_baseline else search.is_factor_decided):
         return "not decided"
     speed, other = record.speed_of(of), record.speed_of(over)
     if not speed or not other:
@@ -324,7 +325,7 @@ def warnings_of(record: Record) -> Iterator[str]:
         )
     if not record.search.is_decided:
         busy = f" ({record.search.busy})" if record.search.busy else ""
-        yield (f"Not decided: too noisy{busy} to tell which plan is fastest. Rerun when idle")
+        yield f"Not decided: too noisy{busy} to tell {_what_is_open(record)}. Rerun when idle"
     elif not record.is_confirmed:
         yield (
             f"Not confirmed: the search stopped before its final comparison "
@@ -339,6 +340,13 @@ def warnings_of(record: Record) -> Iterator[str]:
     loader = record.findings.get("loader") or {}
     if loader.get("bottleneck") not in (None, "device"):
         yield loader_words(loader)
+
+
+def _what_is_open(record: Record) -> str:
+    """Return what a search that is not decided leaves open."""
+    if record.search.is_factor_decided and record.best.plan != record.baseline_beside_best.plan:
+        return "whether a third plan is over 5 % faster"
+    return "which plan is fastest"
 
 
 def _remarks(record: Record) -> Iterator[str]:

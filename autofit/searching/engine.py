@@ -251,6 +251,7 @@ class Search:
             because,
             comparison_ended=has_compared,
             is_decided=confirmation.is_decided(self._posterior, best.plan),
+            is_factor_decided=confirmation.is_factor_decided(self._posterior, best.plan),
             with_more_time=stop.with_more_time,
             may_probe=stop.may_probe,
         )

@@ -54,6 +54,7 @@ class SearchResult:
         stopped_because: why no further plan was searched.
         comparison_ended: whether the final comparison came to its own end.
         is_decided: whether what was measured says that no other plan is much faster than the best.
+        is_factor_decided: whether it tells how much faster the best is than the baseline.
         with_more_time: the plan that a longer timeout would have tried next; None: there was time
             enough, or something else ended the search.
         may_probe: whether the prober may be used any more: not after Ctrl-C, nor where the machine
@@ -68,6 +69,7 @@ class SearchResult:
     stopped_because: str
     comparison_ended: bool = True
     is_decided: bool = True
+    is_factor_decided: bool = True
     with_more_time: Plan | None = None
     may_probe: bool = True
 
@@ -137,6 +139,7 @@ def record_of(
             effort=result.spec.effort.value,
             comparison_ended=result.comparison_ended,
             is_decided=result.is_decided,
+            is_factor_decided=result.is_factor_decided,
             busy=survey.busy,
         ),
         dimensions=space.dimensions,

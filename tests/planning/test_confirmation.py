@@ -12,7 +12,13 @@ import pytest
 
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
-from autofit.planning.confirmation import best_of, finalists, is_decided, next_turn
+from autofit.planning.confirmation import (
+    best_of,
+    finalists,
+    is_decided,
+    is_factor_decided,
+    next_turn,
+)
 from autofit.planning.posterior import Posterior
 from autofit.searching.engine import run_search
 from autofit.units import GIB
@@ -373,4 +379,24 @@ def test_a_machine_that_changed_before_the_comparison_decides_nothing(
         (CONFIRMED, fast, compared, 3),
         (CONFIRMED, plain, 1000, 2),
     )
-    assert is_decided(Posterior(device.spec(), trials), fast) == decided
+    posterior = Posterior(device.spec(), trials)
+    assert is_decided(posterior, fast) == is_factor_decided(posterior, fast) == decided
+
+
+def test_a_third_plan_that_may_be_faster_leaves_the_factor_over_the_baseline(
+    device: SimulatedDevice,
+) -> None:
+    """Two plans are 2.5 times as fast as the baseline, give or take a fifth."""
+    plain, fast = device.space.baseline, Plan(16, settings=HALF)
+    third = Plan(8, settings=HALF | {"checkpointing.level": 1})
+    trials = _trials(
+        (BASELINE, plain, 1000, 2),
+        (SEARCH, fast, 1600, 3),
+        (SEARCH, third, 700, 3),
+        *((CONFIRMED, fast, ms, 3) for ms in (1600, 1900, 1400)),
+        *((CONFIRMED, third, ms, 3) for ms in (800, 690, 970)),
+        *((CONFIRMED, plain, ms, 2) for ms in (1000, 990)),
+    )
+    posterior = Posterior(device.spec(), trials)
+    assert is_factor_decided(posterior, fast)
+    assert not is_decided(posterior, fast)

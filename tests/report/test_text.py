@@ -66,7 +66,7 @@ def compared(record: Record, **blocks_ms: list[float]) -> Record:
 
 def undecided(record: Record) -> Record:
     wide = compared(record, best=[300, 900, 350, 800], baseline=[400, 1000, 420, 900])
-    return replace(wide, search=replace(record.search, is_decided=False))
+    return replace(wide, search=replace(record.search, is_decided=False, is_factor_decided=False))
 
 
 def crowded(record: Record) -> Record:
@@ -131,6 +131,19 @@ def test_what_is_not_decided_gives_both_ranges_and_no_factor(record: Record) -> 
         assert "No faster plan" not in render(noisy)
         assert noisy.factor is None
         assert not Record.from_dict(noisy.to_dict()).search.is_decided
+
+
+def test_a_third_plan_that_may_be_faster_leaves_the_factor_over_the_baseline(
+    record: Record,
+) -> None:
+    search = replace(record.search, is_decided=False, is_factor_decided=True)
+    third = replace(record, search=search)
+    assert rows(third) == rows(record)
+    assert third.factor == record.factor
+    assert FACTOR.search(render(third))
+    assert any("Not decided" in warning for warning in summary(third).warnings)
+    kept = replace(third, best_number=third.baseline_number)
+    assert not FACTOR.search(render(kept))
 
 
 def test_probes_of_the_baseline_that_disagree_give_no_factor_before_the_end(
