@@ -53,41 +53,23 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
     """
     plan, device, workload = request.plan, builder.device, builder.fresh_workload()
     places = micro_batches_to_run(workload, plan, full_accumulation=request.full_accumulation)
-    sizes = plan.micro_batch_sizes_of(builder.world.rank)
-    batch = map_tensors(device.stage, workload.batch(sum(sizes[place] for place in places)))
-    counts, foreign_before = stands_for(plan, places), device.foreign_bytes()
-    steps = _Steps()
+    short = micro_batches_to_run(workload, plan, full_accumulation=False)
+    batch = _samples(builder, workload, plan, places)
+    first = batch if short == places else _samples(builder, workload, plan, short)
+    foreign_before = device.foreign_bytes()
     with ExitStack() as applied:
         with device.accounting():
             began = perf_counter()
             training = applied.enter_context(builder.training(workload, request.resolved))
-            for _ in warm_up(training):
-                steps.loss = float(_step(training, device, batch)[0])
-                steps.end_bytes.append(device.allocated_bytes())
-            steps.warm_up_s = perf_counter() - began
-            steps.warm_up_steps = len(steps.end_bytes)
-            del steps.end_bytes[:-WARM_UP_STEPS]
+            steps = _Steps(training, device, stands_for(plan, places))
+            steps.warm_up(first)
+            del first
+            warm_up_s = perf_counter() - began
+            warm_up_steps = steps.warm_up_steps * len(short) / len(places)
             before = device.read()
-            for _ in range(_tracked_steps(device, request)):
-                steps.loss = float(_step(training, device, batch)[0])
-                steps.end_bytes.append(device.allocated_bytes())
-        while not enough_steps(steps.times_s, request):
-            block = []
-            for _ in range(_block_of(request, len(steps.times_s))):
-                loss, marks = _step(training, device, batch)
-                block.append(marks)
-                if not device.tracked_steps:
-                    steps.end_bytes.append(device.allocated_bytes())
-            device.synchronize()
-            steps.loss = float(loss)
-            steps.losses.append(steps.loss)
-            times_s = [_seconds(device, marks, counts) for marks in block]
-            steps.own_times_s += times_s
-            steps.as_run_s += [device.seconds_between(marks[0], marks[-1]) for marks in block]
-            # By the slowest rank's times all of them decide alike whether to go on
-            steps.times_s += times_s if training.ranks is None else training.ranks.largest(times_s)
-            if not math.isfinite(steps.loss):
-                break
+            steps.run_tracked(batch, _tracked_steps(device, request))
+        while not enough_steps(steps.times_s, request) and math.isfinite(steps.loss):
+            steps.time(batch, _block_of(request, len(steps.times_s)))
         busy_percent = device.busy_percent()
         after = device.read()
         growth = _growth(device, steps)
@@ -112,10 +94,18 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         micro_batches_run=run,
         contended=has_moved(foreign_before, foreign, total_bytes=device.total_bytes),
         busy_percent=busy_percent,
-        start_up_s=steps.start_up_s(),
+        start_up_s=start_up_s(warm_up_s, warm_up_steps, steps.as_run_s),
         notes=notes,
         ranks=[] if training.ranks is None else [_own_use(after, steps)],
     )
+
+
+def _samples(
+    builder: TrainingBuilder, workload: Workload, plan: Plan, places: Sequence[int]
+) -> Batch:
+    """Return samples on the device for those micro-batches of a plan's optimizer step."""
+    sizes = plan.micro_batch_sizes_of(builder.world.rank)
+    return map_tensors(builder.device.stage, workload.batch(sum(sizes[at] for at in places)))
 
 
 def _verdict(
@@ -145,26 +135,82 @@ def _verdict(
 
 @dataclass
 class _Steps:
-    """The steps so far: seconds, allocated bytes at the end of each, losses of blocks, the last.
+    """The steps of a probe so far.
 
-    Of several ranks, `times_s` are those of the slowest in each step. `as_run_s` are the seconds
-    that this process took, with no more micro-batches than it ran.
+    The warm-up runs the micro-batches of a probe of the search, whatever the timed steps run: they
+    show every peak, and the optimizer's state.
+
+    Attributes:
+        training, device: what steps, and on what.
+        counts: how many of its size in the plan each micro-batch of a timed step stands for.
+        times_s: seconds of each whole timed step; of several ranks, of the slowest in it.
+        own_times_s: those of this process.
+        as_run_s: its seconds with no more micro-batches than it ran.
+        end_bytes: allocated at the end of each step.
+        losses: one of each block of steps.
+        loss: the last one.
+        warm_up_steps: how many steps the warm-up took.
     """
 
+    training: Training
+    device: Device
+    counts: Sequence[float]
     times_s: list[float] = field(default_factory=list)
     own_times_s: list[float] = field(default_factory=list)
     as_run_s: list[float] = field(default_factory=list)
     end_bytes: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     loss: float = math.nan
-    warm_up_s: float = 0.0
     warm_up_steps: int = 0
 
-    def start_up_s(self) -> float | None:
-        """Return the seconds of warm-up beyond those of as many timed steps."""
-        if not self.as_run_s:
-            return None
-        return max(0.0, self.warm_up_s - self.warm_up_steps * statistics.median(self.as_run_s))
+    def warm_up(self, batch: Batch) -> None:
+        """Step until two steps have updated."""
+        for _ in warm_up(self.training):
+            self._run_one(batch)
+        self.warm_up_steps = len(self.end_bytes)
+        del self.end_bytes[:-WARM_UP_STEPS]
+
+    def run_tracked(self, batch: Batch, count: int) -> None:
+        """Run steps that the device accounts for and nobody times."""
+        for _ in range(count):
+            self._run_one(batch)
+
+    def _run_one(self, batch: Batch) -> None:
+        self.loss = float(_step(self.training, self.device, batch)[0])
+        self.end_bytes.append(self.device.allocated_bytes())
+
+    def time(self, batch: Batch, count: int) -> None:
+        """Time so many steps between two looks at the clock."""
+        block = []
+        for _ in range(count):
+            loss, marks = _step(self.training, self.device, batch)
+            block.append(marks)
+            if not self.device.tracked_steps:
+                self.end_bytes.append(self.device.allocated_bytes())
+        self.device.synchronize()
+        self.loss = float(loss)
+        self.losses.append(self.loss)
+        times_s = [_seconds(self.device, marks, self.counts) for marks in block]
+        self.own_times_s += times_s
+        self.as_run_s += [self.device.seconds_between(marks[0], marks[-1]) for marks in block]
+        # By the slowest rank's times all of them decide alike whether to go on
+        ranks = self.training.ranks
+        self.times_s += times_s if ranks is None else ranks.largest(times_s)
+
+
+def start_up_s(
+    warm_up_s: float, warm_up_steps: float, step_times_s: Sequence[float]
+) -> float | None:
+    """Return the seconds of a warm-up beyond those of its steps; None: no step was timed.
+
+    Args:
+        warm_up_s: of the warm-up.
+        warm_up_steps: as many timed steps as its micro-batches make.
+        step_times_s: of timed steps, as they ran.
+    """
+    if not step_times_s:
+        return None
+    return max(0.0, warm_up_s - warm_up_steps * statistics.median(step_times_s))
 
 
 def _own_use(after: MemoryReading, steps: _Steps) -> RankUse:

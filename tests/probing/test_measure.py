@@ -19,11 +19,11 @@ from autofit.probing.measure import (
     MOST_TIMED_STEPS,
     SURE_TIMED_STEPS,
     Growth,
-    _Steps,
     bytes_per_step,
     enough_steps,
     growth_over,
     measure,
+    start_up_s,
 )
 from autofit.probing.messages import ProbeRequest
 from autofit.registry import load_strategies
@@ -116,7 +116,8 @@ def test_an_odd_split_runs_the_sizes_of_the_plan() -> None:
         return value
 
     _measured(_plain(loss_fn=loss), Plan.split(10, 4), full_accumulation=True)
-    assert sizes[:6] == [4, 3, 3, 4, 3, 3]
+    assert sizes[:4] == [4, 3, 4, 3]  # two steps of warm-up
+    assert sizes[4:10] == [4, 3, 3, 4, 3, 3]
     sizes.clear()
     _measured(_plain(loss_fn=loss), Plan.split(10, 4))
     assert sizes[:4] == [4, 3, 4, 3]
@@ -338,8 +339,6 @@ def test_a_kept_number_is_no_leak() -> None:
 
 
 def test_the_seconds_of_a_start_are_those_beyond_plain_steps() -> None:
-    """Of those as they ran, as the steps of the warm-up do: with fewer micro-batches."""
-    steps = _Steps(as_run_s=[0.2, 0.1, 9.0], warm_up_s=21.0, warm_up_steps=5)
-    assert steps.start_up_s() == pytest.approx(21.0 - 5 * 0.2)
-    assert _Steps(as_run_s=[1.0], warm_up_s=2.0, warm_up_steps=3).start_up_s() == 0.0
-    assert _Steps(warm_up_s=2.0, warm_up_steps=1).start_up_s() is None
+    assert start_up_s(21.0, 5, [0.2, 0.1, 9.0]) == pytest.approx(21.0 - 5 * 0.2)
+    assert start_up_s(2.0, 3, [1.0]) == 0.0
+    assert start_up_s(2.0, 1, []) is None
