@@ -24,6 +24,8 @@ DIMENSIONS = {
     "precision.dtype": Dimension(("default", "bfloat16")),
     "checkpointing.level": Dimension((0, 1, 2, 3, 4)),
 }
+FEW_DIMENSIONS = {**DIMENSIONS, LEVEL: Dimension((0, 1, 4))}
+"""For tests of what is around the decisions: a search takes half the time."""
 
 
 @dataclass(frozen=True)

@@ -358,11 +358,10 @@ def test_a_comparison_that_was_cut_short_has_its_winner_so_far(device: Simulated
 
 @pytest.mark.parametrize("noise", [0.02, 0.1])
 def test_no_answer_is_slower_than_another_measured_plan(noise: float) -> None:
-    """On devices whose speed drops beyond a size."""
-    for seed in range(900, 903):
-        device = draw_irregular_device(seed, noise=noise)
-        result = run_search(device.prober(), device.spec(), max_probes=30)
-        assert passed_over(result.trials, result.best.plan, noise) == 0
+    """On a device whose speed drops beyond a size."""
+    device = draw_irregular_device(900, noise=noise)
+    result = run_search(device.prober(), device.spec(), max_probes=20)
+    assert passed_over(result.trials, result.best.plan, noise) == 0
 
 
 @pytest.mark.parametrize(("compared", "decided"), [(280, True), (30, False), (700, False)])

@@ -65,7 +65,7 @@ def test_hints_save_probes(make_device: MakeDevice) -> None:
         ),
     }
     probes_saved = 0
-    for budget in (2 * GIB, 4 * GIB, 8 * GIB):
+    for budget in (2 * GIB, 8 * GIB):
         told = make_device(dimensions=hinted, budget=budget)
         untold = make_device(budget=budget)
         with_hints = run_search(told.prober(), told.spec())
@@ -230,7 +230,7 @@ def test_risks_are_weighed_in_proportion_only_with_a_prior_on_memory(
 
 
 @pytest.mark.parametrize("cause", ["size limit", "memory"])
-@pytest.mark.parametrize("limit", [1, 3, 20, 100, 777, 4000])
+@pytest.mark.parametrize("limit", [1, 3, 100, 4000])
 def test_a_hidden_limit_is_found_within_six_failures(limit: int, cause: str) -> None:
     """Neither is on a memory line: of memory, a jump beyond the limit is taken out."""
     space = Space({"a.x": Dimension(("off", "on"))}, sample_batch_size=1, max_micro_batch=4096)

@@ -40,11 +40,11 @@ def test_a_line_through_whole_segments_is_not_trusted_to_the_last_bytes() -> Non
     }
     space = Space(dimensions, sample_batch_size=2, max_micro_batch=256)
     ooms = 0
-    for seed in range(3):
+    for seed in range(2):
         prober = SimulatedProber(BUDGET, _held, _seconds, time_noise=0.02)
         spec = SearchSpec(space, BUDGET, seed=seed, segment_bytes=20 * MIB)
         result = run_search(prober, spec)
         ran = probes_of(result.trials)
         ooms += sum(trial.measurement.outcome.about_memory for trial in ran)
         assert result.best.plan.micro_batch / _seconds(result.best.plan) > 75
-    assert ooms <= 3
+    assert ooms <= 2

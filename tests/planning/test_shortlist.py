@@ -9,7 +9,7 @@ import numpy as np
 import optuna
 import pytest
 
-from autofit.measurement import Outcome, TrialKind
+from autofit.measurement import Outcome, Trial, TrialKind
 from autofit.plan import Dimension, Plan
 from autofit.planning import confirmation, planner
 from autofit.planning.in_flight import believing
@@ -66,9 +66,15 @@ def test_a_small_space_has_a_column_for_every_variant() -> None:
     assert Posterior(spec, trials).variants == every
 
 
+@pytest.fixture(scope="module")
+def trials() -> tuple[Trial, ...]:
+    """Of a search of a large space."""
+    return run_search(_prober(), _spec(LARGE), max_probes=9).trials
+
+
 def test_a_large_space_is_searched_by_a_shortlist_as_well() -> None:
     spec = _spec(LARGE)
-    result = run_search(_prober(), spec, max_probes=20)
+    result = run_search(_prober(), spec, max_probes=14)
     posterior = Posterior(spec, result.trials)
     assert len(list(spec.space.variants())) == 2 * MOST_VARIANTS
     assert len(posterior.variants) < 1.5 * MOST_VARIANTS
@@ -80,9 +86,8 @@ def test_a_large_space_is_searched_by_a_shortlist_as_well() -> None:
     assert result.oom_probes == 0
 
 
-def test_a_shortlist_has_what_ran_and_every_value() -> None:
+def test_a_shortlist_has_what_ran_and_every_value(trials: tuple[Trial, ...]) -> None:
     spec = _spec(LARGE)
-    trials = run_search(_prober(), spec, max_probes=9).trials
     posterior = Posterior(spec, trials)
     assert posterior.variants[0] == spec.space.default_settings
     assert all(trial.plan.settings in posterior.variants for trial in trials)
@@ -94,17 +99,18 @@ def test_a_shortlist_has_what_ran_and_every_value() -> None:
     assert not missing
 
 
-def test_the_same_trials_give_the_same_shortlist() -> None:
-    spec = _spec(LARGE)
-    trials = run_search(_prober(), spec, max_probes=5).trials
+def test_the_same_trials_give_the_same_shortlist(trials: tuple[Trial, ...]) -> None:
+    spec, trials = _spec(LARGE), trials[:5]
     again = SearchSpec.from_json(spec.to_json())
     assert Posterior(spec, trials).variants == Posterior(again, trials).variants
     assert planner.decide(Posterior(spec, trials)) == planner.decide(Posterior(again, trials))
 
 
-def test_a_plan_that_is_not_on_the_shortlist_is_judged_all_the_same() -> None:
+def test_a_plan_that_is_not_on_the_shortlist_is_judged_all_the_same(
+    trials: tuple[Trial, ...],
+) -> None:
     spec = _spec(LARGE)
-    posterior = Posterior(spec, run_search(_prober(), spec, max_probes=9).trials)
+    posterior = Posterior(spec, trials)
     missing = [v for v in spec.space.variants() if v not in posterior.variants]
     plan, large = spec.space.plan(8, missing[0]), spec.space.plan(1000, missing[0])
     assert planner.veto(posterior, plan) is None
@@ -122,7 +128,7 @@ def test_another_sampler_searches_a_large_space() -> None:
 
 
 def test_costly_values_beside_the_leaders_are_on_the_shortlist() -> None:
-    spec = _spec(LARGE | {COSTLY: Dimension((False, True), trial_cost_s=10.0)})
+    spec = _spec(SMALL | {COSTLY: Dimension((False, True), trial_cost_s=10.0)})
     result = run_search(_prober(), replace(spec, effort=Effort.QUICK))
     assert any(trial.plan.settings[COSTLY] for trial in result.trials)
     assert result.best.plan.settings[COSTLY]
@@ -137,9 +143,9 @@ def test_where_nothing_fits_the_leanest_variants_are_on_the_shortlist() -> None:
 
 
 def test_settings_that_need_accumulation_are_searched_in_large_spaces() -> None:
-    dimensions = LARGE | {"late.sync": Dimension((False, True), needs_accumulation=True)}
+    dimensions = SMALL | {"late.sync": Dimension((False, True), needs_accumulation=True)}
     spec = _spec(dimensions, global_batch=16, max_micro_batch=None)
-    result = run_search(_prober(), spec, max_probes=10)
+    result = run_search(_prober(), spec, max_probes=6)
     posterior = Posterior(spec, result.trials)
     assert np.isfinite(posterior.mean_log_speed(result.best.plan))
     assert all(

@@ -1,5 +1,16 @@
-"""The fixtures of the simulated device."""
+"""The fixtures of the simulated device, with fewer variants."""
 
-from tests.simulated import device, make_device
+from __future__ import annotations
 
-__all__ = ["device", "make_device"]
+import pytest
+
+from autofit.space import Space
+from tests.simulated import FEW_DIMENSIONS, SimulatedDevice, make_device
+
+__all__ = ["make_device"]
+
+
+@pytest.fixture
+def device() -> SimulatedDevice:
+    """Six variants, free micro-batch."""
+    return SimulatedDevice(Space(FEW_DIMENSIONS, sample_batch_size=4))

@@ -32,7 +32,7 @@ from autofit.searching.engine import run_search
 from autofit.searching.study import Store
 from autofit.space import Space
 from autofit.testing import SimulatedProber
-from tests.simulated import DIMENSIONS, IDENTITY, MakeDevice, SimulatedDevice, make_trial
+from tests.simulated import FEW_DIMENSIONS, IDENTITY, MakeDevice, SimulatedDevice, make_trial
 
 HELD: dict[str, Any] = {"peak_reserved_bytes": 2**30}
 
@@ -42,9 +42,9 @@ sys.path[:0] = {path!r}
 from autofit.searching.engine import run_search
 from autofit.searching.study import Store
 from autofit.space import Space
-from tests.simulated import DIMENSIONS, IDENTITY, SimulatedDevice
+from tests.simulated import FEW_DIMENSIONS, IDENTITY, SimulatedDevice
 
-device = SimulatedDevice(Space(DIMENSIONS, sample_batch_size=4))
+device = SimulatedDevice(Space(FEW_DIMENSIONS, sample_batch_size=4))
 prober = device.prober()
 probe = prober.probe
 
@@ -124,7 +124,8 @@ def test_a_study_whose_end_is_damaged_is_refused(
 ) -> None:
     path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
-        run_search(device.prober(), device.spec(), store=store)
+        run_search(device.prober(), device.spec(), store=store, max_probes=2)
+        store.mark_ended("nothing is left")
         store.study.set_user_attr(attribute, 7)
     with Store.open(path, IDENTITY) as store, pytest.raises(StudyError, match="the earlier"):
         run_search(device.prober(), device.spec(), store=store)
@@ -179,7 +180,8 @@ def test_a_study_may_be_resumed_with_another_effort(
 ) -> None:
     path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
-        run_search(device.prober(), device.spec(), store=store)
+        store.begin(device.spec())
+        store.mark_ended("nothing is left")
     with Store.open(path, IDENTITY) as store:
         store.begin(replace(device.spec(), effort=effort))
         assert (store.ended is None) is goes_on
@@ -530,7 +532,7 @@ def _delete_rows(path: Path) -> None:
 def test_a_study_that_others_damage_meanwhile_ends_in_a_report_of_what_was_measured(
     url: str, damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    device, path = SimulatedDevice(Space(DIMENSIONS, 4)), tmp_path / "study"
+    device, path = SimulatedDevice(Space(FEW_DIMENSIONS, 4)), tmp_path / "study"
     prober = device.prober()
     probe = prober.probe
 
@@ -541,7 +543,7 @@ def test_a_study_that_others_damage_meanwhile_ends_in_a_report_of_what_was_measu
 
     vars(prober)["probe"] = probe_and_damage
     with Store.open(url.format(path), IDENTITY) as store:
-        result = run_search(prober, device.spec(), store=store)
+        result = run_search(prober, device.spec(), store=store, max_probes=5)
     assert result.best.ok
     assert len(result.trials) >= 2
     assert {trial.plan for trial in result.trials} <= {each.plan for each in prober.probed}
