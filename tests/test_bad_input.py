@@ -193,14 +193,6 @@ def test_a_study_that_cannot_be_written_costs_no_probe(tmp_path: Path) -> None:
     assert not any(isinstance(event, ProbeStarted) for event in probes)
 
 
-def test_a_file_that_is_no_study_is_left_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "thesis.txt"
-    path.write_text("two years of work\n")
-    with pytest.raises(autofit.StudyError, match=r"thesis\.txt"):
-        autofit.search(model, batch(), study=path, **HERE)
-    assert path.read_text() == "two years of work\n"
-
-
 # -- nothing fits -----------------------------------------------------------------------------
 
 
@@ -350,11 +342,6 @@ def test_what_an_optimizer_raises_reaches_the_user() -> None:
 def test_a_probe_of_what_is_no_workload_is_refused() -> None:
     with pytest.raises(autofit.InvalidArgument, match=r"autofit\.Workload"):
         autofit.probe(model)  # type: ignore[call-overload]  # what is shown
-
-
-def test_a_probe_raises_what_the_users_code_raised() -> None:
-    with pytest.raises(OutOfCoffee, match="out of memory of what"):
-        autofit.probe(autofit.Workload(Raising(), batch()), **HERE)
 
 
 def test_after_an_error_the_users_model_is_as_it_was() -> None:

@@ -32,12 +32,6 @@ def test_what_is_marked_is_the_users(error: BaseException) -> None:
     assert str(error) in ("bad", "2")
 
 
-def test_our_own_errors_stay_ours() -> None:
-    error = InvalidArgument("no such thing")
-    mark_users(error)
-    assert not is_users(error)
-
-
 def test_what_users_code_raises_is_marked_on_its_way() -> None:
     with pytest.raises(LookupError, match="gone") as caught, users_code():
         raise LookupError("gone")
@@ -62,20 +56,17 @@ def raised(error: BaseException) -> BaseException:
 
 
 def test_the_text_of_an_exception_is_cut() -> None:
-    for text in ("x" * 10**6, "x\n" * 10**6):
+    for text in ("x" * 2 * 10**6, "x\n" * 10**6):
         error = raised(RuntimeError(text))
         shown = traceback_text(error)
         assert len(shown) < 10**5
+        assert "test_errors.py" in shown  # the place where it was raised
         sent = message_of_reply(Reply(exception=error))
         assert len(sent["reply"]) < 2 * 10**5
         assert str(reply_of(sent).exception).startswith("builtins.RuntimeError: x")
         assert len(fault_of(error).message) < 10**4
         assert with_type(error).startswith("RuntimeError: x")
         assert max(len(with_type(error)), len(in_one_line(error))) < 10**4
-
-
-def test_a_long_text_leaves_the_place_where_it_was_raised() -> None:
-    assert "test_errors.py" in traceback_text(raised(RuntimeError("x" * 10**6)))
 
 
 def test_a_text_that_interrupts_is_described() -> None:

@@ -95,16 +95,12 @@ def test_measurements_survive_json_and_ignore_what_they_do_not_know() -> None:
         loss=0.5,
         contended=True,
         seconds=1.5,
+        start_up_s=0.0,
     )
     data = to_json(measured) | {"from": "a later version"}
     again = from_json(data, Measurement, "the measurement")
     assert again == measured
     assert isinstance(again.outcome, Outcome)
-
-
-def test_a_training_that_starts_at_its_usual_speed_is_stored() -> None:
-    measured = Measurement(Outcome.OK, step_times_s=(0.1,), start_up_s=0.0)
-    assert from_json(to_json(measured), Measurement, "the measurement") == measured
 
 
 def test_trials_survive_json_and_say_the_rates_that_follow() -> None:

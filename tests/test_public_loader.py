@@ -20,6 +20,7 @@ HERE: dict[str, Any] = {
     "device": "cpu",
     "vram_budget": "64MiB",
     "max_probes": 1,
+    "strategies": [],
 }
 SAMPLES = 16
 
@@ -44,14 +45,14 @@ class Photographs(Dataset[tuple[torch.Tensor, int]]):
 
 
 class Slow(nn.Module):
-    """Takes 0.3 s for any batch: far more than any loader here, on a busy machine too."""
+    """Takes 0.1 s for any batch: far more than any loader here, on a busy machine too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 3)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.3)
+        time.sleep(0.1)
         scores: torch.Tensor = self.layer(rows)
         return scores
 
@@ -116,7 +117,7 @@ def test_a_loader_that_fails_costs_no_answer() -> None:
 @pytest.mark.slow
 def test_a_loader_that_hangs_ends_with_the_timeout_and_costs_no_answer(tmp_path: Path) -> None:
     stuck = functools.partial(DataLoader, Photographs(tmp_path, 1000.0))
-    report = autofit.search(fed_by(stuck), timeout=20, **HERE)
+    report = autofit.search(fed_by(stuck), timeout=12, **HERE)
     assert report.best.ok
     assert report.record.findings["loader"]["failed"] == "the time of the search was over"
     assert not any(Path(f"/proc/{path.name}").exists() for path in tmp_path.iterdir())

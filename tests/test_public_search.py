@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,76 +74,47 @@ class WithLoss(nn.Module):
 # -- what can be searched ---------------------------------------------------------------------
 
 
-def live_model_with_loss_fn() -> autofit.Report:
-    return autofit.search(classifier(), labelled(), loss_fn=cross_entropy_of, max_probes=1, **HERE)
-
-
-def factory_with_criterion() -> autofit.Report:
-    criterion = nn.CrossEntropyLoss()
-    return autofit.search(classifier, labelled(), criterion=criterion, max_probes=1, **HERE)
-
-
-def mapping_and_output_loss() -> autofit.Report:
-    inputs, labels = labelled()
-    batch = {"inputs": inputs, "labels": labels}
-    return autofit.search(WithLoss, batch, max_probes=1, **HERE)
-
-
-def tensor_without_a_loss() -> autofit.Report:
-    return autofit.search(classifier(), labelled()[0], max_probes=1, **HERE)
-
-
-def workload_alone() -> autofit.Report:
-    workload = autofit.Workload(classifier, labelled(), loss_fn=cross_entropy_of)
-    return autofit.search(workload, max_probes=1, **HERE)
-
-
-def function_that_makes_batches() -> autofit.Report:
-    return autofit.search(classifier, labelled, loss_fn=cross_entropy_of, max_probes=1, **HERE)
-
-
-def live_optimizer() -> autofit.Report:
+def live_optimizer() -> dict[str, Any]:
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return autofit.search(
-        model,
-        labelled(),
-        criterion=nn.CrossEntropyLoss(),
-        optimizer=optimizer,
-        max_probes=1,
-        **HERE,
-    )
+    return {"model": model, "criterion": nn.CrossEntropyLoss(), "optimizer": optimizer}
 
 
-def own_training_step() -> autofit.Report:
-    def training_step(training: autofit.Training, batch: Any) -> torch.Tensor:
-        (micro_batch, weight) = next(iter(training.micro_batches(batch)))
-        loss = cross_entropy_of(training.model, micro_batch)
-        training.backward(loss, weight)
-        training.optimizer_step()
-        return loss
-
-    workload = autofit.Workload(classifier, labelled(), training_step=training_step)
-    return autofit.search(workload, max_probes=1, **HERE)
+def own_training_step(training: autofit.Training, batch: Any) -> torch.Tensor:
+    (micro_batch, weight) = next(iter(training.micro_batches(batch)))
+    loss = cross_entropy_of(training.model, micro_batch)
+    training.backward(loss, weight)
+    training.optimizer_step()
+    return loss
 
 
 @pytest.mark.parametrize(
-    ("run", "loss", "n"),
+    ("given", "loss", "n"),
     [
-        (live_model_with_loss_fn, "loss_fn", 4),
-        (factory_with_criterion, "criterion", 4),
-        (mapping_and_output_loss, "the model's own loss", 4),
-        (tensor_without_a_loss, "the mean of the model's outputs", 4),
-        (workload_alone, "loss_fn", 4),
-        (function_that_makes_batches, "loss_fn", 2),
-        (live_optimizer, "criterion", 4),
-        (own_training_step, "training_step", 4),
+        ({"model": classifier(), "loss_fn": cross_entropy_of}, "loss_fn", 4),
+        ({"criterion": nn.CrossEntropyLoss()}, "criterion", 4),
+        (
+            {
+                "model": WithLoss,
+                "sample_batch": dict(zip(("inputs", "labels"), labelled(), strict=True)),
+            },
+            "the model's own loss",
+            4,
+        ),
+        ({"sample_batch": labelled()[0]}, "the mean of the model's outputs", 4),
+        ({"sample_batch": labelled, "loss_fn": cross_entropy_of}, "loss_fn", 2),
+        (live_optimizer(), "criterion", 4),
+        ({"training_step": own_training_step}, "training_step", 4),
     ],
+    ids=lambda each: "" if isinstance(each, dict) else None,
 )
-def test_every_way_to_say_what_is_trained(
-    run: Callable[[], autofit.Report], loss: str, n: int
-) -> None:
-    report = run()
+def test_every_way_to_say_what_is_trained(given: dict[str, Any], loss: str, n: int) -> None:
+    said = {"model": classifier, "sample_batch": labelled(), **given}
+    if "training_step" in given:  # which a workload alone may have
+        said = {"model": autofit.Workload(**said), "sample_batch": None}
+    report = autofit.search(
+        said.pop("model"), said.pop("sample_batch"), **said, strategies=[], max_probes=1, **HERE
+    )
     assert report.baseline.ok, report.baseline.measurement
     assert report.baseline.plan.micro_batch == n
     assert report.baseline.samples_per_second
@@ -372,19 +343,16 @@ def test_apply_takes_another_loss_than_the_search_had(searched: Searched) -> Non
 
 
 def search_here(**more: Any) -> autofit.Report:
-    """A search of a classifier."""
-    said = {"criterion": nn.CrossEntropyLoss(), "global_batch": 16, **HERE, **more}
+    """A search of a classifier, among micro-batches alone unless strategies are given."""
+    said = {
+        "criterion": nn.CrossEntropyLoss(),
+        "global_batch": 16,
+        "strategies": [],
+        **HERE,
+        **more,
+    }
     model = said.pop("model", classifier)
     return autofit.search(model, said.pop("sample_batch", labelled()), **said)
-
-
-def test_progress_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    search_here(max_probes=1, progress=False)
-    assert capsys.readouterr().err == ""
-    search_here(max_probes=1, progress=True)
-    shown = capsys.readouterr()
-    assert re.search(r"4 x 4.*: [\d.]+ samples/s", shown.err)
-    assert shown.out == ""
 
 
 def test_a_resumed_search_says_so_and_counts_the_seconds_of_all_sessions(tmp_path: Path) -> None:
@@ -427,7 +395,7 @@ def test_a_training_step_that_does_not_split_is_said_not_to(
         training_step=training_step,
         global_batch=16,
     )
-    report = autofit.search(workload, max_probes=1, **HERE)
+    report = autofit.search(workload, strategies=[], max_probes=1, **HERE)
     assert report.best.plan == autofit.Plan.split(16, 4, report.best.plan.settings)
     words = "all 16 samples of a step ran at once"
     assert (words in " ".join(report.record.notes)) is not splits
@@ -499,9 +467,7 @@ def test_a_busy_machine_is_named_in_progress_and_report(
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     seen: list[Event] = []
-    report = search_here(
-        model=on_a_machine_of(load), strategies=[], max_probes=1, progress=seen.append
-    )
+    report = search_here(model=on_a_machine_of(load), max_probes=1, progress=seen.append)
     words = f"load 99.0 on {os.cpu_count()} cores"
     assert [e.how for e in seen if isinstance(e, MachineBusy)] == [words] * is_busy
     assert report.to_dict()["search"]["busy"] == (words if is_busy else None)
@@ -512,7 +478,7 @@ def test_a_machine_that_becomes_busy_is_named_in_the_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
-    report = search_here(model=on_a_machine_of(0.0), strategies=[], max_probes=1)
+    report = search_here(model=on_a_machine_of(0.0), max_probes=1)
     assert report.record.search.busy == f"load 99.0 on {os.cpu_count()} cores"
 
 
@@ -556,7 +522,6 @@ def test_a_worker_killed_once_costs_a_worker_and_no_more(
     path, seen = tmp_path / "died", list[Event]()
     report = search_here(
         model=functools.partial(DiesOnce, path, samples),
-        strategies=[],
         max_probes=1,
         progress=seen.append,
     )
@@ -599,7 +564,7 @@ def test_a_changed_workload_is_refused_an_old_study(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", ["exact", autofit.Numerics.EXACT])
 def test_numerics_limits_what_is_tried(level: autofit.Numerics | str) -> None:
-    report = search_here(numerics=level, max_probes=2)
+    report = search_here(numerics=level, strategies=None, max_probes=1)
     assert all(strategy.numerics is autofit.Numerics.EXACT for strategy in report.strategies)
     assert not any(name.startswith("precision.") for name in report.record.dimensions)
 
@@ -807,11 +772,15 @@ def signing_workload(path: Path) -> autofit.Workload:
     )
 
 
-def test_no_code_of_the_users_runs_in_this_process(tmp_path: Path) -> None:
-    """Whatever it does, a crash, a hang or a changed global of it stays in the worker."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_no_code_of_the_users_runs_in_this_process(tmp_path: Path, device: str) -> None:
+    """Whatever it does, a crash, a hang or a changed global of it stays in the worker.
+
+    On a GPU a dry run predicts memory, too.
+    """
     path = tmp_path / "processes"
     workload = signing_workload(path)
-    where: Any = {"device": "cpu", "vram_budget": "32MiB"}
+    where: Any = {"device": device, "vram_budget": "32MiB" if device == "cpu" else "4GiB"}
     report = autofit.search(workload, max_probes=3, **where)
     assert autofit.probe(workload, **where).ok
     assert autofit.check(workload, **where).fits
@@ -820,55 +789,5 @@ def test_no_code_of_the_users_runs_in_this_process(tmp_path: Path) -> None:
     everything = "built forward batch criterion optimizer weight before_step"
     assert {what for what, _ in signed} == set(everything.split())
     assert str(os.getpid()) not in {process for _, process in signed}
-    assert len({process for _, process in signed}) == 5  # a search confirms in a second worker
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_the_users_code_runs_in_workers_alone(tmp_path: Path, device: str) -> None:
-    """There it can hang, exit or crash; on a GPU a dry run predicts memory, too."""
-    ran = tmp_path / "ran"
-
-    def note(what: str) -> None:
-        with ran.open("a") as file:
-            file.write(f"{os.getpid()} {what}\n")
-
-    class Noting(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            note("forward")
-            return super().forward(inputs)
-
-    def model() -> nn.Module:
-        note("model")
-        return Noting(8, 3)
-
-    def batch(samples: int) -> torch.Tensor:
-        note("batch")
-        return torch.randn(samples, 8)
-
-    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        note("loss_fn")
-        loss: torch.Tensor = model(batch).square().mean()
-        return loss
-
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        note("optimizer")
-        return torch.optim.SGD(parameters, lr=0.1)
-
-    def before_step(model: nn.Module, optimizer: Any) -> None:
-        note("before_step")
-
-    workload = autofit.Workload(
-        model, batch, loss_fn=loss_fn, optimizer=optimizer, before_step=before_step
-    )
-    autofit.search(
-        workload,
-        device=device,
-        vram_budget="32MiB" if device == "cpu" else "4GiB",
-        max_probes=3,
-        options=autofit.SearchOptions(max_micro_batch=8),
-    )
-    lines = [line.split() for line in ran.read_text().splitlines()]
-    assert {what for _, what in lines} == {
-        "model", "batch", "forward", "loss_fn", "optimizer", "before_step"
-    }  # fmt: skip
-    assert str(os.getpid()) not in {pid for pid, _ in lines}
+    if device == "cpu":  # where nothing is predicted; a search confirms in a second worker
+        assert len({process for _, process in signed}) == 5

@@ -91,11 +91,6 @@ def test_a_named_strategy_that_goes_too_far_is_refused() -> None:
         load_strategies(["precision"], numerics="exact")
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidArgument, match=r"'precison'.*precision"):
-        load_strategies(["precison"])
-
-
 @pytest.mark.parametrize("level", ["roughly", 1, None])
 def test_an_unknown_level_is_refused(level: Any) -> None:
     with pytest.raises(InvalidArgument, match=f"exact, rounding, reduced_precision.*{level!r}"):
@@ -193,10 +188,6 @@ def test_two_plugins_of_one_name_are_refused(plugin: str, monkeypatch: pytest.Mo
     _install(monkeypatch, ("doubling", f"{plugin}:Doubling"), ("doubling", f"{plugin}:Other"))
     with pytest.raises(InvalidArgument, match=r"two.*'doubling'"):
         load_strategies()
-
-
-def test_dimensions_are_collected_from_all() -> None:
-    assert list(collect_dimensions([Doubling()], _context())) == ["doubling.on"]
 
 
 @pytest.mark.parametrize(

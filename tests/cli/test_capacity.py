@@ -108,14 +108,6 @@ def test_check_writes_junit_and_the_summary_of_the_job(
     assert "| required |" in page.read_text()
 
 
-def test_check_finds_the_summary_page_of_the_job(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "page.md"))
-    assert run("check", target, "--gpu", "L4")[0] == 0
-    assert "fits" in (tmp_path / "page.md").read_text()
-
-
 def test_check_fails_where_the_need_grew(target: str, tmp_path: Path) -> None:
     earlier = tmp_path / "earlier.json"
     code, said = run("check", target, "--gpu", "L4", "--micro-batch", "1000", "--json")
@@ -271,7 +263,6 @@ def test_a_table_refuses_a_gpu_that_nobody_knows(target: str) -> None:
     "words",
     [
         "check --gpu L4 --vram-budget 20GiB --plan-from",
-        "predict --gpu L4 --plan-from",
         "predict --gpu L4,T4 --plan-from",
         "probe --device cpu --plan-from",
     ],

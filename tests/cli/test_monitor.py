@@ -62,18 +62,15 @@ def test_the_name_of_a_command_moves_no_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in ended.stdout
 
 
-@pytest.mark.parametrize("status", [0, 7])
-def test_a_command_is_run_and_its_memory_and_processor_time_are_told(
-    tmp_path: Path, status: int
-) -> None:
+def test_a_command_is_run_and_its_memory_and_processor_time_are_told(tmp_path: Path) -> None:
     table, page = tmp_path / "t.csv", tmp_path / "t.html"
     in_a_child = '"$0" -c "$1" "$2" || exit $?'
-    command = ["sh", "-c", in_a_child, sys.executable, HOLDS, str(status)]
+    command = ["sh", "-c", in_a_child, sys.executable, HOLDS, "7"]
     given = monitor("--json", "--out", table, "--out", page, "--", *command)
     ran = subprocess.run(given, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert ran.returncode == (3 if status else 0)
+    assert ran.returncode == 3
     assert "trained" in ran.stderr
-    assert ("ended with exit code 7" in ran.stderr) == bool(status)
+    assert "ended with exit code 7" in ran.stderr
     told = json.loads(ran.stdout)
     rows = rows_of(table)
     seen = [int(row["resident_bytes"]) for row in rows]
@@ -84,9 +81,8 @@ def test_a_command_is_run_and_its_memory_and_processor_time_are_told(
     assert "peak host memory" in page.read_text()
 
 
-@pytest.mark.parametrize("every", ["5", "0.05"])
-def test_the_duration_is_that_of_the_command_and_not_of_the_looks(every: str) -> None:
-    given = monitor("--json", "--every", every, "--", "sleep", "0.5")
+def test_the_duration_is_that_of_the_command_and_not_of_the_looks() -> None:
+    given = monitor("--json", "--every", "5", "--", "sleep", "0.5")
     ran = subprocess.run(given, capture_output=True, text=True, timeout=SECONDS, check=True)
     assert json.loads(ran.stdout)["seconds"] >= 0.5
 

@@ -242,14 +242,6 @@ def test_a_search_shows_its_progress_in_a_terminal_unless_told_not_to(
     assert "running" not in shown(progress=False)
 
 
-def test_a_file_is_no_terminal(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    with path.open("w") as stream, ProgressLine(stream) as show:
-        show(STORY[2])
-    assert path.read_text().startswith("[1:01] 4 x 1")
-    assert "\x1b" not in path.read_text()
-
-
 @pytest.mark.parametrize(("between_s", "is_shown"), [(0.0, True), (3600.0, False)])
 def test_a_log_that_nobody_watches_gets_plain_lines_at_a_slow_rhythm(
     between_s: float,

@@ -53,13 +53,6 @@ def test_a_workload_in_a_file_is_taken_as_it_is(script: Path) -> None:
     assert load_target(f"{script}:Zoo.made").sample_batch_size == 3
 
 
-def test_a_relative_path_is_read_from_the_current_folder(
-    script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(script.parent)
-    assert load_target("my_models.py:ready").sample_batch_size == 3
-
-
 def test_a_module_is_found_in_the_current_folder(
     script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,10 +61,6 @@ def test_a_size_stands_for_a_gpu_of_that_size() -> None:
     assert find_gpu(80 * GIB).rates is None
 
 
-def test_none_is_the_best_known_architecture() -> None:
-    assert find_gpu(None).name == "H200"
-
-
 def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(InvalidArgument, match=r"'Voodoo 2'.*A100-80GB"):
         find_gpu("Voodoo 2")

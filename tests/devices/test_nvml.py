@@ -50,43 +50,40 @@ MIB, GIB = 2**20, 2**30
 CONTEXT = 500 * MIB
 
 
-def test_the_context_is_our_own_and_what_was_there_before_it_is_not() -> None:
-    assert ProcessMemory(CONTEXT, 3 * GIB + CONTEXT).outside_allocator(3 * GIB + CONTEXT) == CONTEXT
-
-
-def test_libraries_that_are_loaded_later_are_our_own_and_stay_so() -> None:
-    memory = ProcessMemory(CONTEXT, GIB)
-    assert memory.outside_allocator(GIB + 200 * MIB) == CONTEXT + 200 * MIB
-    assert memory.outside_allocator(GIB) == CONTEXT + 200 * MIB
-
-
-def test_what_grows_beyond_libraries_is_another_processs() -> None:
-    memory = ProcessMemory(CONTEXT, GIB)
-    assert memory.outside_allocator(9 * GIB) == CONTEXT + LIBRARY_BYTES
-    assert memory.outside_allocator(9 * GIB + 100 * MIB) == CONTEXT + LIBRARY_BYTES
-
-
-def test_what_others_give_back_hides_no_growth_of_our_own() -> None:
-    memory = ProcessMemory(CONTEXT, 9 * GIB)
-    assert memory.outside_allocator(GIB) == CONTEXT
-    assert memory.outside_allocator(GIB + 200 * MIB) == CONTEXT + 200 * MIB
-
-
-def test_a_process_that_comes_and_goes_is_not_counted_again_each_time() -> None:
-    memory = ProcessMemory(CONTEXT, GIB)
-    for _ in range(20):
-        memory.outside_allocator(GIB + 100 * MIB)
-        memory.outside_allocator(GIB)
-    assert memory.outside_allocator(GIB) == CONTEXT + 100 * MIB
-
-
-def test_a_process_that_came_while_the_context_was_made_is_not_all_ours() -> None:
-    assert ProcessMemory(9 * GIB, 20 * GIB).outside_allocator(20 * GIB) == CONTEXT_BYTES
-
-
-def test_our_own_is_never_more_than_all() -> None:
-    assert ProcessMemory(9 * GIB, 9 * GIB).outside_allocator(100 * MIB) == 100 * MIB
-    assert ProcessMemory(-GIB, GIB).outside_allocator(GIB) == 0
+@pytest.mark.parametrize(
+    ("context", "all_at_first", "all_later", "own"),
+    [
+        (CONTEXT, 3 * GIB + CONTEXT, [3 * GIB + CONTEXT], CONTEXT),
+        (CONTEXT, GIB, [GIB + 200 * MIB], CONTEXT + 200 * MIB),
+        (CONTEXT, GIB, [GIB + 200 * MIB, GIB], CONTEXT + 200 * MIB),
+        (CONTEXT, GIB, [9 * GIB], CONTEXT + LIBRARY_BYTES),
+        (CONTEXT, GIB, [9 * GIB, 9 * GIB + 100 * MIB], CONTEXT + LIBRARY_BYTES),
+        (CONTEXT, 9 * GIB, [GIB], CONTEXT),
+        (CONTEXT, 9 * GIB, [GIB, GIB + 200 * MIB], CONTEXT + 200 * MIB),
+        (CONTEXT, GIB, [GIB + 100 * MIB, GIB] * 20, CONTEXT + 100 * MIB),
+        (9 * GIB, 20 * GIB, [20 * GIB], CONTEXT_BYTES),
+        (9 * GIB, 9 * GIB, [100 * MIB], 100 * MIB),
+        (-GIB, GIB, [GIB], 0),
+    ],
+    ids=[
+        "the context, and not what was there before it",
+        "libraries that are loaded later",
+        "they stay",
+        "what grows beyond libraries is another process's",
+        "it stays so",
+        "what others give back",
+        "it hides no growth of our own",
+        "a process that comes and goes is not counted again",
+        "a process that came while the context was made",
+        "never more than all",
+        "never less than nothing",
+    ],
+)
+def test_what_a_process_holds_outside_of_its_allocator(
+    context: int, all_at_first: int, all_later: list[int], own: int
+) -> None:
+    memory = ProcessMemory(context, all_at_first)
+    assert [memory.outside_allocator(seen) for seen in all_later][-1] == own
 
 
 def test_the_process_that_grew_is_this_one() -> None:

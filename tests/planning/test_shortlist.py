@@ -127,6 +127,7 @@ def test_another_sampler_searches_a_large_space() -> None:
     assert result.best.ok
 
 
+@pytest.mark.slow
 def test_costly_values_beside_the_leaders_are_on_the_shortlist() -> None:
     spec = _spec(SMALL | {COSTLY: Dimension((False, True), trial_cost_s=10.0)})
     result = run_search(_prober(), replace(spec, effort=Effort.QUICK))

@@ -25,13 +25,12 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.errors import InvalidArgument, SearchTimedOut, WorkerFailed
+from autofit.errors import SearchTimedOut, WorkerFailed
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import MOST_WORKERS_PER_PLAN
 from autofit.probing.worker_channel import oom_kills, outcome_of_death
-from autofit.training.workload import Workload
 from tests.faulty_model import NO_FAULT, FaultyModel
 
 SECONDS_TO_HANG = 600
@@ -285,14 +284,6 @@ def test_a_temporary_folder_that_is_missing_says_what_to_do(
     monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
     with pytest.raises(WorkerFailed, match="TMPDIR"):
         open_probing(FaultyModel({8: exits}))
-
-
-def test_a_model_that_cannot_be_pickled_names_the_way_out(open_probing: Any) -> None:
-    model = nn.Linear(16, 16)
-    vars(model)["lock"] = threading.Lock()
-    with pytest.raises(InvalidArgument, match="a function that builds the model"):
-        open_probing(model)
-    assert isinstance(Workload(model, torch.ones(2, 16)).model, nn.Linear)
 
 
 class Fragile(nn.Module):

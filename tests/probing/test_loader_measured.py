@@ -119,11 +119,10 @@ class Stream(IterableDataset[tuple[torch.Tensor, int]]):
 
 
 def test_a_stream_is_told_from_rows(tmp_path: Path) -> None:
-    for dataset, is_stream in ((Stream(), True), (Rows(tmp_path, quick), False)):
-        with prober_for(functools.partial(DataLoader, dataset)) as prober:
-            assert delivered(prober).is_stream is is_stream
-        with prober_for(DataLoader(dataset)) as prober:
-            assert delivered(prober).is_stream is is_stream
+    with prober_for(functools.partial(DataLoader, Stream())) as prober:
+        assert delivered(prober).is_stream
+    with prober_for(DataLoader(Rows(tmp_path, quick))) as prober:
+        assert not delivered(prober).is_stream
 
 
 def nothing(rows: Any) -> None:
@@ -182,7 +181,7 @@ def _is_alive(session: Any) -> str:
 
 def test_a_hang_is_ended_and_says_where(tmp_path: Path) -> None:
     loader = functools.partial(DataLoader, Rows(tmp_path, stuck))
-    with prober_for(loader, deadlines=Deadlines(unknown_s=12)) as prober:
+    with prober_for(loader, deadlines=Deadlines(unknown_s=6)) as prober:
         with pytest.raises(WorkerFailed, match=r"(?s)no answer within.*hung here.*dataloader.py"):
             delivered(prober, with_workers(2))
         assert none_left(tmp_path)

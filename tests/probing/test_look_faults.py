@@ -40,21 +40,16 @@ class Ends(nn.Module):
         return output
 
 
-def _signals(number: int) -> None:
-    os.kill(os.getpid(), number)
+def _is_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-ENDS: dict[str, Callable[[], object]] = {
-    "killed": partial(_signals, signal.SIGKILL),
-    "aborts": os.abort,
-    "hangs": partial(time.sleep, 3600.0),
-    "stops": partial(_signals, signal.SIGSTOP),
-}
+ENDS: dict[str, Callable[[], object]] = {"killed": _is_killed, "hangs": partial(time.sleep, 3600.0)}
 
 
 def _opened(end: str, least: int, *names: str, **more: Any) -> Prober:
     workload = Workload(Ends(ENDS[end], least), torch.randn(SAMPLES, 64), **more)
-    deadlines = Deadlines(shortest_s=15.0, patience=1.0)
+    deadlines = Deadlines(shortest_s=8.0, patience=1.0)
     return open_prober(
         workload, load_strategies(names), Target("cpu", "64MiB"), deadlines=deadlines
     )
@@ -70,11 +65,10 @@ def test_a_look_is_repeated_with_no_more_samples_than_the_sample_batch(end: str)
     assert "left out" not in note
 
 
-@pytest.mark.parametrize("end", ["killed", "aborts"])
-def test_such_a_model_is_searched_below_the_size_that_ends_its_worker(end: str) -> None:
-    with _opened(end, 16, "checkpointing", global_batch=32) as prober:
+def test_such_a_model_is_searched_below_the_size_that_ends_its_worker() -> None:
+    with _opened("killed", 16, "checkpointing", global_batch=32) as prober:
         survey = prober.survey()
-        spec = SearchSpec(survey.space(), 64 * MIB, seed=0, identity={"test": end})
+        spec = SearchSpec(survey.space(), 64 * MIB, seed=0, identity={"test": "ends"})
         result = run_search(prober, spec, max_probes=8)
     assert result.best.ok
     assert result.best.plan.micro_batch < 16

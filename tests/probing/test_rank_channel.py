@@ -125,9 +125,7 @@ def weighted() -> Iterator[Prober]:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "ddp_view", "zero1", "fsdp2", "fsdp2_keep"])
-@pytest.mark.parametrize(
-    ("samples", "steps"), [(16, 1), (16, 2), (14, 2), (13, 3), (11, 3), (5, 3)]
-)
+@pytest.mark.parametrize(("samples", "steps"), [(16, 2), (13, 3), (5, 3)])
 def test_gradients_of_ranks_are_those_of_one_process(
     weighted: Prober, mode: str, samples: int, steps: int
 ) -> None:
@@ -143,11 +141,8 @@ def test_gradients_of_ranks_are_those_of_one_process(
 def test_gradients_of_a_model_that_is_frozen_in_part_are_those_of_one_process() -> None:
     with ranks_of(model=Frozen, loss_weight=valid) as prober:
         for mode in ("ddp", "ddp_view", "zero1", "fsdp2", "fsdp2_keep"):
-            for samples, steps in ((16, 2), (13, 3)):
-                call = partial(
-                    of_gradients, mode=mode, samples=samples, steps=steps, accumulation="once"
-                )
-                assert prober.run(call).gradient <= 1e-12, (mode, samples)
+            call = partial(of_gradients, mode=mode, samples=13, steps=3, accumulation="once")
+            assert prober.run(call).gradient <= 1e-12, mode
 
 
 def test_nothing_of_the_ranks_listens_to_other_machines(weighted: Prober) -> None:

@@ -48,7 +48,7 @@ def test_no_code_of_the_current_directory_runs(tmp_path: Path) -> None:
     assert not (here / "run").exists()
 
 
-@pytest.mark.parametrize("flag", ["-I", "-E", "-s"])
+@pytest.mark.parametrize("flag", ["-E", "-s"])
 def test_a_worker_imports_from_where_its_parent_does(tmp_path: Path, flag: str) -> None:
     """Variables that a parent does not read, its worker does not read either."""
     (tmp_path / "planted").mkdir()

@@ -48,17 +48,6 @@ class Decoder(nn.Module):
         return {"loss": cross_entropy(self.head(hidden).transpose(1, 2), labels)}
 
 
-class EncoderDecoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.last = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.both = nn.Transformer(WIDTH, 2, 1, 1, 16, dropout=0.0, batch_first=True)
-
-    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        output = self.last(self.both(self.words(source), self.words(target)))
-        return cross_entropy(output.transpose(1, 2), target)
-
-
 class Pair(nn.Module):
     """A body between two linear layers; a loss of the mean over samples."""
 
@@ -88,19 +77,6 @@ class Masked(nn.Module):
         return cross_entropy(self.last(kept / (~padding).sum(1, keepdim=True)), y)
 
 
-class Tied(nn.Module):
-    """An autoencoder whose decoder is its encoder, transposed, and once more by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.again = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.again.weight = self.encode.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        code = self.again(self.encode(x).tanh()).tanh()
-        return (nn.functional.linear(code, self.encode.weight.T) - x).square().mean()
-
-
 class Several(nn.Module):
     """Images, words and numbers, none of the length of another."""
 
@@ -115,32 +91,6 @@ class Several(nn.Module):
     ) -> torch.Tensor:
         seen = self.see(image).mean((2, 3)) + self.read(text).mean(1)
         return cross_entropy(self.last(torch.cat([seen, x], 1)), y)
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shares = self.router(x).softmax(-1)
-        best = shares.argmax(-1)
-        outputs = torch.stack([expert(x) for expert in self.experts], 1)
-        rows = torch.arange(len(x))
-        chosen: torch.Tensor = outputs[rows, best] * shares[rows, best, None]
-        return chosen
-
-
-class LoRA(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.base(x) + self.up(self.down(x))
-        return output
 
 
 class Frozen(Pair):
@@ -238,20 +188,15 @@ class Case:
 MODELS: dict[str, Case] = {
     "decoder, tied, padded": Case(Decoder, text, {"loss_weight": valid}),
     "padding that is not weighed": Case(Decoder, text, splits=False),
-    "encoder-decoder of two lengths": Case(EncoderDecoder, lambda n: (ids(n), ids(n, 5))),
     "several inputs": Case(Several, several),
     "masks": Case(Masked, masked),
-    "tied": Case(Tied, lambda n: {"x": numbers(n)[0]}),
     "BatchNorm": Case(lambda: Pair(nn.BatchNorm1d(WIDTH)), named, splits=False),
-    "GroupNorm": Case(lambda: Pair(nn.GroupNorm(2, WIDTH)), named),
     "dict": Case(lambda: Pair(nn.Tanh()), named),
     "dataclass": Case(
         lambda: Pair(nn.Tanh()), lambda n: Examples(*numbers(n)), {"loss_fn": of_fields}
     ),
     "nested": Case(lambda: Pair(nn.Tanh()), nested, {"loss_fn": of_nested}),
     "constant scale": Case(lambda: Pair(nn.Tanh()), scaled),
-    "mixture of experts": Case(lambda: Pair(Experts()), named),
-    "LoRA": Case(lambda: Pair(LoRA()), named),
     "frozen parts": Case(Frozen, named),
     "float64": Case(
         lambda: Pair(nn.Tanh()).double(), lambda n: (numbers(n)[0].double(), numbers(n)[1])

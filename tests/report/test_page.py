@@ -219,10 +219,6 @@ def test_every_chart_has_a_title_and_a_description(measured: Record) -> None:
         assert set(named) <= ids
 
 
-def test_it_is_small(measured: Record) -> None:
-    assert len(page(measured).encode()) < 300_000
-
-
 def test_memory_that_could_not_be_looked_at_says_why(record: Record) -> None:
     memory = {"best": {"why_not": "the model is compiled"}}
     words = Elements(page(replace(record, memory=memory))).text

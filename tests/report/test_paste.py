@@ -65,11 +65,6 @@ def test_a_strategy_is_given_its_own_settings_and_payloads_and_no_others() -> No
     assert lines[1:] == ["fold({'folding.level': 1}, {'folding.level': ['a']})"]
 
 
-def test_the_lines_are_python() -> None:
-    plan = Plan.split(30, 8, {"folding.level": 1})
-    compile("\n".join(paste_lines(ResolvedPlan(plan, {}, [Folding()]))), "pasted", "exec")
-
-
 class Careless(Folding):
     """It describes its lines as one text."""
 

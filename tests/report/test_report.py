@@ -33,13 +33,6 @@ def test_it_is_a_view_of_its_record(record: Record) -> None:
     assert report.speedup == pytest.approx(400 / 190)
 
 
-def test_a_saved_report_is_the_same_when_loaded(record: Record, tmp_path: Path) -> None:
-    path = Report(record).save(tmp_path / "report.json")
-    loaded = load(path)
-    assert loaded.to_dict() == record.to_dict()
-    assert str(loaded) == str(Report(record))
-
-
 def test_the_suffix_chooses_the_form(record: Record, tmp_path: Path) -> None:
     report = Report(record)
     for suffix in (".json", ".html", ".md", ".txt", ".csv"):
@@ -234,14 +227,6 @@ def test_a_strategy_that_is_not_installed_here_may_be_given(record: Record) -> N
     with Report(record).apply(model, optimizer, **given):
         assert model.folded == ["blocks.0"]
     assert not hasattr(model, "folded")
-
-
-def test_a_setting_that_is_plain_needs_no_strategy(record: Record) -> None:
-    model = torch.nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = Report(replace(record, best_number=0))
-    with report.apply(model, optimizer, criterion=torch.nn.CrossEntropyLoss()) as training:
-        assert training.plan == report.best.plan
 
 
 def test_a_model_of_another_size_is_trained_with_a_warning(record: Record) -> None:

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from optuna.samplers import GridSampler, RandomSampler, TPESampler
+from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import TrialState
 
 from autofit.errors import NoFeasiblePlan, SearchTimedOut, WorkerFailed, WorkloadFailed
@@ -356,16 +356,6 @@ def test_an_error_of_one_variant_excludes_it(
     ]
 
 
-@pytest.mark.parametrize(
-    ("outcome", "words"), [(Outcome.NONFINITE, "not finite"), (Outcome.LEAK, "leaks")]
-)
-def test_a_plain_workload_that_is_broken_is_an_error(
-    device: SimulatedDevice, outcome: Outcome, words: str
-) -> None:
-    with pytest.raises(WorkloadFailed, match=words):
-        run_search(device.prober(_failing(outcome, lambda plan: True)), device.spec())
-
-
 @pytest.mark.parametrize(("whole", "sample", "limit"), [(16, 4, 7), (28, 7, 10)])
 def test_the_largest_permitted_size_below_a_limit_is_found(
     whole: int, sample: int, limit: int
@@ -533,18 +523,6 @@ def test_another_sampler_may_propose_what_depends_on_accumulation(
     assert all(
         plan.accumulation_steps > 1 for plan in tried if plan.settings["parallel.bucket"] == "large"
     )
-
-
-def test_a_sampler_that_stops_ends_the_search(device: SimulatedDevice) -> None:
-    grid: dict[str, Any] = {
-        "micro_batch": [2, 8],
-        "precision.dtype": ["bfloat16"],
-        "checkpointing.level": [0, 1],
-    }
-    result = run_search(device.prober(), device.spec(), sampler=GridSampler(grid), max_probes=20)
-    assert result.stopped_because == "the sampler has no more plans to offer"
-    assert len({t.plan for t in result.trials if t.kind is TrialKind.SEARCH}) == 4
-    assert result.best.kind is TrialKind.CONFIRMATION
 
 
 class _Foreign(RandomSampler):

@@ -94,13 +94,6 @@ def test_a_trial_keeps_its_number_when_another_finishes_first(device: SimulatedD
     assert (earlier.number, later.number) == (0, 1)
 
 
-def test_a_setting_that_may_not_vary_is_reset(make_device: MakeDevice) -> None:
-    inner = Dimension((0, 1), when={"outer": [True]})
-    space = make_device(dimensions={"outer": Dimension((False, True)), "inner": inner}).space
-    plan = trial_codec.plan_of({"outer": False, "inner": 1, "micro_batch": 8}, space)
-    assert plan.settings == {"outer": False, "inner": 0}
-
-
 def test_what_depends_on_a_setting_that_is_reset_is_reset_too(make_device: MakeDevice) -> None:
     dimensions = {
         "first": Dimension((0, 1), when={"second": [1]}),

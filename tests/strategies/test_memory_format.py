@@ -124,15 +124,6 @@ def test_training_goes_on_after_it_as_before(memory_format: Strategy) -> None:
         assert state.stride() == weight.stride()
 
 
-def test_values_are_the_same_numbers(memory_format: Strategy) -> None:
-    model = _conv(2)
-    before = {name: values.clone() for name, values in model.state_dict().items()}
-    with _training(memory_format, model):
-        inside = model.state_dict()
-        assert all(torch.equal(inside[name], values) for name, values in before.items())
-    assert all(torch.equal(model.state_dict()[name], values) for name, values in before.items())
-
-
 def test_a_gradient_from_inside_has_its_weights_layout_outside(memory_format: Strategy) -> None:
     model = _conv(2)
     with _training(memory_format, model) as training:

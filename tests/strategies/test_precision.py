@@ -131,11 +131,3 @@ def _allow_tf32() -> bool | None:
         return bool(torch.backends.cuda.matmul.allow_tf32)
     except RuntimeError:
         return None
-
-
-def test_the_lines_to_paste_run(precision: Strategy) -> None:
-    model, batch = nn.Linear(8, 8), torch.randn(4, 8)
-    lines = precision.describe({"precision.dtype": "bfloat16"}, {})
-    scope: dict[str, Any] = {"torch": torch, "model": model, "batch": batch}
-    exec("\n".join([*lines, "    output = model(batch)"]), scope)
-    assert scope["output"].dtype == torch.bfloat16

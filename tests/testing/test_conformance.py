@@ -12,9 +12,20 @@ import torch
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 from autofit.testing import NotConformant, check_strategy
-from autofit.testing.samples import attention, convolutions
+from autofit.testing.samples import attention
+from autofit.training.workload import Workload
 
 SETTING = "scaling.factor"
+
+
+def perceptron() -> Workload:
+    """A training that takes little time."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential()
+    model.add_module("body", torch.nn.Linear(8, 8))
+    model.add_module("head", torch.nn.Linear(8, 4))
+    batch = torch.randn(4, 8), torch.randn(4, 4)
+    return Workload(model, batch, criterion=torch.nn.functional.mse_loss)
 
 
 class Scaling:
@@ -136,8 +147,8 @@ class HasAPayloadThatIsNoJson(Scaling):
 
 
 def test_an_honest_strategy_passes() -> None:
-    assert check_strategy(Scaling(), workloads=[convolutions]) == 2
-    assert check_strategy(RemovesItsHooks(), workloads=[convolutions]) == 2
+    assert check_strategy(Scaling(), workloads=[perceptron]) == 2
+    assert check_strategy(RemovesItsHooks(), workloads=[perceptron]) == 2
 
 
 @pytest.mark.parametrize(
@@ -157,7 +168,7 @@ def test_an_honest_strategy_passes() -> None:
 )
 def test_a_breach_is_named(strategy: Scaling, complaint: str) -> None:
     with pytest.raises(NotConformant, match=complaint):
-        check_strategy(strategy, workloads=[convolutions])
+        check_strategy(strategy, workloads=[perceptron])
 
 
 class HasManyValues(Scaling):
@@ -176,7 +187,7 @@ class HasManyValues(Scaling):
 
 def test_a_long_setting_is_tried_at_both_ends_and_in_between() -> None:
     strategy = HasManyValues()
-    assert check_strategy(strategy, workloads=[convolutions]) == 6
+    assert check_strategy(strategy, workloads=[perceptron]) == 6
     assert strategy.tried == [1, 2, 5, 8, 10, 13]
 
 
@@ -189,10 +200,10 @@ def test_a_buffer_that_holds_infinities_is_no_rounding() -> None:
 def test_roundings_are_allowed_where_they_are_announced() -> None:
     strategy = ChangesGradients()
     strategy.factor, strategy.numerics = 1 + 1e-6, Numerics.ROUNDING
-    assert check_strategy(strategy, workloads=[convolutions]) == 2
+    assert check_strategy(strategy, workloads=[perceptron]) == 2
     strategy.numerics = Numerics.EXACT
     with pytest.raises(NotConformant, match=r"gradient.*head\.weight"):
-        check_strategy(strategy, workloads=[convolutions])
+        check_strategy(strategy, workloads=[perceptron])
 
 
 @pytest.mark.parametrize("offered", [{}, {SETTING: Dimension([1])}])
@@ -201,4 +212,4 @@ def test_a_strategy_that_had_nothing_to_choose_was_not_tried(
 ) -> None:
     monkeypatch.setattr(Scaling, "dimensions", lambda self, context: offered)
     with pytest.raises(NotConformant, match="workloads"):
-        check_strategy(Scaling(), workloads=[convolutions])
+        check_strategy(Scaling(), workloads=[perceptron])

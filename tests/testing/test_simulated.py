@@ -34,26 +34,6 @@ def test_it_answers_by_its_formulas() -> None:
     assert measurement.step_time_s == pytest.approx(0.3)
 
 
-def test_over_the_budget_it_runs_out_of_memory() -> None:
-    measurement = _measured(_prober(), Plan(91))
-    assert measurement.outcome is Outcome.OOM
-    assert measurement.step_times_s == ()
-    assert _measured(_prober(), Plan(90)).ok
-
-
-def test_a_size_limit_is_no_oom() -> None:
-    prober = _prober(size_limit=lambda plan: 8)
-    assert _measured(prober, Plan(9)).outcome is Outcome.SIZE_LIMIT
-    assert _measured(prober, Plan(8)).ok
-
-
-def test_a_fault_is_returned_as_it_is() -> None:
-    fault = Measurement(Outcome.NONFINITE, detail="nan")
-    prober = _prober(fault=lambda plan: fault if plan.micro_batch == 2 else None)
-    assert _measured(prober, Plan(2)) is fault
-    assert _measured(prober, Plan(3)).ok
-
-
 def test_answers_depend_on_the_plan_and_not_on_the_order() -> None:
     first, second = (_prober(memory_noise=0.1, time_noise=0.1, seed=5) for _ in range(2))
     plans = [Plan(n) for n in range(1, 6)]

@@ -107,6 +107,7 @@ def _tied() -> Net:
 
 MODEL = Net()
 CHANGES: dict[str, Callable[[], Workload]] = {
+    "nothing": _workload,
     "width": lambda: _workload(Net(width=9)),
     "repeats": lambda: _workload(Net(repeats=3)),
     "flag": lambda: _workload(Net(gated=True)),
@@ -138,11 +139,6 @@ CHANGES: dict[str, Callable[[], Workload]] = {
     "loss_weight": lambda: _workload(loss_weight=len),
     "global batch": lambda: _workload(global_batch=12),
 }
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_what_changes_cost_changes_it(what: str) -> None:
-    assert _digest(CHANGES[what]()) != _digest(_workload())
 
 
 def test_all_of_these_differ_from_each_other() -> None:

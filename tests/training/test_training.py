@@ -131,38 +131,6 @@ def test_a_step_is_what_a_user_would_write() -> None:
         assert mine.grad is None
 
 
-def test_a_loop_of_ones_own_from_the_public_parts_is_the_same_step() -> None:
-    batch = _classes(7)
-    whole, own = _mlp(), _mlp()
-    expected = _training(whole, CROSS_ENTROPY, 3).step(batch)
-    training = _training(own, CROSS_ENTROPY, 3)
-    training.zero_grad()
-    total = 0.0
-    for (inputs, targets), weight in training.micro_batches(batch):
-        with training.context():
-            loss = nn.functional.cross_entropy(own(inputs), targets)
-        training.backward(loss, weight)
-        total += float(loss.detach()) * weight
-    training.optimizer_step()
-    assert total == pytest.approx(float(expected))
-    for mine, yours in zip(own.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(mine, yours)
-
-
-@pytest.mark.parametrize("samples", [1, 5, 16])
-def test_a_step_takes_any_number_of_samples(samples: int) -> None:
-    seen: list[int] = []
-
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        seen.append(len(batch[0]))
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    _training(_mlp(), Recipe(loss_fn=loss_fn), 4).step(_classes(samples))
-    assert sum(seen) == samples
-    assert len(seen) == -(-samples // 4)
-    assert max(seen) - min(seen) <= 1
-
-
 def test_tensors_that_the_sample_batch_kept_whole_stay_whole() -> None:
     positions = torch.randn(8)
 
@@ -290,19 +258,6 @@ def _gan_and_optimizers() -> tuple[_Gan, dict[str, torch.optim.Optimizer]]:
         "generator": torch.optim.Adam(gan.generator.parameters(), lr=0.01),
         "critic": torch.optim.SGD(gan.critic.parameters(), lr=0.1),
     }
-
-
-def test_a_gan_with_two_optimizers_trains_as_it_does_by_hand() -> None:
-    (ours, our_optimizers), (theirs, their_optimizers) = (
-        _gan_and_optimizers(),
-        _gan_and_optimizers(),
-    )
-    training = _training(ours, Recipe(training_step=_gan_step), 8, our_optimizers)
-    real = torch.randn(8, 6)
-    for _ in range(3):
-        assert torch.equal(training.step(real), _gan_by_hand(theirs, their_optimizers, real))
-    for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(mine, yours)
 
 
 def _bfloat16() -> torch.autocast:

@@ -295,21 +295,20 @@ class CheckpointsItself(nn.Module):
         return x.square().mean()
 
 
-def test_a_model_that_checkpoints_itself_is_left_as_it_is(checkpointing: Strategy) -> None:
-    model = nn.Sequential(CheckpointsItself())
+@pytest.mark.parametrize(
+    ("model", "whose"),
+    [
+        (nn.Sequential(CheckpointsItself()), "0 is not"),
+        (CheckpointsItself(), "the model itself is not"),
+    ],
+)
+def test_a_model_that_checkpoints_itself_is_left_as_it_is(
+    checkpointing: Strategy, model: nn.Module, whose: str
+) -> None:
     context = PlainContext(lambda: Workload(model, torch.randn(8, 8)))
     assert _only_plain(checkpointing, context)
     (note,) = context.notes
-    assert note.startswith("0 is not checkpointed: its own code already checkpoints a part of it")
-
-
-def test_a_model_whose_own_code_checkpoints_its_blocks(checkpointing: Strategy) -> None:
-    context = PlainContext(lambda: Workload(CheckpointsItself(), torch.randn(8, 8)))
-    assert _only_plain(checkpointing, context)
-    (note,) = context.notes
-    assert note.startswith(
-        "the model itself is not checkpointed: its own code already checkpoints a part"
-    )
+    assert note.startswith(f"{whose} checkpointed: its own code already checkpoints a part")
 
 
 class AddsUp(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import pytest
 from torch import nn
 
 units: Any = import_module("autofit.strategies.parallel.wrapping")
@@ -27,38 +28,41 @@ class Tied(nn.Module):
             self.blocks[1].weight = self.blocks[0].weight
 
 
-def test_repeated_children_of_lists_are_units_and_what_is_in_them_is_not() -> None:
-    model = nn.ModuleDict({"stem": nn.Linear(4, 4), "body": nn.ModuleList([Block(), Block()])})
-    assert units.units_of(model) == ["body.0", "body.1"]
+def _twice() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    return nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(3, 3))
 
 
-def test_a_child_that_is_alone_of_its_class_is_looked_into() -> None:
-    model = nn.Sequential(Block(), nn.GELU(), nn.LayerNorm(4))
-    assert units.units_of(model) == ["0.mlp.0", "0.mlp.2"]
-
-
-def test_lists_in_lists_are_looked_into_since_torch_shards_none() -> None:
-    model = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2))
-    assert units.units_of(model) == ["0.0", "0.1", "1.0", "1.1"]
-
-
-def test_modules_without_parameters_are_no_units() -> None:
-    assert units.units_of(nn.Sequential(nn.GELU(), nn.GELU(), nn.Linear(2, 2))) == []
-
-
-def test_a_model_without_repeats_has_no_units() -> None:
-    assert units.units_of(nn.Linear(3, 3)) == []
-    assert units.units_of(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))) == []
-
-
-def test_tied_parameters_outside_of_the_units_change_nothing() -> None:
-    assert units.units_of(Tied(between_blocks=False)) == ["blocks.0", "blocks.1", "blocks.2"]
-
-
-def test_modules_that_share_a_parameter_are_left_to_the_model() -> None:
-    assert units.units_of(Tied(between_blocks=True)) == ["blocks.2"]
-
-
-def test_a_module_that_is_listed_twice_is_one_unit() -> None:
-    twice = nn.Linear(3, 3)
-    assert units.units_of(nn.Sequential(twice, nn.ReLU(), twice, nn.Linear(3, 3))) == ["0", "3"]
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        (
+            nn.ModuleDict({"stem": nn.Linear(4, 4), "body": nn.ModuleList([Block(), Block()])}),
+            ["body.0", "body.1"],
+        ),
+        (nn.Sequential(Block(), nn.GELU(), nn.LayerNorm(4)), ["0.mlp.0", "0.mlp.2"]),
+        (
+            nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2)),
+            ["0.0", "0.1", "1.0", "1.1"],
+        ),
+        (nn.Sequential(nn.GELU(), nn.GELU(), nn.Linear(2, 2)), []),
+        (nn.Linear(3, 3), []),
+        (nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), []),
+        (Tied(between_blocks=False), ["blocks.0", "blocks.1", "blocks.2"]),
+        (Tied(between_blocks=True), ["blocks.2"]),
+        (_twice(), ["0", "3"]),
+    ],
+    ids=[
+        "children of a list, and nothing in them",
+        "what is in a child that is alone of its class",
+        "what is in lists in lists, since torch shards none",
+        "none without parameters",
+        "none of one layer",
+        "none without repeats",
+        "tied parameters outside of the units change nothing",
+        "those that share a parameter are left to the model",
+        "one that is listed twice is one",
+    ],
+)
+def test_the_units_of_a_model(model: nn.Module, found: list[str]) -> None:
+    assert units.units_of(model) == found
