@@ -52,19 +52,6 @@ for line in sys.stdin:
     print("took", flush=True)
 """
 
-INNOCENT = """
-import torch
-from torch import nn
-from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.messages import ProbeRequest
-from autofit.probing.prober import Target, open_prober
-from autofit.training.workload import Workload
-
-workload = Workload(nn.Linear(16, 16), torch.ones(2, 16))
-with open_prober(workload, target=Target("cuda")) as prober:
-    outcome = prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).measurement.outcome
-    print(outcome, torch._C._cuda_hasPrimaryContext(0))
-"""
 
 KILLED = """
 import torch
@@ -248,18 +235,6 @@ def probe() -> Iterator[Probing]:
         probing.prober.close()
 
 
-def test_one_worker_serves_probe_after_probe(probe: Probing) -> None:
-    """What cuBLAS holds for its handles is no memory that a probe left behind."""
-    model = Hungry("never")
-    first = probe(model, NO_FAULT)
-    worker = probe.worker
-    assert worker is not None
-    second = probe(model, NO_FAULT)
-    assert probe.worker == worker
-    assert first.ok
-    assert second.peak_allocated_bytes == first.peak_allocated_bytes
-
-
 @pytest.mark.parametrize(
     ("phase", "micro_batch"), [("forward", FAULTY), ("backward", FAULTY), ("optimizer", NO_FAULT)]
 )
@@ -415,8 +390,3 @@ def test_a_killed_parent_gives_the_device_its_memory_back(nvml: Nvml, python: An
     parent.kill()
     parent.wait()
     await_used_at_most(nvml, before + 64 * MIB)
-
-
-def test_the_parent_makes_no_context(run_python: Any) -> None:
-    ran = run_python("-c", INNOCENT)
-    assert ran.stdout == "ok False\n", ran.stderr
