@@ -177,6 +177,11 @@ USES = {
         "saving would go unseen",
         optional=True,
     ),
+    "logits that are held in part": Use(
+        ("torch.Tensor._make_wrapper_subclass",),
+        "settings that hold logits in part are left out: a tensor could not stand for them",
+        optional=True,
+    ),
     "compiled modules": Use(
         (
             "torch._dynamo.utils.counters",

@@ -1,0 +1,128 @@
+"""The loss of a large head without its logits.
+
+`head_loss.rows` starts at 0, plain PyTorch. Where a `Linear` head of many classes feeds
+`cross_entropy`, as in a language model, the logits and their gradient are the largest tensors of a
+step. With another value the loss is computed over so many rows of logits at a time, in the matrix
+products that plain training takes (`head_loss.logits`).
+
+Which heads do so is found by running the model once with all that might be deferred; the setting is
+offered where a step with it agrees with the plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from autofit.plan import Dimension, Scalar
+from autofit.strategy import Context, Numerics, Phase, TrainingView
+
+from .logits import Run, deferred
+
+SETTING = "head_loss.rows"
+ROWS = (256, 2048)
+"""Rows of logits that a chunk has. In bfloat16 with 50,000 classes 2,048 hold 1.2 GiB with their
+gradient and its float32 copies, and a GPU computes them as fast as all; 256 hold 150 MiB."""
+
+FEWEST_CLASSES = 4096
+"""Smaller rows of logits are not worth a probe."""
+
+_SAMPLES = 2
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+_OF_HALF_PRECISION = 3e-2
+"""Largest difference of loss and gradients, relative to their size, that roundings explain."""
+
+
+class HeadLoss:
+    """Cross entropy over chunks of rows of logits, which are never held whole."""
+
+    name = "head_loss"
+    phase = Phase.MODEL
+    numerics = Numerics.ROUNDING
+
+    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
+        """Return the sizes of chunks where a head feeds cross entropy, and nothing elsewhere."""
+        if context.world.size > 1 or not _candidates(context.model):
+            return {}
+        samples = min(_SAMPLES, context.most_samples or _SAMPLES)
+        heads = context.with_training(partial(_heads, samples), samples)
+        if not heads:
+            return {}
+        payload = {"heads": heads}
+        dimension = Dimension(
+            [0, *ROWS],
+            payloads=dict.fromkeys(ROWS, payload),
+            when={"compile.mode": ("off", None)},  # compiled heads return their logits
+            relieves=("memory traffic",),
+        )
+        why = None if context.device.type == "meta" else self._why_unlike(context, payload, samples)
+        if why is not None:
+            context.note(f"{SETTING} skipped: {why}")
+            return {}
+        return {SETTING: dimension}
+
+    def _why_unlike(self, context: Context, payload: Mapping[str, Any], samples: int) -> str | None:
+        """Return how a step with the setting differs from the plain one; None: by roundings."""
+        rows = ROWS[0]
+        found = context.compare({SETTING: rows}, {SETTING: payload}, self, micro_batch=samples)
+        types = {p.dtype for p in context.model.parameters() if p.is_floating_point()}
+        most = max(_TOLERANCE.get(dtype, _OF_HALF_PRECISION) for dtype in types)
+        if max(found.loss, found.gradient) <= most:
+            return None
+        what = ", ".join(found.differences) or "the gradient"
+        return f"a step with it differs from the plain one in {what} (by {found.gradient:.1e})"
+
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Defer the logits of the heads; leaving the context undoes it."""
+        rows = int(settings.get(SETTING, 0))
+        if not rows:
+            return nullcontext()
+        heads = _candidates(training.model)
+        return deferred([heads[name] for name in payloads[SETTING]["heads"]], rows)
+
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        """Return the equivalent lines of a training script."""
+        rows = int(settings.get(SETTING, 0))
+        if not rows:
+            return []
+        names = payloads[SETTING]["heads"]
+        return [
+            "from autofit.strategies.head_loss import deferred",
+            f"heads = [model.get_submodule(name) for name in {names}]",
+            f"with deferred(heads, rows={rows}):  # around the training",
+        ]
+
+
+def _candidates(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear modules of many classes that compute as `nn.Linear` does, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "forward" not in vars(module)
+        and module.out_features >= FEWEST_CLASSES
+    }
+
+
+def _heads(samples: int, training: TrainingView, batch: Any) -> list[str]:
+    """Return the names of the modules whose logits a loss would take by chunks.
+
+    Without those of one row a sample, as in a classifier: their logits are small beside what the
+    model keeps.
+    """
+    found = []
+    for name, module in _candidates(training.model).items():
+        runs: list[Run] = []
+        with deferred([module], ROWS[0], runs.append):
+            training.loss(batch)
+        if runs and all(run.logits is None and run.chunked_rows > samples for run in runs):
+            found.append(name)
+    return found

@@ -1,0 +1,300 @@
+"""Losses of large heads by chunks of rows agree with the plain ones, and hold less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autofit
+from autofit.equivalence.strategy_context import PlainContext
+from autofit.plan import Plan
+from autofit.testing.conformance import check_strategy
+from autofit.training.workload import Workload
+
+head_loss: Any = import_module("autofit.strategies.head_loss")  # lies elsewhere in the tree
+deferred, DeferredLogits = head_loss.deferred, head_loss.DeferredLogits
+HeadLoss = head_loss.HeadLoss
+
+CLASSES, WIDTH, LENGTH = 4096, 16, 24
+Loss = Callable[[Tensor, Tensor], Any]
+
+
+def _block() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+
+class Language(nn.Module):
+    """ids (n, length) -> logits (n, length, classes)."""
+
+    def __init__(self, *, tied: bool = False, bias: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.body = nn.Sequential(*(_block() for _ in range(3)))
+        self.head = nn.Linear(WIDTH, CLASSES, bias=bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(self.embedding(ids)))
+        return logits
+
+
+def model(**given: bool) -> Language:
+    torch.manual_seed(0)
+    return Language(**given)
+
+
+def batch(samples: int = 3) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(1)
+    ids = torch.randint(CLASSES, (samples, LENGTH + 1), generator=drawn)
+    targets = ids[:, 1:].clone()
+    targets[0, 5:] = -100
+    return ids[:, :-1], targets
+
+
+def flat(logits: Tensor, targets: Tensor, **given: Any) -> Any:
+    targets = targets.where(targets >= 0, given.get("ignore_index", -100)).reshape(-1)
+    return functional.cross_entropy(logits.view(-1, CLASSES), targets, **given)
+
+
+def shifted(logits: Tensor, targets: Tensor) -> Tensor:
+    rows = logits[..., :-1, :].contiguous().float()
+    return functional.cross_entropy(rows.view(-1, rows.size(-1)), targets[..., 1:].reshape(-1))
+
+
+def transposed(logits: Tensor, targets: Tensor, **given: Any) -> Tensor:
+    loss: Tensor = functional.cross_entropy(logits.transpose(1, 2), targets, **given)
+    return loss
+
+
+def permuted(logits: Tensor, targets: Tensor) -> Any:
+    return nn.CrossEntropyLoss()(torch.permute(logits, (0, 2, 1)), targets)
+
+
+def flattened(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def reshaped(logits: Tensor, targets: Tensor) -> Tensor:
+    assert logits.shape[-1] == CLASSES
+    assert logits.is_floating_point()
+    rows = torch.reshape(logits.to(torch.float64), (len(logits) * LENGTH, -1))
+    return functional.cross_entropy(rows, targets.reshape(-1))
+
+
+WEIGHT = torch.linspace(0.1, 2.0, CLASSES)
+BY_CHUNKS: Sequence[Loss] = (
+    flat,
+    shifted,
+    transposed,
+    permuted,
+    flattened,
+    reshaped,
+    partial(flat, reduction="sum"),
+    partial(flat, ignore_index=7),
+    partial(flat, label_smoothing=0.1),
+    partial(flat, weight=WEIGHT),
+    partial(flat, weight=WEIGHT, label_smoothing=0.1, ignore_index=7),
+    partial(transposed, weight=WEIGHT, reduction="sum"),
+)
+
+
+def capped(logits: Tensor, targets: Tensor) -> Any:
+    return flat(torch.tanh(logits / 30) * 30, targets)
+
+
+def of_each_row(logits: Tensor, targets: Tensor) -> Any:
+    return flat(logits, targets, reduction="none").square().mean()
+
+
+def of_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
+    shares = functional.one_hot(targets.clamp(min=0), CLASSES).float().view(-1, CLASSES)
+    return functional.cross_entropy(logits.view(-1, CLASSES), shares)
+
+
+def changed_in_place(logits: Tensor, targets: Tensor) -> Tensor:
+    rows = logits.view(-1, CLASSES)
+    logits[..., :10] = 0.5
+    return functional.cross_entropy(rows, targets.reshape(-1))
+
+
+def divided_in_place(logits: Tensor, targets: Tensor) -> Tensor:
+    rows = logits.float().view(-1, CLASSES)
+    rows.div_(2.0)
+    return functional.cross_entropy(rows, targets.reshape(-1))
+
+
+def across_classes(logits: Tensor, targets: Tensor) -> Any:
+    return flat(logits[..., list(range(CLASSES))], targets)
+
+
+def with_a_penalty(logits: Tensor, targets: Tensor) -> Any:
+    return flat(logits, targets) + 1e-3 * logits.logsumexp(-1).square().mean()
+
+
+AS_BEFORE: Sequence[Loss] = (
+    capped,
+    of_each_row,
+    of_probabilities,
+    changed_in_place,
+    divided_in_place,
+    across_classes,
+)
+
+
+def stepped(
+    made: nn.Module, loss: Loss, rows: int, within: AbstractContextManager[Any] | None = None
+) -> tuple[Tensor, dict[str, Tensor], list[bool]]:
+    """Return loss, gradients by name, and for each run of the head whether it went by chunks."""
+    runs: list[Any] = []
+    heads = [each for each in made.modules() if isinstance(each, nn.Linear)][-1:] if rows else []
+    ids, targets = batch()
+    with deferred(heads, rows or 1, runs.append), within or nullcontext():
+        value = loss(made(ids), targets)
+    value.backward()
+    gradients = {n: p.grad for n, p in made.named_parameters() if p.grad is not None}
+    return value.detach(), gradients, [run.logits is None for run in runs]
+
+
+def check_equal(given: dict[str, Any], loss: Loss, rows: int) -> list[bool]:
+    plain, of_plain, _ = stepped(model(**given), loss, 0)
+    value, gradients, by_chunks = stepped(model(**given), loss, rows)
+    torch.testing.assert_close(value, plain, rtol=1e-4, atol=1e-6)
+    assert gradients.keys() == of_plain.keys()
+    for name, gradient in gradients.items():
+        assert (gradient - of_plain[name]).norm() <= 1e-4 * of_plain[name].norm()
+    return by_chunks
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+@pytest.mark.parametrize("loss", BY_CHUNKS, ids=range(len(BY_CHUNKS)))
+def test_a_loss_by_chunks_is_the_plain_one(loss: Loss, rows: int) -> None:
+    assert check_equal({"bias": True}, loss, rows) == [True]
+
+
+@pytest.mark.parametrize("loss", AS_BEFORE)
+def test_other_losses_take_the_logits(loss: Loss) -> None:
+    assert check_equal({}, loss, 7) == [False]
+
+
+def test_logits_that_are_needed_besides_are_made_too() -> None:
+    check_equal({"tied": True}, with_a_penalty, 7)
+
+
+def test_a_tied_head_gets_the_gradients_of_both_uses() -> None:
+    assert check_equal({"tied": True}, flat, 7) == [True]
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    frozen = model()
+    frozen.head.requires_grad_(False)
+    _, gradients, by_chunks = stepped(frozen, flat, 7)
+    _, plain, _ = stepped(model(), flat, 0)
+    assert by_chunks == [True]
+    assert "head.weight" not in gradients
+    torch.testing.assert_close(gradients["body.0.0.weight"], plain["body.0.0.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_rounds_as_much_as_plain_training(dtype: torch.dtype) -> None:
+    plain, of_plain, _ = stepped(model(), flat, 0, torch.autocast("cpu", dtype))
+    value, gradients, by_chunks = stepped(model(), flat, 7, torch.autocast("cpu", dtype))
+    assert by_chunks == [True]
+    assert value.dtype == plain.dtype
+    torch.testing.assert_close(value, plain, rtol=2e-3, atol=0.0)
+    for name, gradient in gradients.items():
+        apart = (gradient - of_plain[name]).norm() / of_plain[name].norm()
+        assert apart < 0.02
+
+
+def test_a_head_in_half_precision_is_added_up_in_float32() -> None:
+    value, _, by_chunks = stepped(model().bfloat16(), flat, 7)
+    exact, _, _ = stepped(model().bfloat16().float(), flat, 0)
+    assert by_chunks == [True]
+    assert value.dtype == torch.bfloat16
+    torch.testing.assert_close(value.float(), exact, rtol=4e-3, atol=0.0)
+
+
+def test_metrics_and_hooks_see_the_logits() -> None:
+    seen: list[Tensor] = []
+    made, (ids, targets) = model(), batch()
+    wanted = made(ids).detach()
+    made.head.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    with deferred([made.head], 7):
+        logits = made(ids)
+        loss = flat(logits, targets)
+        right = (logits.argmax(-1) == wanted.argmax(-1)).all()
+    loss.backward()
+    assert right
+    torch.testing.assert_close(seen[0], wanted)
+    torch.testing.assert_close(logits.detach(), wanted)
+    torch.testing.assert_close(torch.ops.aten.exp(logits), wanted.exp())  # no torch function
+    assert made.head.weight.grad is not None
+
+
+def test_evaluation_gets_plain_logits_and_leaving_restores_the_head() -> None:
+    made, (ids, _) = model(), batch()
+    with deferred([made.head], 7):
+        with torch.no_grad():
+            assert type(made(ids)) is Tensor
+        assert type(made(ids)) is DeferredLogits
+    assert "forward" not in vars(made.head)
+    assert type(made(ids)) is Tensor
+
+
+def test_a_second_backward_of_one_loss_is_refused() -> None:
+    made, (ids, targets) = model(), batch()
+    with deferred([made.head], 7):
+        loss = flat(made(ids), targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        loss.backward()
+
+
+def workload(loss: Loss = flat, build: Callable[[], nn.Module] = model) -> Workload:
+    return Workload(build, batch(4), criterion=loss)
+
+
+def test_conformance() -> None:
+    assert check_strategy("head_loss", workloads=[workload]) == 3
+
+
+@pytest.mark.parametrize("loss", [capped, of_each_row])
+def test_it_is_not_offered_where_the_loss_needs_the_logits(loss: Loss) -> None:
+    context = PlainContext(partial(workload, loss), "cpu")
+    assert HeadLoss().dimensions(context) == {}
+
+
+@pytest.mark.parametrize("classes", [100, CLASSES])
+def test_it_is_not_offered_for_small_logits(classes: int) -> None:
+    """Those of few classes, and of one row a sample."""
+
+    def small() -> Workload:
+        made = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, classes))
+        samples = torch.randn(4, 8), torch.randint(100, (4,))
+        return Workload(made, samples, criterion=functional.cross_entropy)
+
+    assert HeadLoss().dimensions(PlainContext(small, "cpu")) == {}
+
+
+def test_a_plan_with_it_holds_less_beside_any_other_setting() -> None:
+    """Beside checkpointing, bfloat16, and accumulation."""
+    made = workload()
+    for others in ({}, {"checkpointing.level": 1, "precision.dtype": "bfloat16"}):
+        peaks, losses = [], []
+        for rows in (0, 256):
+            plan = Plan.split(160, 80, settings={**others, "head_loss.rows": rows})
+            trial = autofit.probe(made, plan=plan, device="cpu", vram_budget="512MiB", steps=3)
+            assert trial.ok, trial.measurement.detail
+            peaks.append(trial.measurement.peak_allocated_bytes or 0)
+            losses.append(trial.measurement.loss)
+        assert peaks[1] < 0.7 * peaks[0]
+        assert losses[1] == pytest.approx(losses[0], rel=2e-3)
