@@ -24,8 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autofit.torch_private import pytree
-
 _CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
 
 
@@ -166,7 +164,7 @@ class DeferredLogits(Tensor):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's own hook
         logits = args[0] if args else None
         if isinstance(logits, cls) and logits.run.logits is None:
-            if func in _VIEWS and not _holds_logits((args[1:], kwargs)):
+            if func in _VIEWS:
                 rows = _VIEWS[func](logits.rows, *args[1:], **kwargs)
                 if rows is not None:
                     return cls(logits.run, rows, (logits, func, args[1:], kwargs))
@@ -194,12 +192,15 @@ class DeferredLogits(Tensor):
 _Change = tuple[DeferredLogits, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 
-def _holds_logits(values: Any) -> bool:
-    return any(isinstance(leaf, DeferredLogits) for leaf in pytree.tree_leaves(values))
-
-
 def _made(values: Any) -> Any:
-    return pytree.tree_map_only(DeferredLogits, DeferredLogits.made, values)
+    """Return a function's arguments with the logits made, also those in lists."""
+    if isinstance(values, DeferredLogits):
+        return values.made()
+    if type(values) in (list, tuple):
+        return type(values)(map(_made, values))
+    if type(values) is dict:
+        return {name: _made(value) for name, value in values.items()}
+    return values
 
 
 # What functions that change no value make of rows; None: not of rows alone.

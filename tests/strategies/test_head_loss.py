@@ -288,7 +288,9 @@ def test_it_is_not_offered_for_small_logits(classes: int) -> None:
 def test_a_plan_with_it_holds_less_beside_any_other_setting() -> None:
     """Beside checkpointing, bfloat16, and accumulation."""
     made = workload()
-    for others in ({}, {"checkpointing.level": 1, "precision.dtype": "bfloat16"}):
+    cases: Sequence[dict[str, Any]]
+    cases = ({}, {"checkpointing.level": 1, "precision.dtype": "bfloat16"})
+    for others in cases:
         peaks, losses = [], []
         for rows in (0, 256):
             plan = Plan.split(160, 80, settings={**others, "head_loss.rows": rows})
