@@ -38,6 +38,8 @@ from autofit.measurement import Trial, TrialKind, probes_of
 
 LONG_S, SHORT_S = 0.5, 0.02
 """What a micro-batch sleeps, about: where speed is measured, and where machines are killed."""
+_RESTART_S = 120
+"""Within which the cluster has started its killed process again, or the benchmark fails."""
 _MARK = "AUTOFIT_BENCHMARK_SEARCH"
 _LIMITS: dict[str, Any] = {
     "vram_budget": "64MiB",
@@ -127,7 +129,7 @@ def kills(searches: int, seed: int) -> None:
             lost.append(8 - len(probes_of(report.trials)))
             when = f"{killed_s[0]:.1f} s" if killed_s else "ended before"
             print(f"| {when} | {len(report.trials)} | {crashed} | {len(again)} |", flush=True)
-            client.wait_for_workers(3)
+            client.wait_for_workers(3, timeout=_RESTART_S)
     print(
         f"\n{searches} of {searches} ended, {hit} of them with a process killed; {twice} plans ran "
         f"twice; fewer probes than allowed: median {statistics.median(lost):g}, most {max(lost)}"

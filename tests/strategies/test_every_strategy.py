@@ -10,7 +10,7 @@ from autofit.registry import installed_names
 from autofit.testing.conformance import check_strategy
 from autofit.training.workload import Workload
 
-WITH_TESTS_OF_THEIR_OWN = {"adam_state", "compile", "head_loss", "offload", "parallel"}
+WITH_TESTS_OF_THEIR_OWN = {"adam_state", "attention", "compile", "head_loss", "offload", "parallel"}
 
 
 def test_the_built_in_strategies_are_installed() -> None:
