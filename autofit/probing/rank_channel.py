@@ -62,10 +62,6 @@ class RankChannel:
         device: "cuda": each rank takes the GPU of its number; "cpu"; None: cuda where there is one.
         threads: that torch computes with on each rank; None: as here, or on the CPU a share.
 
-    Attributes:
-        seconds_to_agree: from the first fault to the agreement on it, in the last faulty probe.
-        seconds_to_replace: to end all ranks' workers, the last time they were.
-
     Raises:
         InvalidArgument: the workload cannot be pickled, or the device is one GPU.
         WorkerFailed: there is no room for the workload's file.
@@ -85,7 +81,6 @@ class RankChannel:
 
         if device_of_rank(device, World(0, 0, size)) == "cpu":  # which they share
             threads = threads or max(1, torch.get_num_threads() // size)
-        self.seconds_to_agree = self.seconds_to_replace = 0.0
         self._generation = 0
         self._facts: DeviceFacts | None = None
         self._asked: list[Future[Reply]] = []
@@ -152,13 +147,12 @@ class RankChannel:
 
     def drop(self) -> None:
         """End every rank's worker, and have each rank start another one that waits."""
-        began, self._facts = time.monotonic(), None
+        self._facts = None
         if all(channel.pid is None for channel in self._channels):
             return
         for channel in self._channels:
             channel.drop()
         wait(self._asked)  # whose workers have ended
-        self.seconds_to_replace = time.monotonic() - began
         self._on_each(WorkerChannel.warm)
 
     def close(self) -> None:
@@ -190,8 +184,6 @@ class RankChannel:
             is_late = first_fault is not None and now - first_fault > GRACE_S
             if is_late or now > deadline.at + _SLACK_S:
                 break
-        if first_fault is not None:
-            self.seconds_to_agree = time.monotonic() - first_fault
 
     def _opened(self, rank: int, opening: Future[DeviceFacts]) -> DeviceFacts:
         error = opening.exception()

@@ -364,18 +364,3 @@ def test_noise_is_no_higher_loss() -> None:
     risen = [*scatter, *(loss + 1.5 for loss in scatter)]
     (line,) = compare(told, replace(SEEN, losses=risen, loss=risen[-1]))
     assert line.startswith("the loss rose from 1.8 to 3.5")
-
-
-def test_the_text_says_both_sides(report: autofit.Report) -> None:
-    best = replace(report.best, measurement=TOLD)
-    held = str(soaked_as(best, SEEN, 2 * GIB, ()))
-    assert "100 ms (report: 100 ms)" in held
-    assert held.endswith("agrees with the report")
-    assert "on each rank" not in held
-    together = replace(best, measurement=of_two_ranks(TOLD, GIB, 2 * GIB))
-    both = str(soaked_as(together, of_two_ranks(SEEN, GIB, GIB), 4 * GIB, ()))
-    held_of_ranks = "1.00 GiB to 1.00 GiB of 4.00 GiB (rank 0 most)"
-    assert f"on each rank   {held_of_ranks} (report: 1.00 GiB to 2.00 GiB" in both
-    assert "own step time 80.0 ms to 120 ms (rank 0 slowest) (report: own" in both
-    strayed = str(soaked_as(best, SEEN, 2 * GIB, ("the loss rose",)))
-    assert strayed.endswith("differs from the report:\n- the loss rose")

@@ -82,27 +82,6 @@ def test_printed_it_is_lines_of_sizes_and_explains_gradients_of_nothing() -> Non
     assert "at the peak" not in str(predict(Workload(layers, torch.ones(512, 64)), gpu="L4"))
 
 
-def test_the_breakdown_of_a_plain_adamw_training() -> None:
-    prediction = predict(gpt(width=1024), gpu="A100")
-    parts = prediction.breakdown
-    assert parts["optimizer_state"] == pytest.approx(2 * parts["weights"], rel=0.01)
-
-
-def test_more_samples_need_more() -> None:
-    small = predict(gpt(), plan=Plan(4), gpu="A100")
-    large = predict(gpt(), plan=Plan(64), gpu="A100")
-    assert large.peak_allocated_bytes > 4 * small.peak_allocated_bytes
-    assert large.breakdown["weights"] == small.breakdown["weights"]
-
-
-def test_autocast_needs_less() -> None:
-    reduced = {"precision.dtype": "bfloat16"}
-    plain = predict(gpt(), plan=Plan(64), gpu="A100")
-    half = predict(gpt(), plan=Plan(64, settings=reduced), gpu="A100")
-    assert half.breakdown["activations"] < 0.8 * plain.breakdown["activations"]
-    assert half.plan.settings == reduced
-
-
 def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
     """Fragmentation bends the line, so the next sample may happen to fit; a fifth more does not."""
     prediction = predict(gpt(), gpu="A100")
@@ -181,15 +160,6 @@ def test_a_probe_teaches_the_bytes_outside_the_allocator() -> None:
     assert predict(gpt(), gpu="A100", calibration={}).required_bytes == first.required_bytes
     with pytest.raises(InvalidArgument, match="oom"):
         Calibration.learn(Measurement(Outcome.OOM))
-
-
-def test_a_model_of_seven_billion_parameters_needs_no_memory_here() -> None:
-    wide = Workload(
-        lambda: nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(26))),
-        torch.empty(8, 16384),
-    )
-    prediction = predict(wide, gpu="B200")
-    assert prediction.breakdown["weights"] == pytest.approx(26 * 16384**2 * 4, rel=0.001)
 
 
 def looks(need: Callable[[int], int], budget: int, start: int) -> tuple[int | None, list[int]]:
@@ -284,17 +254,6 @@ def test_a_model_that_asks_where_it_runs_takes_the_branch_of_the_gpu(
         return predict(workload, gpu="L4").required_bytes
 
     assert needs(Guarded(asks)) == needs(Guarded(lambda tensor: True))
-
-
-def test_a_users_key_error_is_theirs() -> None:
-    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        settings: dict[str, float] = {}
-        loss: torch.Tensor = model(batch).mean() * settings["metadata"]
-        return loss
-
-    workload = Workload(nn.Linear(8, 8), torch.ones(4, 8), loss_fn=loss_fn)
-    with pytest.raises(KeyError, match="metadata"):
-        predict(workload, gpu="L4")
 
 
 def test_what_is_written_by_out_is_not_known_any_more() -> None:

@@ -24,7 +24,7 @@ from autofit.probing.session import Session
 from autofit.registry import load_strategies
 from autofit.strategy import Comparison
 from autofit.training.workload import Workload
-from benchmarks import rank_faults
+from tests import rank_faults
 
 pytestmark = pytest.mark.slow
 
@@ -191,7 +191,7 @@ def test_ranks_compile_blocks_or_say_that_nothing_was(mode: str, said: str) -> N
 def test_what_single_ranks_do_is_named_and_the_next_probe_works() -> None:
     rows = rank_faults.run(15, seed=3)
     assert {row.fault.kind for row in rows if row.fault} == set(rank_faults.KINDS)
-    wrong = [(row.fault, row.mode, row.seen) for row in rows if not row.right]
+    wrong = [row for row in rows if not rank_faults.is_right(row.fault, row.seen)]
     assert wrong == []
     ran = [row.seen for row in rows if row.fault is None]
     assert all(len(seen.ranks) == rank_faults.RANKS for seen in ran)

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -155,34 +156,45 @@ def test_a_full_graph_is_compiled(model: Net, checkpointed: Checkpointed) -> Non
     torch.testing.assert_close(found, plain)
 
 
-def test_double_backward(model: Net, checkpointed: Checkpointed) -> None:
+def _of_a_penalty(model: nn.Module, x: torch.Tensor) -> None:
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    torch.autograd.backward(slope.square().sum())
+
+
+def _twice(model: nn.Module, x: torch.Tensor) -> None:
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _reduced(dtype: torch.dtype, model: nn.Module, x: torch.Tensor) -> None:
+    with torch.autocast("cpu", dtype=dtype):
+        loss = model(x).float().square().mean()
+    torch.amp.GradScaler("cpu", init_scale=256.0).scale(loss).backward()
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        pytest.param(_of_a_penalty, id="double backward"),
+        pytest.param(_twice, id="a graph kept for a second backward"),
+        pytest.param(partial(_reduced, torch.bfloat16), id="bfloat16"),
+        pytest.param(partial(_reduced, torch.float16), id="float16"),
+    ],
+)
+def test_gradients_are_those_of_plain_training(
+    model: Net, checkpointed: Checkpointed, backward: Callable[..., None]
+) -> None:
     x = torch.randn(2, 8, requires_grad=True)
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        penalty: Any = slope.square().sum()
-        penalty.backward()
+        backward(model, x)
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     plain = gradients()
     with checkpointed(model, UNITS):
         assert all(map(torch.equal, plain, gradients()))
-
-
-def test_a_graph_kept_for_a_second_backward(model: Net, checkpointed: Checkpointed) -> None:
-    x = torch.randn(2, 8)
-
-    def twice() -> list[torch.Tensor]:
-        model.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    plain = twice()
-    with checkpointed(model, UNITS):
-        assert all(map(torch.equal, plain, twice()))
 
 
 def test_under_torch_func_it_is_off_and_says_so(model: Net, checkpointed: Checkpointed) -> None:
@@ -205,24 +217,6 @@ def test_without_gradients_nothing_is_recomputed(model: Net, checkpointed: Check
         warnings.simplefilter("error")
         model(torch.randn(2, 8))
     assert len(runs) == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_is_the_same_in_both_runs(
-    model: Net, checkpointed: Checkpointed, dtype: torch.dtype
-) -> None:
-    x, scaler = torch.randn(2, 8), torch.amp.GradScaler("cpu", init_scale=256.0)
-
-    def scaled() -> list[torch.Tensor]:
-        model.zero_grad()
-        with torch.autocast("cpu", dtype=dtype):
-            loss = model(x).float().square().mean()
-        scaler.scale(loss).backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    plain = scaled()
-    with checkpointed(model, UNITS):
-        assert all(map(torch.equal, plain, scaled()))
 
 
 def test_an_error_in_a_unit_leaves_the_next_step_right(

@@ -1,9 +1,6 @@
-"""What becomes of faults of single ranks: probes on two gloo ranks, a random fault in one of four.
+"""Faults of single ranks: probes on two gloo ranks, a random fault in one of four.
 
-Run as `python -m benchmarks.rank_faults [PROBES]`. Each fault is one of `KINDS`, on a random rank,
-in a random forward, under a random parallel mode. Judged are the outcome and the rank that is
-named, the seconds from the first fault to the agreement on it (a hang's first fault is its
-deadline), and those in which all ranks have taken their next workers.
+Each fault is one of `KINDS`, on a random rank, in a random forward, under a random parallel mode.
 """
 
 from __future__ import annotations
@@ -11,10 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-import statistics
-import sys
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,15 +22,14 @@ from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.fault_table import OTHER_COUNT
 from autofit.probing.messages import ProbeRequest
-from autofit.probing.prober import Deadlines, Prober, Target, open_prober
-from autofit.probing.rank_channel import RankChannel
+from autofit.probing.prober import Deadlines, Target, open_prober
 from autofit.registry import load_strategies
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 
 KINDS = ("oom", "oom of all", "oom in backward", "killed", "hang", "user error", "other count")
 MODES = ("ddp", "fsdp2", "fsdp2_keep")
-PROBES, SEED, RANKS = 200, 5, 2
+RANKS = 2
 BUDGET = "256MiB"
 FIRST = 4
 """The micro-batch of the first probe; each probe has its own, by which ranks know its fault."""
@@ -160,28 +153,11 @@ def is_right(fault: Fault | None, seen: Measurement) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """One probe: what happened, what was said, and the seconds that it took.
-
-    Attributes:
-        fault: None: none.
-        mode: of the plan.
-        seen: the measurement.
-        agree_s: from the first fault to the agreement.
-        replace_s: for all ranks to take their next workers.
-        seconds: the whole probe.
-    """
+    """One probe: what happened (None: nothing), under which mode, and what was measured."""
 
     fault: Fault | None
     mode: str
     seen: Measurement
-    agree_s: float
-    replace_s: float
-    seconds: float
-
-    @property
-    def right(self) -> bool:
-        """Whether outcome and rank are those of the fault."""
-        return is_right(self.fault, self.seen)
 
 
 def request_of(size: int, mode: str, steps: int, strategies: tuple[Strategy, ...]) -> ProbeRequest:
@@ -208,52 +184,6 @@ def run(probes: int, seed: int, *, deadline_s: float = 8.0) -> list[Row]:
             fault = faults.get(size)
             if fault is not None and fault.kind == "other count":
                 mode = MODES[-1]  # ranks of ddp meet in the last backward of a step alone
-            began = time.monotonic()
-            seen = prober.probe(request_of(size, mode, steps, strategies)).measurement
-            row = Row(faults.get(size), mode, seen, *_seconds_of(prober), time.monotonic() - began)
-            rows.append(row)
-            if not row.right:
-                print(f"WRONG {row.fault} {mode}: {seen.outcome} {seen.failed_rank} {seen.detail}")
+            request = request_of(size, mode, steps, strategies)
+            rows.append(Row(fault, mode, prober.probe(request).measurement))
     return rows
-
-
-def _seconds_of(prober: Prober) -> tuple[float, float]:
-    channel = prober._channel
-    assert isinstance(channel, RankChannel)  # of several ranks
-    return channel.seconds_to_agree, channel.seconds_to_replace
-
-
-def summary(rows: list[Row]) -> str:
-    """Return a table of the kinds of faults."""
-    lines = ["| fault | probes | right outcome and rank | agreed, s (median, most) "]
-    lines[0] += "| replaced, s (median, most) |"
-    lines.append("|---|---|---|---|---|")
-    by_kind: dict[str, list[Row]] = {}
-    for row in rows:
-        by_kind.setdefault(row.fault.kind if row.fault else "none", []).append(row)
-    for kind, of_kind in sorted(by_kind.items()):
-        right = sum(row.right for row in of_kind)
-        cells = [kind, str(len(of_kind)), str(right)]
-        for name in ("agree_s", "replace_s"):
-            values = [getattr(row, name) for row in of_kind if row.fault is not None]
-            middle = f"{statistics.median(values):.2f}, {max(values):.2f}" if values else "-"
-            cells.append(middle)
-        lines.append(f"| {' | '.join(cells)} |")
-    outcomes = Counter(row.seen.outcome.value for row in rows)
-    lines.append("")
-    lines.append(f"{len(rows)} probes; outcomes: {dict(outcomes)}")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Run as the command line says, and print the summary."""
-    probes = int(sys.argv[1]) if len(sys.argv) > 1 else PROBES
-    torch.set_num_threads(1)
-    began = time.monotonic()
-    rows = run(probes, SEED)
-    print(summary(rows))
-    print(f"{time.monotonic() - began:.0f} s in all")
-
-
-if __name__ == "__main__":
-    main()
