@@ -139,7 +139,13 @@ def imports_of(path: Path) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from visit(child, function)
 
-    return visit(ast.parse(path.read_text()), None)
+    return visit(tree_of(path), None)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Return what a file holds, parsed once for all tests that read the source."""
+    return ast.parse(path.read_text())
 
 
 def files_under(folder: Path) -> list[Path]:
@@ -175,7 +181,8 @@ def test_files_import_each_other_in_no_circle() -> None:
         for path in files_under(CORE)
     }
     needs = {
-        name: {one.module for one in imports_of(path) if not one.function} & set(modules) - {name}
+        name: {one.module for one in imports_under(CORE) if one.path == path and not one.function}
+        & set(modules) - {name}
         for name, path in modules.items()
     }
     order = list(TopologicalSorter(needs).static_order())  # raises CycleError, which names it
@@ -251,7 +258,7 @@ def test_the_table_of_arrows_has_no_dead_rooms() -> None:
 
 def strings_of(path: Path) -> Iterator[str]:
     """Every string constant that is not a docstring."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)

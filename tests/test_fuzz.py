@@ -195,6 +195,7 @@ def _raised(action: Callable[[], object]) -> Exception | None:
     return None
 
 
+@pytest.mark.slow
 def test_a_damaged_study_is_refused_in_words(journal: bytes, tmp_path: Path) -> None:
     draw, path, lines = random.Random(5), tmp_path / "study.log", journal.splitlines()
     device = SimulatedDevice(Space(DIMENSIONS, 4))

@@ -22,6 +22,7 @@ from autofit.registry import load_strategies
 from autofit.training.workload import Workload
 from tests.classifier import CROSS_ENTROPY, classifier, labelled, session_of
 from tests.probing.test_survey import _survey_of
+from tests.test_arrows import tree_of
 
 ROOT = Path(__file__).parents[1]
 TABLE = frozenset(name for use in torch_private.USES.values() for name in use.names)
@@ -95,6 +96,7 @@ def private_uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str, as
         bound[here] = there
         if any(map(is_private, there.split("."))):
             yield statement.lineno, there, statement
+    others = own | NOT_OF_TORCH
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute):
             continue
@@ -103,7 +105,7 @@ def private_uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str, as
             name = f"{bound[first]}.{rest}"
             if any(map(is_private, name.split("."))):
                 yield node.lineno, name, node
-        elif is_private(node.attr) and not (first in OWN or node.attr in own | NOT_OF_TORCH):
+        elif is_private(node.attr) and not (first in OWN or node.attr in others):
             yield node.lineno, node.attr, node
 
 
@@ -117,7 +119,7 @@ def is_in_table(name: str) -> bool:
 
 
 def test_the_source_uses_no_private_name_of_torch_but_those_of_the_table() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in sources()}
+    trees = {path: tree_of(path) for path in sources()}
     own = own_names(list(trees.values())) - {known.rpartition(".")[2] for known in TABLE}
     unknown = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
@@ -149,7 +151,7 @@ def test_the_core_touches_none_while_it_is_imported() -> None:
     """What a class or a constant needs then comes from the table, which has words for its end."""
     touched = []
     for path in sources():
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         nodes = at_import(tree)
         touched += [
             f"{path.relative_to(ROOT)}:{line}: {name}"

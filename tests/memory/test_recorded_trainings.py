@@ -46,6 +46,7 @@ BEYOND_2_PERCENT = {
 }
 
 
+@pytest.mark.slow
 def test_required_bytes_are_within_2_percent_of_the_smallest_limit_in_26() -> None:
     for training in recorded_trainings():
         required = required_bytes(training.recording)

@@ -356,6 +356,7 @@ def test_a_comparison_that_was_cut_short_has_its_winner_so_far(device: Simulated
     assert best.plan == leader
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.02, 0.1])
 def test_no_answer_is_slower_than_another_measured_plan(noise: float) -> None:
     """On a device whose speed drops beyond a size."""

@@ -14,7 +14,9 @@ from autofit.planning import planner
 from autofit.planning.posterior import Posterior
 from autofit.planning.proposals import MAX_STEP_WITH_LINES, oom_cost
 from autofit.planning.search_spec import SearchSpec
+from autofit.probing.messages import ProbeRequest
 from autofit.searching.engine import run_search
+from autofit.searching.result import SearchResult
 from autofit.space import Space
 from autofit.testing import SimulatedProber
 from autofit.units import GIB
@@ -31,16 +33,29 @@ def test_the_baseline_comes_first(device: SimulatedDevice) -> None:
     assert planner.decide(Posterior(device.spec(), ())) == device.space.baseline
 
 
-def test_a_decision_depends_on_specification_and_trials_alone(device: SimulatedDevice) -> None:
-    spec, trials = device.spec(), run_search(device.prober(), device.spec(), max_probes=7).trials
+@pytest.fixture(scope="module")
+def searched() -> tuple[SearchResult, list[ProbeRequest]]:
+    """The search of `device`, and its probes."""
+    device = SimulatedDevice(Space(DIMENSIONS, sample_batch_size=4))
+    prober = device.prober()
+    return run_search(prober, device.spec()), prober.probed
+
+
+Searched = tuple[SearchResult, list[ProbeRequest]]
+
+
+def test_a_decision_depends_on_specification_and_trials_alone(
+    device: SimulatedDevice, searched: Searched
+) -> None:
+    spec, trials = device.spec(), searched[0].trials[:7]
     again = SearchSpec.from_json(spec.to_json())
     for count in range(1, len(trials)):
         first = planner.decide(Posterior(spec, trials[:count]))
         assert planner.decide(Posterior(again, trials[:count])) == first
 
 
-def test_vetoed_trials_change_no_decision(device: SimulatedDevice) -> None:
-    trials = run_search(device.prober(), device.spec(), max_probes=5).trials[:4]
+def test_vetoed_trials_change_no_decision(device: SimulatedDevice, searched: Searched) -> None:
+    trials = searched[0].trials[:4]
     vetoed = replace(trials[1], kind=TrialKind.VETOED, measurement=Measurement(Outcome.OVER_BUDGET))
     before = Posterior(device.spec(), trials)
     assert before.updated((*trials, vetoed)) is before
@@ -48,13 +63,16 @@ def test_vetoed_trials_change_no_decision(device: SimulatedDevice) -> None:
     assert before.updated(trials[:-1]).probes == list(trials[:-1])
 
 
-def test_it_finds_the_best_plan_with_few_probes_and_no_oom(device: SimulatedDevice) -> None:
-    result = run_search(device.prober(), device.spec())
+def test_it_finds_the_best_plan_with_few_probes_and_no_oom(
+    device: SimulatedDevice, searched: Searched
+) -> None:
+    result, _ = searched
     assert device.speed(result.best.plan) >= 0.97 * device.optimum()
     assert result.oom_probes == 0
     assert result.probes <= 20
 
 
+@pytest.mark.slow
 def test_hints_save_probes(make_device: MakeDevice) -> None:
     hinted = {
         "precision.dtype": Dimension(
@@ -75,6 +93,7 @@ def test_hints_save_probes(make_device: MakeDevice) -> None:
     assert probes_saved > 0
 
 
+@pytest.mark.slow
 def test_a_hint_on_fixed_bytes_is_used_before_anything_of_it_is_measured(
     make_device: MakeDevice,
 ) -> None:
@@ -93,9 +112,9 @@ def test_a_hint_on_fixed_bytes_is_used_before_anything_of_it_is_measured(
     assert probes <= min(15, results[None].probes - 2)
 
 
-def test_no_step_is_longer_than_four_times_the_largest_measured(device: SimulatedDevice) -> None:
+def test_no_step_is_longer_than_four_times_the_largest_measured(searched: Searched) -> None:
     largest = 0
-    for request in _probed(device):
+    for request in searched[1]:
         assert largest == 0 or request.plan.micro_batch <= 4 * largest
         largest = max(largest, request.plan.micro_batch)
 
@@ -144,10 +163,11 @@ def test_a_costly_value_is_tried_where_nothing_fits_without_it() -> None:
 
 def test_with_a_global_batch_every_plan_keeps_it(make_device: MakeDevice) -> None:
     other = make_device(global_batch=50)
-    for request in _probed(other):
+    prober = other.prober()
+    result = run_search(prober, other.spec())
+    for request in prober.probed:
         assert request.plan.global_batch == 50
         assert sum(request.plan.micro_batch_sizes) == 50
-    result = run_search(other.prober(), other.spec())
     assert other.speed(result.best.plan) >= 0.97 * other.optimum()
 
 
@@ -175,6 +195,7 @@ def test_with_predicted_lines_the_first_step_is_foreseen(
     assert expected == pytest.approx(other.memory(plan), rel=0.05)
 
 
+@pytest.mark.slow
 def test_with_predicted_lines_variants_start_where_twice_as_many_samples_do_not_fit(
     device: SimulatedDevice,
 ) -> None:
@@ -229,8 +250,10 @@ def test_risks_are_weighed_in_proportion_only_with_a_prior_on_memory(
     assert large / small == pytest.approx(9 if has_prior_memory else 3)
 
 
-@pytest.mark.parametrize("cause", ["size limit", "memory"])
-@pytest.mark.parametrize("limit", [1, 3, 100, 4000])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limit", "cause"), [(1, "memory"), (3, "size limit"), (100, "memory"), (4000, "size limit")]
+)
 def test_a_hidden_limit_is_found_within_six_failures(limit: int, cause: str) -> None:
     """Neither is on a memory line: of memory, a jump beyond the limit is taken out."""
     space = Space({"a.x": Dimension(("off", "on"))}, sample_batch_size=1, max_micro_batch=4096)
@@ -313,6 +336,7 @@ class _Cached(SimulatedDevice):
         return plan.accumulation_steps * 0.002 + slower * 0.01 * plan.samples_per_step
 
 
+@pytest.mark.slow
 def test_a_drop_of_speed_below_every_measured_size_is_found() -> None:
     device = _Cached(Space(DIMENSIONS, 8, None))
     result = run_search(device.prober(), device.spec())
@@ -320,6 +344,7 @@ def test_a_drop_of_speed_below_every_measured_size_is_found() -> None:
     assert device.speed(result.best.plan) >= 0.9 * device.optimum()
 
 
+@pytest.mark.slow
 def test_settings_that_need_accumulation_are_not_probed_without(make_device: MakeDevice) -> None:
     """Though there the value would look as fast as the one that it is the same as."""
     name = "parallel.accumulation"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from autofit.measurement import probes_of
 from autofit.plan import CostHint, Dimension, Plan
 from autofit.planning.search_spec import SearchSpec
@@ -32,6 +34,7 @@ def _seconds(plan: Plan) -> float:
     return 0.02 + plan.micro_batch * (0.008 if half else 0.01) * (1 + 0.06 * level)
 
 
+@pytest.mark.slow
 def test_a_line_through_whole_segments_is_not_trusted_to_the_last_bytes() -> None:
     """With the error of large trainings alone, 2 %, they ran out of memory 12 times."""
     dimensions = {

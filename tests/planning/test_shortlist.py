@@ -72,6 +72,7 @@ def trials() -> tuple[Trial, ...]:
     return run_search(_prober(), _spec(LARGE), max_probes=9).trials
 
 
+@pytest.mark.slow
 def test_a_large_space_is_searched_by_a_shortlist_as_well() -> None:
     spec = _spec(LARGE)
     result = run_search(_prober(), spec, max_probes=14)
@@ -135,6 +136,7 @@ def test_costly_values_beside_the_leaders_are_on_the_shortlist() -> None:
     assert result.best.plan.settings[COSTLY]
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_leanest_variants_are_on_the_shortlist() -> None:
     spec = replace(_spec(LARGE), vram_budget_bytes=GIB + 200 * MIB)
     prober = SimulatedProber(spec.vram_budget_bytes, _bytes, _seconds)
@@ -143,6 +145,7 @@ def test_where_nothing_fits_the_leanest_variants_are_on_the_shortlist() -> None:
     assert _bytes(result.best.plan) <= spec.vram_budget_bytes
 
 
+@pytest.mark.slow
 def test_settings_that_need_accumulation_are_searched_in_large_spaces() -> None:
     dimensions = SMALL | {"late.sync": Dimension((False, True), needs_accumulation=True)}
     spec = _spec(dimensions, global_batch=16, max_micro_batch=None)

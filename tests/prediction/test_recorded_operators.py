@@ -36,16 +36,16 @@ def counted(operators: list[str] | tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     [
-        "gpt_fp32",
+        pytest.param("gpt_fp32", marks=pytest.mark.slow),
         "gpt_bf16",
-        "gpt_fp16_scaler_clip",
-        "gpt_bf16_dropout",
-        "gpt_bf16_fused",
-        "gpt_bf16_math",
-        "gpt_pure_bf16",
+        pytest.param("gpt_fp16_scaler_clip", marks=pytest.mark.slow),
+        pytest.param("gpt_bf16_dropout", marks=pytest.mark.slow),
+        pytest.param("gpt_bf16_fused", marks=pytest.mark.slow),
+        pytest.param("gpt_bf16_math", marks=pytest.mark.slow),
+        pytest.param("gpt_pure_bf16", marks=pytest.mark.slow),
         "lora_bf16",
         "resnet_bf16_cl",
-        "vit_bf16",
+        pytest.param("vit_bf16", marks=pytest.mark.slow),
         pytest.param(
             "unet_bf16_cl",
             marks=pytest.mark.skipif(

@@ -20,6 +20,7 @@ from autofit.probing.loader import Delivery, deliver
 from autofit.probing.prober import Deadlines, Prober, Target, open_prober
 from autofit.training.loader import LoaderSettings
 from autofit.training.workload import Workload
+from tests.probing.conftest import is_running
 
 BATCH = 8
 ALONE = LoaderSettings(BATCH)
@@ -76,14 +77,6 @@ def with_workers(workers: int) -> LoaderSettings:
 
 def delivered(prober: Prober, settings: LoaderSettings = ALONE) -> Delivery:
     return prober.run(functools.partial(deliver, settings=settings, plan=PLAN))
-
-
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def none_left(folder: Path) -> bool:

@@ -49,6 +49,7 @@ def test_more_time_is_asked_for_where_the_timeout_ended_the_search(
     assert result.with_more_time not in {trial.plan for trial in result.trials}
 
 
+@pytest.mark.slow
 def test_a_comparison_that_the_timeout_ended_is_told_apart_from_the_search(
     device: SimulatedDevice,
 ) -> None:

@@ -29,16 +29,17 @@ def test_a_workload_that_failed_is_measured_again(
     for _ in range(2):
         prober = device.prober(lambda plan: Measurement(broken, detail="on purpose"))
         with Store.open(path, IDENTITY) as store, pytest.raises(WorkloadFailed):
-            run_search(prober, device.spec(), store=store, max_probes=6, on_event=seen.append)
+            run_search(prober, device.spec(), store=store, max_probes=4, on_event=seen.append)
     finished = [each for each in seen if isinstance(each, events.ProbeFinished)]
     assert [each.progress.probes for each in finished] == [1, 1]
     with Store.open(path, IDENTITY) as store:
-        mended = run_search(device.prober(), device.spec(), store=store, max_probes=6)
-    untouched = run_search(device.prober(), device.spec(), max_probes=6)
+        mended = run_search(device.prober(), device.spec(), store=store, max_probes=4)
+    untouched = run_search(device.prober(), device.spec(), max_probes=4)
     assert [trial.plan for trial in mended.trials] == [trial.plan for trial in untouched.trials]
     assert mended.baseline.ok
 
 
+@pytest.mark.slow
 def test_what_another_sampler_ended_the_planner_goes_on_with(
     device: SimulatedDevice, tmp_path: Path
 ) -> None:

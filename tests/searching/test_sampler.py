@@ -140,6 +140,7 @@ def _objective(sampler: Sampler, device: SimulatedDevice) -> Callable[[optuna.Tr
     return speed
 
 
+@pytest.mark.slow
 def test_a_study_of_the_users_own_ends_at_the_fastest_plan(device: SimulatedDevice) -> None:
     sampler, study = _study_of(device)
     study.optimize(_objective(sampler, device), n_trials=60)
@@ -172,6 +173,7 @@ def test_plans_in_flight_are_not_proposed_again(device: SimulatedDevice) -> None
     assert len(set(plans)) == 3
 
 
+@pytest.mark.slow
 def test_what_ran_out_of_memory_bounds_what_is_proposed(make_device: MakeDevice) -> None:
     device = make_device(dimensions={})
     sampler, study = _study_of(device)

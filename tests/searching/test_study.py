@@ -489,6 +489,7 @@ def test_whether_a_claim_is_live_depends_on_the_start_of_its_process_too() -> No
     assert not is_live(zombie)
 
 
+@pytest.mark.slow
 def test_a_comparison_is_begun_anew_where_a_search_is_resumed(
     device: SimulatedDevice, tmp_path: Path
 ) -> None:

@@ -17,7 +17,13 @@ def test_the_built_in_strategies_are_installed() -> None:
     assert {"precision", "memory_format", "checkpointing"} <= set(installed_names())
 
 
-@pytest.mark.parametrize("name", sorted(set(installed_names()) - WITH_TESTS_OF_THEIR_OWN))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("checkpointing", "precision")))
+        for name in sorted(set(installed_names()) - WITH_TESTS_OF_THEIR_OWN)
+    ],
+)
 def test_conformance(name: str) -> None:
     plain_ones = 2  # one of each workload
     assert check_strategy(name) > plain_ones, "a strategy that offers nothing was not tried"

@@ -337,7 +337,13 @@ def workload(name: str) -> Workload:
         return Workload(model, make_batch(), optimizer=lambda p: torch.optim.AdamW(p, 1e-2))
 
 
-@pytest.fixture(params=list(NETS))
+QUICK = ("batch norm", "lstm", "shared layer", "objects handed on", "structured arguments")
+"""Networks that the quick tiers try; the others are slow."""
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in NETS]
+)
 def net(request: pytest.FixtureRequest) -> str:
     """The name of each network in turn."""
     name: str = request.param

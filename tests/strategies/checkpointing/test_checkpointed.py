@@ -144,6 +144,7 @@ def test_a_whole_model_is_saved_and_loads_as_a_plain_one(
         assert all(map(torch.equal, _gradients(loaded, x), _gradients(model, x)))
 
 
+@pytest.mark.slow
 def test_a_full_graph_is_compiled(model: Net, checkpointed: Checkpointed) -> None:
     x = torch.randn(2, 8)
     plain = _gradients(model, x)

@@ -263,9 +263,9 @@ def test_a_model_whose_loss_is_not_a_number_can_be_compared(gate: Gate) -> None:
 @pytest.mark.parametrize(("kind", "why"), HARMFUL.items())
 def test_what_is_not_is_found_and_said(gate: Gate, kind: type[Clean], why: str) -> None:
     torch.manual_seed(0)
-    units = [f"blocks.{index}" for index in range(6)]
-    found = gate(Stack([Clean, Clean, kind, Clean, kind, Clean]), [units]).left_out
-    assert set(found) == {"blocks.2", "blocks.4"}
+    units = [f"blocks.{index}" for index in range(3)]
+    found = gate(Stack([Clean, kind, Clean]), [units]).left_out
+    assert set(found) == {"blocks.1"}
     assert [reason for reason in found.values() if not re.search(why, reason)] == []
 
 
@@ -315,12 +315,13 @@ def test_noise_of_a_rounding_is_no_difference(gate: Gate, steps: tuple[bool, ...
     assert set(found) == {"blocks.2"}
 
 
+@pytest.mark.slow
 def test_a_kind_that_differs_is_judged_by_a_few(gate: Gate) -> None:
     steps = []
     torch.manual_seed(0)
-    model = Stack([Clean, WritesThroughData] * 16)
+    model = Stack([Clean, WritesThroughData] * 8)
     model.register_forward_hook(lambda *_: steps.append(1))
-    units = [f"blocks.{index}" for index in range(32)]
+    units = [f"blocks.{index}" for index in range(16)]
     assert set(gate(model, [units]).left_out) == set(units[1::2])
     assert len(steps) < 25
 
@@ -433,11 +434,11 @@ def test_parametrized_units_are_alike(part: Callable[[str], Any], norm: Any) -> 
 
 
 def test_steps_stay_few_where_nothing_is_wrong(gate: Gate, part: Callable[[str], Any]) -> None:
-    """A group is tried at once, so sixty-four clean units take no more steps than one."""
+    """A group is tried at once, so sixteen clean units take no more steps than one."""
     steps = []
-    model = Stack([Clean] * 64)
+    model = Stack([Clean] * 16)
     model.register_forward_hook(lambda *_: steps.append(1))
-    gate(model, [[f"blocks.{index}" for index in range(64)]])
+    gate(model, [[f"blocks.{index}" for index in range(16)]])
     seeds = len(part("parity").SEEDS)
     assert len(steps) == 2 * seeds + 1, "for each seed a plain one and one with all, and a repeat"
 

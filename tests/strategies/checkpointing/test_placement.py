@@ -41,9 +41,11 @@ def _without_nesting(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
                 yield chosen
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_no_placement_beats_the_frontier_by_much(part: Part, seed: int) -> None:
-    timeline, seconds = _chain(part, seed)
+@pytest.mark.parametrize("seed", range(2))
+def test_no_placement_beats_the_frontier_by_much_and_the_least_peak_is_found(
+    part: Part, seed: int
+) -> None:
+    timeline, seconds = _chain(part, seed, units=7)
     found = part("placement").frontier(timeline, seconds)
     forward_s = sum(s for name, s in seconds.items() if "." not in name)
     everything = [
@@ -51,6 +53,7 @@ def test_no_placement_beats_the_frontier_by_much(part: Part, seed: int) -> None:
         for units in _without_nesting(list(timeline.calls_of))
     ]
     lowest, plain = min(peak for peak, _ in everything), timeline.peak(())
+    assert found[-1].peak_bytes <= lowest + plain / 1000
     losses = []
     for number in range(1, 40):
         ceiling = lowest + (plain - lowest) * number / 40
@@ -59,14 +62,6 @@ def test_no_placement_beats_the_frontier_by_much(part: Part, seed: int) -> None:
         losses.append((own - best) / forward_s)
     assert max(losses) < 0.08
     assert sum(losses) / len(losses) < 0.01
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_least_peak_is_found(part: Part, seed: int) -> None:
-    timeline, seconds = _chain(part, seed)
-    lowest = min(timeline.peak(units) for units in _without_nesting(list(timeline.calls_of)))
-    found = part("placement").frontier(timeline, seconds)[-1].peak_bytes
-    assert found <= lowest + timeline.peak(()) / 1000
 
 
 @pytest.mark.parametrize("seed", range(6))

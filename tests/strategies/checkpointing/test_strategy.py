@@ -57,6 +57,7 @@ def test_hints_say_less_memory_for_more_time(levels: Dimension) -> None:
         assert after.seconds_per_sample > before.seconds_per_sample
 
 
+@pytest.mark.slow
 def test_parts_that_a_coarse_clock_does_not_see_are_no_plain_level(
     monkeypatch: pytest.MonkeyPatch, part: Callable[[str], Any]
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_plan_for_another_model_is_refused(checkpointing: Strategy, levels: Di
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [spectral_norm, weight_norm])
 def test_weights_computed_in_the_forward_are_no_activations(
     checkpointing: Strategy, norm: Callable[[nn.Module], nn.Module]
@@ -198,6 +200,7 @@ class FlatFeedForward(nn.Module):
         return mixed
 
 
+@pytest.mark.slow
 def test_flat_feed_forwards_have_levels(checkpointing: Strategy) -> None:
     """Half of such a Sequential keeps nearly all, and is the whole of it: it counts once."""
 
@@ -273,6 +276,7 @@ class SkipsAtRandom(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_blocks_that_are_skipped_at_random_are_all_found(checkpointing: Strategy) -> None:
     torch.manual_seed(0)
     context = PlainContext(lambda: Workload(SkipsAtRandom(), torch.randn(8, 8)))
@@ -366,6 +370,7 @@ def test_no_room_for_a_forward_leaves_it_out_and_says_so(checkpointing: Strategy
     assert context.notes == ["checkpointing skipped: a step of 2 samples does not fit into memory"]
 
 
+@pytest.mark.slow
 def test_two_optimizers_in_a_step_of_the_users_own(checkpointing: Strategy) -> None:
     """A GAN: the step runs both networks, so units of both are found and tried."""
 

@@ -118,6 +118,7 @@ def test_a_scripted_module_is_let_alone(find: Find) -> None:
     assert not [unit for unit in units if unit.startswith("1")]
 
 
+@pytest.mark.slow
 def test_a_thousand_blocks(find: Find) -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:
