@@ -127,7 +127,7 @@ assert strategies.precision.WIDTH == 16
 def test_the_command_runs_beside_a_users_own_strategies(python: Path, project: Path) -> None:
     command = python.with_name("autofit")
     assert "precision" in run(command, "doctor", "--device", "cpu", cwd=project)
-    limits = ("--device", "cpu", "--vram-budget", "32MiB", "--max-probes", "1")
+    limits = ("--device=cpu", "--vram-budget=32MiB", "--max-probes=1", "--strategies=precision")
     shown = run(command, "search", "models.py:small", *limits, cwd=project)
     assert shown.startswith("small on cpu")
     assert "4 x 1" in shown

@@ -31,7 +31,7 @@ labels = torch.randint(0, 3, (4,))
 SEARCH = """
 report = autofit.search(
     MODEL, (torch.randn(4, 8), labels), loss_fn=lambda model, b: loss_of(model(b[0]), b[1]),
-    device="cpu", vram_budget="32MiB", max_probes=1,
+    device="cpu", vram_budget="32MiB", max_probes=1, strategies=["precision"],
 )
 assert report.best.ok and report.baseline.ok
 print("found", report.best.plan.micro_batch)
@@ -65,7 +65,8 @@ def test_a_script_needs_no_main_guard_and_loads_few_modules(
 ) -> None:
     script = tmp_path / "train.py"
     count = "import sys\nprint(sum(name.startswith('autofit.') for name in sys.modules))\n"
-    script.write_text(MODEL + LOSS + SEARCH.replace("MODEL", "Mine()") + count)
+    search = SEARCH.replace("MODEL", "Mine()").replace(', strategies=["precision"]', "")
+    script.write_text(MODEL + LOSS + search + count)
     command = [sys.executable, str(script)]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240)
     shown = output_of(ran)

@@ -96,7 +96,7 @@ def _phase_of_the_end(budget: int, rows: int, checkpointed: bool) -> str:
             optimizer.step()
         except torch.OutOfMemoryError:
             return phase
-    return "none"
+    raise AssertionError("it did not run out")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,6 @@ def _phase_of_the_end(budget: int, rows: int, checkpointed: bool) -> str:
         (60, 8192, False, "forward"),
         (60, 8192, True, "backward"),
         (12, 1, False, "step"),
-        (120, 8192, False, "none"),
     ],
 )
 def test_memory_ends_where_the_budget_does_in_every_phase(
