@@ -101,28 +101,22 @@ def test_a_probe_of_a_report_is_compared_with_it(
     assert alone.ok
 
 
-def test_the_command_line_soaks_a_report(
+def test_the_command_line_soaks_a_report_also_of_a_changed_accumulation(
     run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    target = f"{Path(__file__).parents[1] / 'workloads' / 'small.py'}:linear"
-    here = ["--device", "cpu"]
-    budget = ["--vram-budget", "4MiB", "--strategies", "precision", "--max-probes", "2"]
-    command = ["-m", "autofit", "search", target, *here, *budget, "--out", "r.json"]
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "from autofit import Workload\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))\n"
+        "workload = Workload(model, torch.randn(4, 8), global_batch=8)\n"
+    )
+    here = ("train.py:workload", "--device", "cpu")
+    limits = ("--vram-budget=4MiB", "--strategies=precision", "--max-probes=2", "--out=r.json")
+    command = ("-m", "autofit", "search", *here, "--allow-accumulation-change", *limits)
     searched = run_python(*command, cwd=tmp_path)
     assert searched.returncode == 0, searched.stderr
-    command = [
-        "-m",
-        "autofit",
-        "probe",
-        target,
-        "--plan-from",
-        "r.json",
-        "--steps",
-        "36",
-        *here,
-        "--json",
-    ]
-    soaked = run_python(*command, cwd=tmp_path)
+    longer = ("--plan-from=r.json", "--steps=36", "--json")
+    soaked = run_python("-m", "autofit", "probe", *here, *longer, cwd=tmp_path)
     said = json.loads(soaked.stdout)
     assert soaked.returncode == (0 if said["passed"] else 1)
     assert said["steps"] == 36
@@ -162,33 +156,6 @@ def test_what_is_kept_late_is_found_on_the_cpu_too(last: int, strayed: str) -> N
     assert report.best.ok
     held = autofit.probe(workload, plan=report, steps=80, **here)
     assert any(line.startswith(strayed) for line in held.deviations)
-
-
-def test_a_search_that_may_change_accumulation_is_held_to_its_report(
-    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    (tmp_path / "train.py").write_text(
-        "import torch\n"
-        "from autofit import Workload\n"
-        "model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))\n"
-        "workload = Workload(model, torch.randn(4, 8), global_batch=8)\n"
-    )
-    here = ["--device", "cpu"]
-    limits = [
-        "--allow-accumulation-change",
-        "--vram-budget",
-        "4MiB",
-        "--max-probes",
-        "2",
-        "--out",
-        "r.json",
-    ]
-    command = ["-m", "autofit", "search", "train.py:workload", *here, *limits]
-    assert run_python(*command, cwd=tmp_path).returncode == 0
-    longer = ["--plan-from", "r.json", "--steps", "8"]
-    soaked = run_python("-m", "autofit", "probe", "train.py:workload", *longer, *here, cwd=tmp_path)
-    assert soaked.returncode in (0, 1), soaked.stderr
-    assert "8 steps" in soaked.stdout
 
 
 def test_a_search_in_a_script_is_soaked_from_the_command_line(
