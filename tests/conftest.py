@@ -25,7 +25,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch ex
 
 from autofit.probing import worker_channel
 from autofit.snapshot import process
-from emulated_gpu import why_unavailable
+from autofit.snapshot.snapshot import preserved
+from emulated_gpu import Machine, new_machine, why_unavailable
 from emulated_gpu.launch import MACHINE
 from tests.fork_server import SUPPORTED, ForkedPopen, ForkServer, forked_subprocess
 from tests.tiers import tier_of, watch
@@ -88,6 +89,21 @@ def _computing_as_before() -> Iterator[None]:
     before = process.computing()
     yield
     process.restore(before)
+
+
+@pytest.fixture
+def spared_process() -> Iterator[None]:
+    """So that a failing test does not spoil the ones after it."""
+    with preserved({}):
+        yield
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    """An emulated machine of its own for a test."""
+    made = new_machine()
+    yield made
+    made.remove()
 
 
 @pytest.fixture(scope="session")

@@ -31,10 +31,8 @@ from emulated_gpu import estimates, reads_watched
 if TYPE_CHECKING:
     from autofit.probing.session import Session
 
-_MIB = 2**20
 _PATIENCE_S = 0.05
 _LARGE_ELEMENTS = 2**16
-_CLOCK_SLACK_US = 50  # between the allocator's clock and Python's
 
 
 class ValuesAsked(Exception):

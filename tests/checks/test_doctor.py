@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -17,7 +16,7 @@ import emulated_gpu
 from autofit import registry
 from autofit.checks.doctor import Diagnosis, Finding, diagnose
 from autofit.errors import InvalidArgument
-from emulated_gpu import Fault, Machine, find_card, new_machine
+from emulated_gpu import Fault, Machine, find_card
 
 
 def found(diagnosis: Diagnosis, subject: str) -> Finding:
@@ -62,13 +61,6 @@ def test_a_gpu_is_described() -> None:
     assert diagnosis.can_search, str(diagnosis)
     assert diagnosis.facts["gpu"] == torch.cuda.get_device_name()
     assert "trained a small model on cuda:0" in found(diagnosis, "worker").found
-
-
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    made = new_machine()
-    yield made
-    made.remove()
 
 
 def doctor(machine: Machine, code: int, **options: Any) -> dict[str, Any]:

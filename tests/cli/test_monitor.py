@@ -20,7 +20,7 @@ import emulated_gpu
 from autofit.checks.monitor import Sample, Timeline
 from autofit.cli.monitor import _page
 from autofit.units import GIB, MIB
-from emulated_gpu import Machine, find_card, new_machine
+from emulated_gpu import Machine, find_card
 from tests import browser
 
 SECONDS = 120
@@ -190,13 +190,6 @@ held = torch.empty(2**30, dtype=torch.uint8, device="cuda")
 print("ready", flush=True)
 import time; time.sleep(1.5)
 """
-
-
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    made = new_machine()
-    yield made
-    made.remove()
 
 
 @pytest.mark.emulated

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import emulated_gpu
-from emulated_gpu import Machine, new_machine
+from emulated_gpu import Machine
 
 SECONDS = 240
 ENDS = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"  # freeing all of torch takes a second
 
 Run = Callable[..., str]
-
-
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    """A machine of its own for a test."""
-    made = new_machine()
-    yield made
-    made.remove()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 import autofit
 from autofit.errors import SearchTimedOut
 from autofit.measurement import Outcome
-from autofit.snapshot.snapshot import differences, digest, preserved
+from autofit.snapshot.snapshot import differences, digest
 
 BATCH = 4
 
@@ -60,13 +60,6 @@ def refuses(samples: int) -> None:
 
 def has_a_bug(_: int) -> None:
     raise KeyError("a bug of the user's")
-
-
-@pytest.fixture
-def spared_process() -> Iterator[None]:
-    """So that a failing test does not spoil the ones after it."""
-    with preserved({}):
-        yield
 
 
 def trained(model: nn.Module) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -232,13 +232,6 @@ def test_restores_when_the_body_raises(net: Net) -> None:
     with pytest.raises(ZeroDivisionError):
         train_badly()
     assert differences(before, digest({"model": net})) == []
-
-
-@pytest.fixture
-def spared_process() -> Iterator[None]:
-    """So that a failing test does not spoil the ones after it."""
-    with preserved({}):
-        yield
 
 
 def set_precision(backend: str, operation: str, precision: str) -> None:
