@@ -11,6 +11,7 @@ search take up its study. Prints Markdown.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import random
 import signal
@@ -40,6 +41,8 @@ LONG_S, SHORT_S = 0.5, 0.02
 """What a micro-batch sleeps, about: where speed is measured, and where machines are killed."""
 _RESTART_S = 120
 """Within which the cluster has started its killed process again, or the benchmark fails."""
+_LONG_S = 300.0
+"""After so long all threads of a search on the cluster print where they are; most take 20 to 70."""
 _MARK = "AUTOFIT_BENCHMARK_SEARCH"
 _LIMITS: dict[str, Any] = {
     "vram_budget": "64MiB",
@@ -105,7 +108,7 @@ def kills(searches: int, seed: int) -> None:
             killer = threading.Thread(
                 target=_kill_one,
                 args=(
-                    client,
+                    cluster,
                     folder / f"{number}.log",
                     drawn,
                     killed_s,
@@ -113,12 +116,14 @@ def kills(searches: int, seed: int) -> None:
                 ),
             )
             killer.start()
+            faulthandler.dump_traceback_later(_LONG_S)  # where a search waits that does not end
             report = searched(
                 SHORT_S,
                 max_probes=8,
                 study=folder / f"{number}.log",
                 options=autofit.SearchOptions(executor=client.get_executor(pure=False), workers=3),
             )
+            faulthandler.cancel_dump_traceback_later()
             ended.set()
             killer.join()
             plans = [str(t.plan) for t in report.trials if _is_of_the_search(t)]
@@ -137,7 +142,7 @@ def kills(searches: int, seed: int) -> None:
 
 
 def _kill_one(
-    client: Any, study: Path, drawn: random.Random, killed_s: list[float], ended: threading.Event
+    cluster: Any, study: Path, drawn: random.Random, killed_s: list[float], ended: threading.Event
 ) -> None:
     """Kill a process of the cluster once a drawn number of trials has finished, and a moment."""
     began, due = time.monotonic(), drawn.randrange(6)
@@ -145,7 +150,8 @@ def _kill_one(
         if ended.wait(0.2):
             return
     if not ended.wait(drawn.uniform(0, 1.5)):
-        pids = list(client.run(os.getpid).values())
+        # Not by client.run, which waits for a process that is just being replaced
+        pids = [nanny.pid for nanny in cluster.workers.values() if nanny.pid is not None]
         killed_s.append(time.monotonic() - began)
         os.kill(drawn.choice(pids), signal.SIGKILL)
 

@@ -5,12 +5,14 @@ that may start processes, on machines whose device nobody else uses. Each of its
 warm worker from one request to the next, and ends it `IDLE_S` after the last one. The workload
 travels once to each: a process that does not have it says so.
 
-Promises: a request whose process or machine went away is given to another one, once.
+Promises: a request whose process or machine went away is given to another one, once; one that is
+not answered for longer than it can take is submitted again, and the first answer counts.
 """
 
 from __future__ import annotations
 
 import math
+import queue
 import sys
 import threading
 import time
@@ -127,7 +129,7 @@ class ExecutorChannel:
         self._key = uuid.uuid4().hex
         self._is_dropped = False
         self._device: DeviceFacts | None = None
-        self._asked: Future[Any] | None = None
+        self._submitted: list[Future[Any]] = []  # copies of the request that is being answered
 
     @property
     def pid(self) -> int | None:
@@ -155,9 +157,8 @@ class ExecutorChannel:
     def drop(self) -> None:
         """Have the next request answered by a fresh worker, and wait for none any more."""
         self._is_dropped = True
-        asked = self._asked
-        if asked is not None:
-            asked.cancel()
+        for future in list(self._submitted):
+            future.cancel()
 
     def close(self) -> None:
         """Ask for an end of a worker that waits; others end by themselves."""
@@ -175,7 +176,9 @@ class ExecutorChannel:
         self._is_dropped = False
         try:
             answer = self._answer(asked, deadline)
-        except _Gone:
+        except _Gone as gone:
+            if self._is_dropped:  # by another thread: nobody wants the answer
+                raise NoReply(Outcome.CRASHED, f"it was ended: {gone}") from None
             try:
                 answer = self._answer(asked, deadline)
             except _Gone as gone:
@@ -189,36 +192,52 @@ class ExecutorChannel:
             raise _no_answer(answer) from error
 
     def _answer(self, asked: _Asked, deadline: Deadline) -> _Answer:
-        answer = self._submitted(None, asked, deadline)
+        answer = self._first_answer(None, asked, deadline)
         if answer is None:  # the process lacks the workload
-            answer = self._submitted(self._opening, asked, deadline)
+            answer = self._first_answer(self._opening, asked, deadline)
         if isinstance(answer, dict | NoReply | SearchTimedOut):
             return answer
         raise _no_answer(kind_of(answer))
 
-    def _submitted(self, opening: _Opening | None, asked: _Asked, deadline: Deadline) -> Any:
-        """Return what a process answers; it may wait in a queue as long as the search lasts."""
+    def _first_answer(self, opening: _Opening | None, asked: _Asked, deadline: Deadline) -> Any:
+        """Return what a process answers; it may wait in a queue as long as the search lasts.
+
+        An executor may lose an answer and say nothing. That looks like a long queue, so the first
+        request stays in it beside the next.
+        """
+        ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+        longest_s = START_TIMEOUT_S + deadline.seconds + _SLACK_S
         try:
-            self._asked = self._executor.submit(serve, self._key, opening, asked)
-        except Exception as error:  # each executor has errors of its own, as below
-            raise WorkerFailed(f"the executor accepts no more probes: {error}") from error
-        seconds = deadline.ends_at + _SLACK_S - time.monotonic()
-        try:
-            return self._asked.result(seconds if math.isfinite(seconds) else None)
-        except BaseException as error:
-            if not isinstance(error, Exception) and not _ended_with(self._asked, error):
-                raise  # Ctrl-C in this process
-            if isinstance(error, TimeoutError) and not self._asked.done():
-                self._asked.cancel()
-                raise SearchTimedOut("the time of the search is over") from None
-            raise _Gone(f"{type(error).__name__}: {error}") from error
+            while True:
+                self._submit(opening, asked).add_done_callback(ended.put)
+                left_s = max(0.0, deadline.ends_at + _SLACK_S - time.monotonic())
+                with suppress(queue.Empty):
+                    return _result_of(ended.get(timeout=min(longest_s, left_s)))
+                if left_s <= longest_s:
+                    raise SearchTimedOut("the time of the search is over")
         finally:
-            self._asked = None
+            for future in self._submitted:
+                future.cancel()
+            self._submitted.clear()
+
+    def _submit(self, opening: _Opening | None, asked: _Asked) -> Future[Any]:
+        try:
+            future = self._executor.submit(serve, self._key, opening, asked)
+        except Exception as error:  # each executor has errors of its own
+            raise WorkerFailed(f"the executor accepts no more probes: {error}") from error
+        self._submitted.append(future)
+        if self._is_dropped:  # by another thread, since the request was made
+            future.cancel()
+        return future
 
 
-def _ended_with(future: Future[Any], error: BaseException) -> bool:
-    """Return whether a job ended with this exception; else it arose here while it was awaited."""
-    return future.done() and not future.cancelled() and future.exception() is error
+def _result_of(ended: Future[Any]) -> Any:
+    """Return the result of a job that has ended; it may have ended with the exception of an exit."""
+    if ended.cancelled():
+        raise _Gone("it was cancelled")
+    if (error := ended.exception()) is not None:
+        raise _Gone(f"{type(error).__name__}: {error}") from error
+    return ended.result()
 
 
 def _payload_of(workload: Workload, strategies: Sequence[Strategy]) -> bytes:
