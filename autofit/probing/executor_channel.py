@@ -232,7 +232,7 @@ class ExecutorChannel:
 
 
 def _result_of(ended: Future[Any]) -> Any:
-    """Return the result of a job that has ended; it may have ended with the exception of an exit."""
+    """Return the result of a job that has ended, with a KeyboardInterrupt of its own perhaps."""
     if ended.cancelled():
         raise _Gone("it was cancelled")
     if (error := ended.exception()) is not None:
