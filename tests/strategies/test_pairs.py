@@ -1,0 +1,203 @@
+"""Every pair of built-in strategies trains like plain PyTorch, as far as their numerics allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BloomConfig,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from autofit.plan import Plan, Settings
+from autofit.registry import collect_dimensions, load_strategies, resolve
+from autofit.space import Space
+from autofit.strategy import Capabilities, Numerics, Strategy
+from autofit.testing import PlainContext
+from autofit.testing.samples import attention, convolutions
+from autofit.training.training import Training
+from autofit.training.workload import Workload
+
+pytestmark = pytest.mark.slow  # a minute of trainings
+
+CLASSES, SAMPLES = 4100, 4
+BUILT_IN = (
+    "attention",
+    "checkpointing",
+    "head_loss",
+    "memory_format",
+    "offload",
+    "optimizer",
+    "precision",
+)
+"""Without what compiles, needs libraries of others, or several ranks."""
+FARTHEST = {Numerics.EXACT: 1e-5, Numerics.ROUNDING: 1e-3, Numerics.REDUCED_PRECISION: 0.2}
+"""Largest difference of gradients, relative to their size; bfloat16 alone makes 0.14 where two
+samples are normalized together."""
+CPU = Capabilities("cpu", bfloat16=True)
+SMALL = {"vocab_size": CLASSES, "hidden_size": 32, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "intermediate_size": 64}
+
+
+def _ids() -> Tensor:
+    return torch.randint(5, CLASSES, (SAMPLES, 12), generator=torch.Generator().manual_seed(0))
+
+
+def _own_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def of_transformers(auto: Any, config: Any) -> Callable[[], Workload]:
+    def build() -> Workload:
+        torch.manual_seed(0)
+        make = getattr(auto, "from_config", auto)
+        return Workload(make(config).train(), _ids(), loss_fn=_own_loss)
+
+    return build
+
+
+class Recurrent(nn.Module):
+    """ids (n, length) -> logits (n, length, classes), by an LSTM with tied embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, 32)
+        self.body = nn.LSTM(32, 32, batch_first=True)
+        self.head = nn.Linear(32, CLASSES)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(self.embedding(ids))[0])
+        return logits
+
+
+class Frozen(nn.Module):
+    """(n, 3, 8, 8) -> (n, 8, 8, classes): a convolution, a frozen one, and one that is unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
+        self.frozen = nn.Conv2d(8, 8, 3, padding=1).requires_grad_(False)
+        self.unused = nn.Conv2d(8, 8, 3)
+        self.head = nn.Linear(8, CLASSES, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.frozen(self.first(images)).permute(0, 2, 3, 1))
+        return logits
+
+
+def recurrent() -> Workload:
+    torch.manual_seed(0)
+    return Workload(Recurrent(), (_ids(), _ids()), criterion=_of_tokens)
+
+
+def pixels() -> Workload:
+    torch.manual_seed(0)
+    targets = torch.randint(CLASSES, (SAMPLES, 8, 8))
+    return Workload(Frozen(), (torch.randn(SAMPLES, 3, 8, 8), targets), criterion=_of_tokens)
+
+
+def perceptron() -> Workload:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
+    batch = torch.randn(SAMPLES, 8), torch.randn(SAMPLES, 8)
+    return Workload(nn.Sequential(*blocks), batch, criterion=functional.mse_loss)
+
+
+def _of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def transposed() -> Workload:
+    """Down and up again, without normalization."""
+    torch.manual_seed(0)
+    down = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.SiLU())
+    up = nn.Sequential(nn.ConvTranspose2d(8, 8, 2, stride=2), nn.SiLU(), nn.Conv2d(8, 3, 1))
+    images = torch.randn(SAMPLES, 3, 8, 8)
+    return Workload(nn.Sequential(down, up), (images, images), criterion=functional.mse_loss)
+
+
+WORKLOADS = {
+    "attention": attention,
+    "convolutions": convolutions,
+    "perceptron": perceptron,
+    "pixels": pixels,
+    "recurrent": recurrent,
+    "transposed": transposed,
+    "bert": of_transformers(AutoModelForMaskedLM, BertConfig(**SMALL)),
+    "bloom": of_transformers(
+        AutoModelForCausalLM, BloomConfig(vocab_size=CLASSES, hidden_size=32, n_layer=2, n_head=2)
+    ),
+    "gpt2": of_transformers(
+        AutoModelForCausalLM, GPT2Config(vocab_size=CLASSES, n_embd=32, n_layer=2, n_head=2)
+    ),
+    "llama": of_transformers(AutoModelForCausalLM, LlamaConfig(**SMALL)),
+    "opt": of_transformers(
+        AutoModelForCausalLM, OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32)
+    ),
+    "t5": of_transformers(
+        T5ForConditionalGeneration,
+        T5Config(
+            vocab_size=CLASSES, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2,
+            decoder_start_token_id=0,
+        ),
+    ),
+}  # fmt: skip
+
+
+def _stepped(build: Callable[[], Workload], space: Space, settings: Settings) -> dict[str, Tensor]:
+    """Return the gradients of an optimizer step of two micro-batches, and the loss, by name."""
+    workload, strategies = build(), load_strategies(list(BUILT_IN))
+    model = workload.build_model()
+    plan = Plan.split(SAMPLES, SAMPLES // 2, settings={**space.default_settings, **settings})
+    resolved = resolve(plan, space, strategies)
+    torch.manual_seed(1)
+    with Training(
+        model, workload.build_optimizer, workload.recipe, resolved, device=torch.device("cpu")
+    ) as training:
+        training.zero_grad()
+        loss = training.accumulate(workload.batch(SAMPLES))
+        named = model.named_parameters()
+        gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+        training.optimizer_step()
+    return gradients | {"the loss": loss}
+
+
+def _apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    both = [(one[name].float(), other[name].float()) for name in one]
+    apart = sum(float((a - b).square().sum()) for a, b in both)
+    size = sum(float(b.square().sum()) for _, b in both)
+    return float((apart / size) ** 0.5)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_pair_trains_like_plain_pytorch(name: str) -> None:
+    build = WORKLOADS[name]
+    strategies: dict[str, Strategy] = {each: load_strategies([each])[0] for each in BUILT_IN}
+    context = PlainContext(build, "cpu", CPU)
+    dimensions = collect_dimensions(list(strategies.values()), context)
+    space = Space(dimensions, SAMPLES, global_batch=SAMPLES)
+    plain = _stepped(build, space, {})
+    offered = [key for key, dimension in dimensions.items() if len(dimension.values) > 1]
+    for pair in [(key,) for key in offered] + list(combinations(offered, 2)):
+        settings = {key: dimensions[key].values[1] for key in pair}
+        if not space.allows({**space.default_settings, **settings}):
+            continue  # they are never together
+        numerics = max(strategies[key.partition(".")[0]].numerics for key in pair)
+        apart = _apart(_stepped(build, space, settings), plain)
+        assert apart <= FARTHEST[Numerics(numerics)], f"{settings}: {apart:.1e}"
