@@ -25,7 +25,14 @@ pytestmark = pytest.mark.cuda
 DEVICE = "cuda"
 BUDGET = "4GiB"
 SAMPLES = 512
-WITH_TESTS_OF_THEIR_OWN = {"adam_state", "compile", "offload", "parallel"}
+WITH_TESTS_OF_THEIR_OWN = {
+    "adam_state",
+    "attention",
+    "compile",
+    "head_loss",
+    "offload",
+    "parallel",
+}
 """In tests/emulation and tests/strategies."""
 
 IN_A_SCRIPT = f"""

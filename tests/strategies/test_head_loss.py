@@ -263,8 +263,9 @@ def workload(loss: Loss = flat, build: Callable[[], nn.Module] = model) -> Workl
     return Workload(build, batch(4), criterion=loss)
 
 
-def test_conformance() -> None:
-    assert check_strategy("head_loss", workloads=[workload]) == 3
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_conformance(device: str) -> None:
+    assert check_strategy("head_loss", workloads=[workload], device=device) == 3
 
 
 @pytest.mark.parametrize("loss", [capped, of_each_row])
