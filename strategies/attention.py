@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from autofit.plan import Dimension, Scalar
+from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 SETTING = "attention.backend"
@@ -31,6 +31,8 @@ _FUSED = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 _SAMPLES = 2
+_SAME_BYTES = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.0)
+"""No fused kernel holds the weights of attention. Which is faster nobody knows beforehand."""
 _BACKWARD = "ScaledDotProduct{}AttentionBackward0"
 _NAMES = {_BACKWARD.format(name.title()): name for name in _FUSED}
 
@@ -63,7 +65,12 @@ class AttentionBackend:
         when: dict[str, tuple[Scalar | None, ...]] = {"compile.mode": ("off", None)}
         if not found[0][0]:
             when["precision.dtype"] = ("bfloat16", "float16")
-        dimension = Dimension(["default", *values], when=when, relieves=("memory traffic",))
+        dimension = Dimension(
+            ["default", *values],
+            hints=dict.fromkeys(values, _SAME_BYTES),
+            when=when,
+            relieves=("memory traffic",),
+        )
         return {SETTING: dimension}
 
     def apply(

@@ -49,8 +49,8 @@ def predict_gpus(
     """Predict for several GPUs what a plan needs there, and the largest micro-batch that fits.
 
     Settings that the plan has keep their values. The others take all values, except where these are
-    costly to try, change nothing for each sample, or can only be found by measuring (for the last,
-    pass a report's plan and payloads).
+    costly to try, change nothing for each sample or parts of the model alone, or can only be found
+    by measuring (for the last, pass a report's plan and payloads).
 
     Args:
         workload, plan, strategies, progress, world_size: as for `autofit.checks.predict.predict`.
@@ -300,6 +300,8 @@ def _minor(dimension: Dimension) -> str | None:
     """Return why the values of a dimension make no main variants; None: they do."""
     if dimension.is_costly:
         return "other values are costly to try"
+    if dimension.payloads:
+        return "other values change parts of the model alone"
     hints = [dimension.hints.get(value) for value in dimension.values[1:]]
     per_sample = [(hint.bytes_per_sample, hint.seconds_per_sample) for hint in hints if hint]
     if len(per_sample) == len(hints) and set(per_sample) == {(1.0, 1.0)}:
