@@ -10,17 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    BertConfig,
-    BloomConfig,
-    GPT2Config,
-    LlamaConfig,
-    OPTConfig,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from autofit.plan import Plan, Settings
 from autofit.registry import collect_dimensions, load_strategies, resolve
@@ -30,6 +19,8 @@ from autofit.testing import PlainContext
 from autofit.testing.samples import attention, convolutions
 from autofit.training.training import Training
 from autofit.training.workload import Workload
+
+transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
 
 pytestmark = pytest.mark.slow  # a minute of trainings
 
@@ -61,11 +52,12 @@ def _own_loss(model: nn.Module, ids: Tensor) -> Tensor:
     return loss
 
 
-def of_transformers(auto: Any, config: Any) -> Callable[[], Workload]:
+def of_transformers(name: str, config: str, **sizes: Any) -> Callable[[], Workload]:
     def build() -> Workload:
         torch.manual_seed(0)
-        make = getattr(auto, "from_config", auto)
-        return Workload(make(config).train(), _ids(), loss_fn=_own_loss)
+        made = getattr(transformers, name)
+        model = getattr(made, "from_config", made)(getattr(transformers, config)(**sizes))
+        return Workload(model.train(), _ids(), loss_fn=_own_loss)
 
     return build
 
@@ -138,25 +130,34 @@ WORKLOADS = {
     "pixels": pixels,
     "recurrent": recurrent,
     "transposed": transposed,
-    "bert": of_transformers(AutoModelForMaskedLM, BertConfig(**SMALL)),
+    "bert": of_transformers("AutoModelForMaskedLM", "BertConfig", **SMALL),
     "bloom": of_transformers(
-        AutoModelForCausalLM, BloomConfig(vocab_size=CLASSES, hidden_size=32, n_layer=2, n_head=2)
+        "AutoModelForCausalLM",
+        "BloomConfig",
+        vocab_size=CLASSES,
+        hidden_size=32,
+        n_layer=2,
+        n_head=2,
     ),
     "gpt2": of_transformers(
-        AutoModelForCausalLM, GPT2Config(vocab_size=CLASSES, n_embd=32, n_layer=2, n_head=2)
+        "AutoModelForCausalLM", "GPT2Config", vocab_size=CLASSES, n_embd=32, n_layer=2, n_head=2
     ),
-    "llama": of_transformers(AutoModelForCausalLM, LlamaConfig(**SMALL)),
+    "llama": of_transformers("AutoModelForCausalLM", "LlamaConfig", **SMALL),
     "opt": of_transformers(
-        AutoModelForCausalLM, OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32)
+        "AutoModelForCausalLM", "OPTConfig", **SMALL, ffn_dim=64, word_embed_proj_dim=32
     ),
     "t5": of_transformers(
-        T5ForConditionalGeneration,
-        T5Config(
-            vocab_size=CLASSES, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2,
-            decoder_start_token_id=0,
-        ),
+        "T5ForConditionalGeneration",
+        "T5Config",
+        vocab_size=CLASSES,
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
     ),
-}  # fmt: skip
+}
 
 
 def _stepped(build: Callable[[], Workload], space: Space, settings: Settings) -> dict[str, Tensor]:
