@@ -300,7 +300,7 @@ def _minor(dimension: Dimension) -> str | None:
     """Return why the values of a dimension make no main variants; None: they do."""
     if dimension.is_costly:
         return "other values are costly to try"
-    if dimension.payloads:
+    if set(dimension.payloads) == set(dimension.values[1:]):
         return "other values change parts of the model alone"
     hints = [dimension.hints.get(value) for value in dimension.values[1:]]
     per_sample = [(hint.bytes_per_sample, hint.seconds_per_sample) for hint in hints if hint]
