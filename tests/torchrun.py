@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+GRACE_S = 300
+"""Within which ranks end after a signal before torchrun kills them without a word; its own 30 s are
+too short for a busy machine. torch 2.13 reads it."""
 WORKLOAD = """
 import torch
 from torch import nn
@@ -40,7 +43,12 @@ def started(folder: Path, *command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *alone, *command],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_S),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -95,11 +95,6 @@ def run_search(
     """
     started = clock() if began is None else began
     allowance = Allowance(max_probes, timeout_s, clock, started, kept_s)
-    foreign = None if isinstance(sampler, Sampler) else sampler
-    if foreign is not None and timeout_s is not None:
-        from autofit.searching.timed_sampler import TimedSampler  # no other search needs it
-
-        foreign = TimedSampler(foreign, lambda: allowance.seconds_left)
     held = nullcontext(store) if store is not None else Store.open(None, spec.identity)
     with held as opened:
         opened.begin(spec)
@@ -107,25 +102,41 @@ def run_search(
             prober if isinstance(prober, Runner) else Runner([Place(prober)]),
             opened.spec or spec,
             opened,
-            foreign,
+            _foreign_sampler(sampler, allowance),
             allowance,
             on_event or (lambda event: None),
             may_veto=veto,
         )
-        try:
-            with interrupts_remembered() as search.interrupts:
-                stop, returns = search.explore(), MOST_RETURNS
-                while not search.confirm(stop.because, may_return=returns > 0):
-                    stop, returns = search.explore(), returns - 1
-                search.mark_ended(stop)
-        except (
-            KeyboardInterrupt, SearchTimedOut, WorkerFailed, DeviceUnavailable, StudyError
-        ) as error:  # fmt: skip
-            stop = search.cut_short(error)
-        finally:
-            with suppress(StudyError):  # what is being raised says so already
-                search.abandon()
-        return search.result(stop)
+        return search.result(_ended(search))
+
+
+def _foreign_sampler(sampler: BaseSampler | None, allowance: Allowance) -> BaseSampler | None:
+    """Return a sampler that is not the planner, and ends with the time; None: the planner."""
+    if sampler is None or isinstance(sampler, Sampler):
+        return None
+    if allowance.timeout_s is None:
+        return sampler
+    from autofit.searching.timed_sampler import TimedSampler  # no other search needs it
+
+    return TimedSampler(sampler, lambda: allowance.seconds_left)
+
+
+def _ended(search: Search) -> Stop:
+    """Search and confirm until there is a reason to stop, or an error that leaves an answer."""
+    try:
+        with interrupts_remembered() as search.interrupts:
+            stop, returns = search.explore(), MOST_RETURNS
+            while not search.confirm(stop.because, may_return=returns > 0):
+                stop, returns = search.explore(), returns - 1
+            search.mark_ended(stop)
+    except (
+        KeyboardInterrupt, SearchTimedOut, WorkerFailed, DeviceUnavailable, StudyError
+    ) as error:  # fmt: skip
+        stop = search.cut_short(error)
+    finally:
+        with suppress(StudyError):  # what is being raised says so already
+            search.abandon()
+    return stop
 
 
 @dataclass(frozen=True)

@@ -112,36 +112,9 @@ def record_of(
             **asdict(survey.environment),
             **({"world_size": survey.world_size} if survey.world_size > 1 else {}),
         },
-        workload={
-            "model": _name_of(workload.model),
-            "fingerprint": survey.fingerprint,
-            "parameters": survey.parameters,
-            "parameter_bytes": survey.parameter_bytes,
-            "global_batch": survey.global_batch,
-            "sample_batch_size": survey.sample_batch_size,
-            "may_change_accumulation": survey.may_change_accumulation,
-            "allow_accumulation_change": survey.allow_accumulation_change,
-            "loss": survey.loss,
-            "lacks_loss": survey.loss == LossSource.STAND_IN,
-            "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],
-            "clip_grad_norm": workload.clip_grad_norm,
-            "sample_shapes": dict(survey.sample_shapes),
-            "batched": survey.batched,
-        },
+        workload=_facts_of(workload, survey),
         vram_budget_bytes=result.spec.vram_budget_bytes,
-        search=SearchSummary(
-            probes=result.probes,
-            oom_probes=result.oom_probes,
-            seconds=sum(session_seconds),
-            sessions=len(session_seconds),
-            stopped_because=result.stopped_because,
-            seed=result.spec.seed,
-            effort=result.spec.effort.value,
-            comparison_ended=result.comparison_ended,
-            is_decided=result.is_decided,
-            is_factor_decided=result.is_factor_decided,
-            busy=survey.busy,
-        ),
+        search=_summary_of(result, survey, session_seconds),
         dimensions=space.dimensions,
         trials=result.trials,
         best_number=result.best.number,
@@ -166,6 +139,44 @@ def record_of(
         memory=memory,
         calibration=learned(survey, result.baseline),
         parts=parts_of(resolve(result.best.plan, space, strategies), space.default_settings),
+    )
+
+
+def _facts_of(workload: Workload, survey: Survey) -> dict[str, Any]:
+    """Return what a report says of a workload."""
+    return {
+        "model": _name_of(workload.model),
+        "fingerprint": survey.fingerprint,
+        "parameters": survey.parameters,
+        "parameter_bytes": survey.parameter_bytes,
+        "global_batch": survey.global_batch,
+        "sample_batch_size": survey.sample_batch_size,
+        "may_change_accumulation": survey.may_change_accumulation,
+        "allow_accumulation_change": survey.allow_accumulation_change,
+        "loss": survey.loss,
+        "lacks_loss": survey.loss == LossSource.STAND_IN,
+        "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],
+        "clip_grad_norm": workload.clip_grad_norm,
+        "sample_shapes": dict(survey.sample_shapes),
+        "batched": survey.batched,
+    }
+
+
+def _summary_of(
+    result: SearchResult, survey: Survey, session_seconds: Sequence[float]
+) -> SearchSummary:
+    return SearchSummary(
+        probes=result.probes,
+        oom_probes=result.oom_probes,
+        seconds=sum(session_seconds),
+        sessions=len(session_seconds),
+        stopped_because=result.stopped_because,
+        seed=result.spec.seed,
+        effort=result.spec.effort.value,
+        comparison_ended=result.comparison_ended,
+        is_decided=result.is_decided,
+        is_factor_decided=result.is_factor_decided,
+        busy=survey.busy,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autofit.searching import trial_codec
-from tests.torchrun import WORKLOAD, ranks_of, started
+from tests.torchrun import GRACE_S, WORKLOAD, ranks_of, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -91,7 +91,7 @@ def test_ctrl_c_ends_all_ranks_and_is_said_once(folder: Path) -> None:
         assert process.poll() is None
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)  # torchrun sends it on to every rank
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=GRACE_S)
     assert process.returncode != 0
     said = [line for line in errors.splitlines() if line.startswith("autofit: ")]
     assert len(said) == 1, errors
