@@ -93,9 +93,11 @@ def _predict_gpus(
         found.append(table.row(gpu))
     if all(fit.required_bytes is None for row in found for fit in row.fits):
         raise table.failure or PredictionUnavailable(f"no GPU was predicted: {found[0].detail}")
-    if table.has_stand_in_loss:
+    made = table.runs.made
+    if any(run.has_stand_in_loss for run in made):
         table.note(STOOD_IN)
-    return GpuTable(table.asked, tuple(reversed(found)), tuple(table.notes), table.parameters)
+    parameters = made[-1].parameters if made else None
+    return GpuTable(table.asked, tuple(reversed(found)), tuple(table.notes), parameters)
 
 
 def _find(gpus: Sequence[str | int | Gpu]) -> list[Gpu]:
@@ -113,6 +115,7 @@ class _Predictor:
         asked: the plan.
         notes: what a reader should know besides, each once.
         failure: why the first variant that could not be predicted could not.
+        runs: the dry runs.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class _Predictor:
         self._workload, self._payloads = workload, payloads
         self._varied = {strategy.name for strategy in varied}
         self._strategies = strategies_of(asked, varied, varied)
-        self._runs = SharedRuns(workload)
+        self.runs = SharedRuns(workload)
         self._offered: dict[str, list[Offered]] = {}
         self._looks: dict[VariantKey, dict[int, int]] = {}
         if asked.world_size > 1:
@@ -141,16 +144,6 @@ class _Predictor:
             if asked.global_batch is None
             else "assumes that accumulation does not change the gradients; a search checks that"
         )
-
-    @property
-    def has_stand_in_loss(self) -> bool:
-        """Whether the mean of the model's outputs stood in for a loss."""
-        return self._runs.has_stand_in_loss
-
-    @property
-    def parameters(self) -> int | None:
-        """Elements of the model's parameters; None: of several ranks."""
-        return self._runs.parameters
 
     def row(self, gpu: Gpu) -> GpuRow:
         """Predict all variants on a GPU."""
@@ -270,7 +263,7 @@ class _Predictor:
         return None if found is None else _of_size(plan, found)
 
     def _need(self, plan: Plan, here: _Here) -> Need:
-        return self._runs.need(self._resolved(plan, here), here.gpu)
+        return self.runs.need(self._resolved(plan, here), here.gpu)
 
     def _resolved(self, plan: Plan, here: _Here) -> ResolvedPlan:
         return resolve(plan, here.space, self._strategies, self._payloads)

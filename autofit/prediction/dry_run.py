@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -34,7 +34,8 @@ from autofit.memory.replay import Recording, replay
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.breakdown import Labels
 from autofit.prediction.cuda.fake_cuda import fake_cuda
-from autofit.prediction.cuda.roofline import Cost, Operation
+from autofit.prediction.cuda.roofline import Cost, Operation, cost_on
+from autofit.prediction.cuda.scratch import ByCard, recording_on
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.cuda.values import (
     MOST_ELEMENTS,
@@ -42,7 +43,6 @@ from autofit.prediction.cuda.values import (
     is_number,
     is_unsupported,
 )
-from autofit.prediction.trace import Trace
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.snapshot.objects import live_objects, walk
 from autofit.snapshot.snapshot import preserved
@@ -65,34 +65,40 @@ _TWO_DEVICES = re.compile(r"on device (cpu|meta) is not on the expected device (
 
 @dataclass(frozen=True)
 class DryRun:
-    """A dry run of a plan.
+    """The allocations of the optimizer steps of a plan, and the work of the last one.
+
+    A dry run asks its GPU few questions: one that would have answered them alike has the same run,
+    but for the sizes that the GPU decides.
 
     Attributes:
-        gpu: the GPU that it ran in place of.
-        trace: what was allocated and computed.
+        micro_batch: samples of the first micro-batch of a step.
+        micro_batches: how many of a step's micro-batches ran.
+        allocations: every allocation and release, in order; see `recording_on`.
+        by_card: the allocations whose size the GPU decides, by number.
+        work: the operators of the last step.
+        answers: what the GPU was asked, and its answers.
         labels: the kinds of the allocations.
-        answers: what the GPU was asked, and its answers: the trace is that of any GPU that would
-            have answered the same.
         has_stand_in_loss: whether the mean of the model's outputs stood in for a loss.
         parameters: elements of the model's parameters; None of several ranks.
     """
 
-    gpu: Gpu
-    trace: Trace
-    labels: Labels
-    answers: Mapping[str, object]
+    micro_batch: int
+    micro_batches: int
+    allocations: Recording
+    by_card: Mapping[int, ByCard]
+    work: Sequence[Operation]
+    answers: Mapping[str, object] = field(compare=False)
+    labels: Labels = field(compare=False)
     has_stand_in_loss: bool = False
     parameters: int | None = None
 
-    @property
-    def recording(self) -> Recording:
-        """The allocations on the GPU."""
-        return self.trace.recording_on(self.gpu)
+    def recording_on(self, gpu: Gpu) -> Recording:
+        """Return the allocations on a GPU."""
+        return recording_on(gpu, self.allocations, self.by_card)
 
-    @property
-    def micro_batch_cost(self) -> Cost | None:
-        """The cost of a micro-batch with its share of the update; None: the rates are unknown."""
-        return self.trace.micro_batch_cost_on(self.gpu)
+    def micro_batch_cost_on(self, gpu: Gpu) -> Cost | None:
+        """Return the cost of a micro-batch with its share of the update; None: unknown rates."""
+        return cost_on(gpu, self.work, self.micro_batches)
 
 
 Watching = Callable[[Labels, Training], AbstractContextManager[None]]
@@ -117,11 +123,11 @@ def dry_run(
         return run()
     from autofit.prediction.sharded import largest_of_ranks
 
-    return largest_of_ranks(resolved.plan.world_size, run, _peak_bytes)
-
-
-def _peak_bytes(run: DryRun) -> int:
-    return replay(run.recording).peak_allocated_bytes
+    return largest_of_ranks(
+        resolved.plan.world_size,
+        run,
+        lambda found: replay(found.recording_on(gpu)).peak_allocated_bytes,
+    )
 
 
 def _run(
@@ -147,11 +153,21 @@ def _run(
                 from autofit.prediction.sharded import ranks_unlike_the_first
 
                 others += ranks_unlike_the_first(training)
+            sizes = traced_sizes(plan, copied)
             with watching(labels, training) if watching else nullcontext():
-                trace = _steps(training, copied, plan, tracer, labels)
-    has_stand_in = training.loss_source is LossSource.STAND_IN
-    held = None if world.size > 1 else sum(p.numel() for p in training.plain_model.parameters())
-    return DryRun(gpu, trace, labels, tracer.answers, has_stand_in, held)
+                _run_steps(training, meta_batch(copied, sum(sizes), tracer), tracer, labels)
+    parameters = training.plain_model.parameters()
+    return DryRun(
+        micro_batch=sizes[0],
+        micro_batches=len(sizes),
+        allocations=tracer.allocations,
+        by_card=dict(tracer.by_card),
+        work=tuple(tracer.operations or ()),
+        answers=tracer.answers,
+        labels=labels,
+        has_stand_in_loss=training.loss_source is LossSource.STAND_IN,
+        parameters=None if world.size > 1 else sum(each.numel() for each in parameters),
+    )
 
 
 @contextmanager
@@ -166,32 +182,18 @@ def _as_rank(world: World, note_sent: Callable[[torch.Tensor], None]) -> Iterato
         yield
 
 
-def _steps(
-    training: Training, workload: Workload, plan: Plan, tracer: CudaTracer, labels: Labels
-) -> Trace:
-    sizes, is_users_own = traced_sizes(plan, workload), workload.training_step is not None
-    batch = meta_batch(workload, sum(sizes), tracer)
-    work: list[Operation] = []
-    update_work: list[Operation] = []
+def _run_steps(training: Training, batch: Batch, tracer: CudaTracer, labels: Labels) -> None:
     steps = STEPS
-    if plan.world_size > 1:
+    if training.world.size > 1:
         from autofit.prediction.sharded import steps_until_alike
 
         steps = steps_until_alike(training)
     for step in range(steps):
-        is_last = step == steps - 1
-        tracer.operations = work if is_last else None
-        if is_users_own:
-            training.step(batch)
-        else:  # what `step` does
-            training.zero_grad()
-            training.accumulate(batch)
-            tracer.operations = update_work if is_last else None
-            training.optimizer_step()
+        if step == steps - 1:
+            tracer.operations = []
+        training.step(batch)
         labels.note_state(training)
         tracer.end_step()
-    works = tuple(work), tuple(update_work)
-    return Trace(sizes[0], len(sizes), tracer.allocations, dict(tracer.by_card), *works)
 
 
 def traced_sizes(plan: Plan, workload: Workload) -> tuple[int, ...]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any
 
 from autofit.devices.gpus import Gpu, answers_alike
 from autofit.errors import PredictionUnavailable
@@ -14,8 +14,7 @@ from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.memory.expandable import expandable_segments
 from autofit.memory.replay import Recording, required_bytes
 from autofit.plan import ResolvedPlan
-from autofit.prediction.dry_run import dry_run, traced_sizes
-from autofit.prediction.trace import Trace, on_line
+from autofit.prediction.dry_run import DryRun, dry_run, traced_sizes
 from autofit.training.workload import Workload
 from autofit.units import GIB
 
@@ -87,40 +86,34 @@ def margin_bytes(recording: Recording, required: int, gpu: Gpu) -> float:
 
 _ALONE = 1
 """A micro-batch in which PyTorch skips copies that others take."""
-_Run: TypeAlias = tuple[Trace, Mapping[str, object]]
-"""A trace, and what the GPU in whose place it ran was asked and answered."""
 
 
 class SharedRuns:
-    """Traces and needs of the plans of a workload, from as few dry runs as possible.
+    """Dry runs and needs of the plans of a workload, from as few dry runs as possible.
 
-    A dry run serves each GPU that would have answered its questions alike. Where three dry runs of
-    one variant lie on a line (`autofit.prediction.trace`), two of them tell the traces of all
-    micro-batches between. So ask for the largest GPU first.
+    A dry run serves each GPU that would have answered its questions alike. As long as a training
+    makes the same allocations in the same order, their sizes lie on straight lines in the
+    micro-batch: a part is fixed, and each sample adds as much. Where three dry runs of one variant
+    lie on a line, two of them tell those of all micro-batches between. So ask for the largest GPU
+    first.
 
     Args:
         workload: model, sample batch, loss and optimizer.
 
     Attributes:
-        dry_runs: how many were made.
-        has_stand_in_loss: whether in one of them the model's outputs stood in for a loss.
-        parameters: elements of the model's parameters; None: of several ranks, or no run yet.
+        made: the dry runs, in order.
     """
 
     def __init__(self, workload: Workload) -> None:
-        self.dry_runs = 0
-        self.has_stand_in_loss = False
-        self.parameters: int | None = None
+        self.made: list[DryRun] = []
         self._workload = workload
-        self._runs: dict[Hashable, list[_Run]] = {}
+        self._runs: dict[Hashable, list[DryRun]] = {}
         self._failures: dict[Hashable, PredictionUnavailable] = {}
-        self._lines: dict[Hashable, Trace | None] = {}
-        self._straight: dict[Hashable, range] = {}
-        self._bent: set[Hashable] = set()
-        self._needs: dict[Hashable, tuple[Trace, Need]] = {}
+        self._straight: dict[Hashable, Sequence[int] | None] = {}
+        self._needs: dict[Hashable, Need] = {}
 
-    def trace(self, resolved: ResolvedPlan, gpu: Gpu) -> Trace:
-        """Return the trace of a plan on a GPU.
+    def run(self, resolved: ResolvedPlan, gpu: Gpu) -> DryRun:
+        """Return the dry run of a plan on a GPU.
 
         Raises:
             PredictionUnavailable: the training needs values; the message names the line.
@@ -131,63 +124,78 @@ class SharedRuns:
         is_even = len(set(sizes)) == 1
         alike: Hashable = (plan.variant, plan.world_size, len(sizes) if is_even else sizes)
         runs = self._runs.setdefault(alike, [])
-        known = {trace.micro_batch: trace for trace, answers in runs if answers_alike(gpu, answers)}
+        known = {run.micro_batch: run for run in runs if answers_alike(gpu, run.answers)}
         if sizes[0] in known:
             return known[sizes[0]]
-        if is_even and alike not in self._bent:
-            found = self._on_line(alike, known, sizes[0])
-            if found is not None:
+        lined = is_even and sizes[0] != _ALONE and len(known.keys() - {_ALONE}) > 1
+        straight = self._straight.get(alike, ())
+        if lined and straight and straight[0] <= sizes[0] <= straight[-1]:
+            near = sorted(known.keys() - {_ALONE}, key=lambda at: abs(at - sizes[0]))
+            if (found := on_line(known[near[0]], known[near[1]], sizes[0])) is not None:
+                runs.append(found)
                 return found
         if (failure := self._failures.get((alike, sizes[0]))) is not None:
             raise failure
         try:
-            run = dry_run(self._workload, resolved, gpu)
+            made = dry_run(self._workload, resolved, gpu)
         except PredictionUnavailable as error:
             self._failures[alike, sizes[0]] = error
             raise
-        self.dry_runs += 1
-        self.has_stand_in_loss |= run.has_stand_in_loss
-        self.parameters = run.parameters
-        runs.append((run.trace, run.answers))
-        if is_even:
-            self._compare(alike, known, run.trace)
-        return run.trace
+        self.made.append(made)
+        runs.append(made)
+        if lined and straight is not None:
+            ends = sorted(known.keys() - {_ALONE})
+            holds = on_line(known[ends[0]], known[ends[-1]], sizes[0]) == made
+            self._straight[alike] = sorted((*ends, sizes[0], *straight)) if holds else None
+        return made
 
     def need(self, resolved: ResolvedPlan, gpu: Gpu) -> Need:
-        """Return what a plan needs on a GPU; raises as `trace` does."""
-        trace = self.trace(resolved, gpu)
-        sizes = tuple(size.bytes_on(gpu) for size in trace.by_card.values())
+        """Return what a plan needs on a GPU; raises as `run` does."""
+        run = self.run(resolved, gpu)
+        sizes = tuple(size.bytes_on(gpu) for size in run.by_card.values())
         ranks = resolved.plan.world_size
-        key = id(trace), sizes, gpu.context_bytes, gpu.context_margin_bytes, gpu.recorded, ranks
+        key = id(run), sizes, gpu.context_bytes, gpu.context_margin_bytes, gpu.recorded, ranks
         if key not in self._needs:
-            self._needs[key] = trace, need_of(trace.recording_on(gpu), gpu, ranks)
-        return self._needs[key][1]
+            self._needs[key] = need_of(run.recording_on(gpu), gpu, ranks)
+        return self._needs[key]
 
-    def _on_line(
-        self, alike: Hashable, known: Mapping[int, Trace], micro_batch: int
-    ) -> Trace | None:
-        """Return the trace on the line of the two known ones nearest, where lines hold."""
-        near = sorted(known.keys() - {_ALONE}, key=lambda at: abs(at - micro_batch))[:2]
-        if len(near) < 2 or micro_batch not in self._straight.get(alike, ()):
-            return None
-        one, other = (known[at] for at in near)
-        key = id(one), id(other), micro_batch
-        if key not in self._lines:
-            self._lines[key] = on_line(one, other, micro_batch)
-        return self._lines[key]
 
-    def _compare(self, alike: Hashable, known: Mapping[int, Trace], made: Trace) -> None:
-        """Note where lines hold, or that they do not, by a trace beside two that are known."""
-        others = sorted(known.keys() - {_ALONE})
-        if len(others) < 2 or made.micro_batch == _ALONE:
-            return
-        if on_line(known[others[0]], known[others[-1]], made.micro_batch) != made:
-            self._bent.add(alike)
-            return
-        straight = self._straight.get(alike, range(0))
-        held = [straight.start, straight.stop - 1] if straight else []
-        ends = [others[0], others[-1], made.micro_batch, *held]
-        self._straight[alike] = range(min(ends), max(ends) + 1)
+class _NotStraight(Exception):
+    """Two dry runs do not differ in sizes alone, or these have no whole number between."""
+
+
+def on_line(one: DryRun, other: DryRun, micro_batch: int) -> DryRun | None:
+    """Return the dry run of another micro-batch, with each number on the line through two others.
+
+    None where the two differ in more than numbers, or one is no fixed part and a whole number for
+    each sample.
+    """
+    first, last = one.micro_batch, other.micro_batch
+
+    def between(here: Any, there: Any) -> Any:
+        if here == there:
+            return here
+        if type(here) is not type(there):
+            raise _NotStraight
+        if isinstance(here, int):
+            size, rest = divmod((there - here) * (micro_batch - first), last - first)
+            # No samples take less than nothing where sizes are squares, say.
+            if rest or (here * last - there * first) * (last - first) < 0:
+                raise _NotStraight
+            return here + size
+        if is_dataclass(here) and not isinstance(here, type):
+            names = [each.name for each in fields(here) if each.compare]
+            return replace(here, **{n: between(getattr(here, n), getattr(there, n)) for n in names})
+        if isinstance(here, dict) and here.keys() == there.keys():
+            return dict(zip(here, map(between, here.values(), there.values()), strict=True))
+        if not isinstance(here, tuple) or len(here) != len(there):
+            raise _NotStraight
+        return tuple(map(between, here, there))
+
+    try:
+        return between(one, other)  # type: ignore[no-any-return]  # a dry run, of two
+    except _NotStraight:
+        return None
 
 
 # Search for the largest micro-batch within a budget in few evaluations.

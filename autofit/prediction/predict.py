@@ -253,7 +253,7 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
         Exception: raised by the user's own code.
     """
     run = dry_run(workload, resolved, gpu)
-    recording, expandable = run.recording, expandable_segments()
+    recording, expandable = run.recording_on(gpu), expandable_segments()
     breakdown = run.labels.at_peak(recording, expandable_segments=expandable)
     ample = replay(recording, expandable_segments=expandable)
     need = need_of(recording, gpu, resolved.plan.world_size)
@@ -268,7 +268,7 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
         required_bytes=need.required_bytes,
         breakdown={**breakdown, "non_torch": gpu.context_bytes},
         interval=(need.required_bytes - need.margin_bytes, need.high_bytes),
-        micro_batch_cost=run.micro_batch_cost,
+        micro_batch_cost=run.micro_batch_cost_on(gpu),
         _resolved=resolved,
         unknown_bytes=need.unknown_bytes,
         has_stand_in_loss=run.has_stand_in_loss,

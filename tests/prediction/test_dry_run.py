@@ -42,7 +42,7 @@ def workload(model: Any = Net, **options: Any) -> Workload:
 
 
 def peak(run: DryRun) -> int:
-    return replay(run.recording).peak_allocated_bytes
+    return replay(run.recording_on(GPU)).peak_allocated_bytes
 
 
 def test_the_users_objects_and_process_are_left_alone() -> None:
@@ -108,7 +108,7 @@ def test_tied_weights_count_once() -> None:
     def weights(tie: bool) -> int:
         made = Workload(Tied(tie), torch.randint(0, 1000, (4, 8)))
         run = dry_run(made, ResolvedPlan(Plan(4)), GPU)
-        return run.labels.at_peak(run.recording)["weights"]
+        return run.labels.at_peak(run.recording_on(GPU))["weights"]
 
     assert weights(tie=False) == 2 * weights(tie=True)
 
@@ -125,7 +125,7 @@ def test_frozen_parameters_get_neither_gradients_nor_state() -> None:
             optimizer=lambda ps: torch.optim.AdamW([p for p in ps if p.requires_grad]),
         )
         run = dry_run(made, ResolvedPlan(Plan(2)), GPU)
-        return run.labels.at_peak(run.recording)
+        return run.labels.at_peak(run.recording_on(GPU))
 
     assert kinds(frozen)["optimizer_state"] < kinds(lambda: Net(4096))["optimizer_state"] / 100
 
@@ -144,7 +144,7 @@ def test_a_live_optimizers_state_is_there_from_the_start() -> None:
     optimizer.step()
     optimizer.zero_grad()
     run = dry_run(workload(model, optimizer=optimizer), ResolvedPlan(Plan(16)), GPU)
-    held = run.labels.at_peak(run.recording)
+    held = run.labels.at_peak(run.recording_on(GPU))
     assert held["optimizer_state"] >= 2 * held["weights"] * 0.99
 
 

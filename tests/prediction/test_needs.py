@@ -12,8 +12,7 @@ from torch import nn
 from autofit.devices.gpus import find_gpu
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.dry_run import dry_run
-from autofit.prediction.needs import SharedRuns, need_of
-from autofit.prediction.trace import on_line
+from autofit.prediction.needs import SharedRuns, need_of, on_line
 from autofit.registry import load_strategies
 from autofit.training.workload import Workload
 from benchmarks.workload_models import GPT, resnet
@@ -40,7 +39,7 @@ def plan(micro_batch: int, dtype: str = "default", steps: int = 2) -> ResolvedPl
 @pytest.mark.parametrize("make", [decoder, convolutions])
 def test_between_two_micro_batches_sizes_lie_on_lines(make: Any) -> None:
     workload, gpu = make(), find_gpu("L4")
-    runs = {size: dry_run(workload, plan(size), gpu).trace for size in (4, 7, 32)}
+    runs = {size: dry_run(workload, plan(size), gpu) for size in (4, 7, 32)}
     assert on_line(runs[4], runs[32], 7) == runs[7]
     assert on_line(runs[32], runs[4], 7) == runs[7]
 
@@ -52,14 +51,14 @@ def test_a_loss_over_pairs_of_samples_is_on_no_line() -> None:
 
     workload = Workload(nn.Linear(16, 8), torch.randn(4, 16), loss_fn=loss_fn)
     gpu = find_gpu("L4")
-    runs = {size: dry_run(workload, ResolvedPlan(Plan(size)), gpu).trace for size in (64, 256, 512)}
+    runs = {size: dry_run(workload, ResolvedPlan(Plan(size)), gpu) for size in (64, 256, 512)}
     assert on_line(runs[64], runs[512], 256) is None
     shared = SharedRuns(workload)
     for size in (64, 512, 256, 300):
         found = shared.need(ResolvedPlan(Plan(size)), gpu)
         run = dry_run(workload, ResolvedPlan(Plan(size)), gpu)
-        assert found == need_of(run.recording, gpu)
-    assert shared.dry_runs == 4
+        assert found == need_of(run.recording_on(gpu), gpu)
+    assert len(shared.made) == 4
 
 
 @pytest.mark.slow
@@ -70,14 +69,14 @@ def test_three_dry_runs_tell_all_micro_batches_between_but_uneven_ones() -> None
         shared.need(plan(size, "bfloat16"), gpu)
     for size in (5, 39):
         run = dry_run(workload, plan(size, "bfloat16"), gpu)
-        assert shared.need(plan(size, "bfloat16"), gpu) == need_of(run.recording, gpu)
-        trace = shared.trace(plan(size, "bfloat16"), gpu)
-        assert trace.micro_batch_cost_on(gpu) == run.micro_batch_cost
-    assert shared.dry_runs == 3
+        assert shared.need(plan(size, "bfloat16"), gpu) == need_of(run.recording_on(gpu), gpu)
+        trace = shared.run(plan(size, "bfloat16"), gpu)
+        assert trace.micro_batch_cost_on(gpu) == run.micro_batch_cost_on(gpu)
+    assert len(shared.made) == 3
     uneven = ResolvedPlan(Plan.split(22, 8, {"precision.dtype": "bfloat16"}), {}, PRECISION)
     assert uneven.plan.micro_batch_sizes == (8, 7, 7)
-    assert shared.trace(uneven, gpu) == dry_run(workload, uneven, gpu).trace
-    assert shared.dry_runs == 4
+    assert shared.run(uneven, gpu) == dry_run(workload, uneven, gpu)
+    assert len(shared.made) == 4
 
 
 @pytest.mark.slow
@@ -93,9 +92,9 @@ def test_a_gpu_that_answers_alike_needs_no_dry_run_of_its_own(
     for name in names:
         gpu = find_gpu(name)
         run = dry_run(workload, plan(8, dtype), gpu)
-        assert shared.need(plan(8, dtype), gpu) == need_of(run.recording, gpu)
-        assert shared.trace(plan(8, dtype), gpu).recording_on(gpu) == run.recording
-    assert shared.dry_runs == dry_runs
+        assert shared.need(plan(8, dtype), gpu) == need_of(run.recording_on(gpu), gpu)
+        assert shared.run(plan(8, dtype), gpu).recording_on(gpu) == run.recording_on(gpu)
+    assert len(shared.made) == dry_runs
 
 
 def test_code_that_asks_for_the_card_has_a_dry_run_for_each() -> None:
@@ -109,7 +108,7 @@ def test_code_that_asks_for_the_card_has_a_dry_run_for_each() -> None:
         shared.need(ResolvedPlan(Plan(4096)), find_gpu(name)).required_bytes
         for name in ("T4", "H100")
     )
-    assert shared.dry_runs == 2
+    assert len(shared.made) == 2
     assert nine > seven
 
 
@@ -126,10 +125,10 @@ def test_each_variant_is_checked_by_a_third_dry_run_before_two_tell_what_lies_be
     ):
         shared.need(plan(size, dtype), gpu)
     run = dry_run(workload, plan(23, "tf32"), gpu)
-    assert shared.need(plan(23, "tf32"), gpu) == need_of(run.recording, gpu)
-    assert shared.dry_runs == 6
+    assert shared.need(plan(23, "tf32"), gpu) == need_of(run.recording_on(gpu), gpu)
+    assert len(shared.made) == 6
     shared.need(plan(17, "tf32"), gpu)
-    assert shared.dry_runs == 6
+    assert len(shared.made) == 6
 
 
 def test_what_departs_from_a_line_is_run() -> None:
@@ -144,5 +143,5 @@ def test_what_departs_from_a_line_is_run() -> None:
     shared, gpu = SharedRuns(workload), find_gpu("L4")
     for size in (4, 32, 16, 12, 20, 15):
         run = dry_run(workload, ResolvedPlan(Plan(size)), gpu)
-        assert shared.need(ResolvedPlan(Plan(size)), gpu) == need_of(run.recording, gpu)
-    assert shared.dry_runs == 6
+        assert shared.need(ResolvedPlan(Plan(size)), gpu) == need_of(run.recording_on(gpu), gpu)
+    assert len(shared.made) == 6

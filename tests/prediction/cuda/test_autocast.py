@@ -111,7 +111,7 @@ def test_after_an_update_amid_a_train_step_a_weight_is_cast_again() -> None:
             ResolvedPlan(plan, strategies=load_strategies(["precision"])),
             find_gpu("H100"),
         )
-        return sum(event > 0 and size == 250 * 32 * 2 for event, size in run.recording.events)
+        return sum(event > 0 and size == 250 * 32 * 2 for event, size in run.allocations.events)
 
     assert casts(updates=1) == casts(updates=0) + 2  # once more in each of two steps
 

@@ -205,7 +205,8 @@ def step(rates: Rates, *, gpu: Gpu = H200, steps: int = 1, **options: Any) -> Co
     given = {"optimizer": lambda ps: torch.optim.SGD(ps, 0.1)} | options
     workload = Workload(given.pop("model", Net), torch.ones(4, 512), **given)
     plan = Plan(64, accumulation_steps=steps)
-    found = dry_run(workload, ResolvedPlan(plan), replace(gpu, rates=rates)).micro_batch_cost
+    gpu = replace(gpu, rates=rates)
+    found = dry_run(workload, ResolvedPlan(plan), gpu).micro_batch_cost_on(gpu)
     assert found is not None
     return found
 
