@@ -21,8 +21,7 @@ recorded trainings show (`Addresses`): an emulated GPU gives them so, too.
 
 from __future__ import annotations
 
-from autofit.memory.addresses import Addresses
-from autofit.memory.blocks import ROUNDING_BYTES, SMALL_REQUEST_BYTES, Block, Pool
+from autofit.memory.blocks import ROUNDING_BYTES, SMALL_REQUEST_BYTES, Addresses, Block, Pool
 from autofit.memory.expandable import ExpandableSegments
 from autofit.units import format_bytes
 

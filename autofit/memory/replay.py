@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import TypeAlias
 
 from autofit.memory.allocator import CachingAllocator, OutOfBudget
@@ -46,21 +47,14 @@ class Recording:
 
     @cached_property
     def replayed(self) -> list[Sequence[Event]]:
-        """The events of the steps of a replay."""
-        return list(self.steps(STEPS))
-
-    def steps(self, count: int) -> Iterator[Sequence[Event]]:
-        """Yield the events of `count` steps; the first includes those of building.
+        """The events of each of four steps; the first includes those of building.
 
         Where fewer were recorded, the last one is repeated: memory that it released of earlier
         steps is, in a repetition, released of the step before.
         """
-        start = 0
-        for end in self.step_ends[:count]:
-            yield self.events[start:end]
-            start = end
-        if count > len(self.step_ends):
-            yield from self._repetitions(count - len(self.step_ends))
+        ends = self.step_ends[:STEPS]
+        recorded = [self.events[start:end] for start, end in pairwise((0, *ends))]
+        return [*recorded, *self._repetitions(STEPS - len(ends))]
 
     @cached_property
     def largest_number(self) -> int:
@@ -110,10 +104,25 @@ def replay(
         OutOfBudget: the limit is too small for it.
     """
     allocator = CachingAllocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
-    run = _Run(allocator, recording)
+    optional, recorded = recording.optional, recording.largest_number
+    live: dict[int, Block] = {}
+    refused: set[Hashable] = set()
     retries = []
     for events in recording.replayed:
-        run.step(events)
+        for number, size in events:
+            if number < 0:
+                if -number in live:  # it was not refused
+                    allocator.free(live.pop(-number))
+                continue
+            purpose = optional.get((number - 1) % recorded + 1) if optional else None
+            if purpose in refused:
+                continue
+            try:
+                live[number] = allocator.allocate(size)
+            except OutOfBudget:
+                if purpose is None:
+                    raise
+                refused.add(purpose)
         retries.append(allocator.retries)
     return Replay(
         allocator.peak_allocated_bytes,
@@ -168,40 +177,6 @@ def _held(recording: Recording, limit_bytes: int, expandable: bool) -> Replay | 
         return replay(recording, limit_bytes=limit_bytes, expandable_segments=expandable)
     except OutOfBudget:
         return None
-
-
-class _Run:
-    """A run of a recording; remembers which purposes of optional allocations were refused."""
-
-    def __init__(self, allocator: CachingAllocator, recording: Recording) -> None:
-        self._allocator = allocator
-        self._optional = recording.optional
-        self._shift = recording.largest_number
-        self._live: dict[int, Block] = {}
-        self._refused: set[Hashable] = set()
-
-    def step(self, events: Sequence[Event]) -> None:
-        live, allocate, free = self._live, self._allocator.allocate, self._allocator.free
-        for event, size in events:
-            if event < 0:
-                block = live.pop(-event, None)
-                if block is not None:  # it was not refused
-                    free(block)
-            elif not self._optional:
-                live[event] = allocate(size)
-            else:
-                self._allocate(event, size)
-
-    def _allocate(self, number: int, size: int) -> None:
-        purpose = self._optional.get((number - 1) % self._shift + 1)
-        if purpose is not None and purpose in self._refused:
-            return
-        try:
-            self._live[number] = self._allocator.allocate(size)
-        except OutOfBudget:
-            if purpose is None:
-                raise
-            self._refused.add(purpose)
 
 
 def _indispensable_bytes(recording: Recording) -> int:

@@ -11,6 +11,7 @@ foreign: neither they nor views of them count.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
@@ -27,20 +28,13 @@ from autofit.torch_private import TorchDispatchMode
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a value and in its lists, tuples and dicts."""
-    found: list[torch.Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, found)
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in tensors_in(item)]
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
@@ -148,10 +142,6 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """
         self._settle(tensors_in(result))
 
-    def register_foreign(self, value: Any) -> None:
-        """Never count the storages of the tensors in `value`, or in its lists, tuples and dicts."""
-        self._meet(tensors_in(value))
-
     def allocate(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a new tensor that no operator made, once its storage is allocated.
 
@@ -199,9 +189,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 return tracked.number
         return None
 
-    def allocate_in_order(
-        self, items: Iterable[int | torch.Tensor | None], *, optional_for: Hashable = None
-    ) -> None:
+    def allocate_in_order(self, items: Iterable[Any], *, optional_for: Hashable = None) -> None:
         """Allocate the scratch memory and the results of a kernel in turn.
 
         Args:
@@ -229,17 +217,6 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def _release_all(self, held: list[tuple[int, Block | None]]) -> None:
         while held:
             self._release(*held.pop())
-
-    def keep(self, nbytes: int) -> int:
-        """Allocate memory that is never released, such as a library's workspace.
-
-        Returns:
-            Its number in the events.
-
-        Raises:
-            OutOfBudget: there is no room for it.
-        """
-        return self._allocate(nbytes)[0]
 
     def _meet(self, tensors: Any) -> None:
         """Register every storage that is not known yet as foreign."""
@@ -368,3 +345,50 @@ _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 def _unwraps_itself(kind: type) -> bool:
     """Return whether a tensor class runs operators on inner tensors of its own."""
     return torch.utils._python_dispatch.is_traceable_wrapper_subclass_type(kind)
+
+
+# Compiled code: torch.compile takes other tracers for a reason not to compile, and the code that
+# inductor writes for a CPU makes its buffers by a function of its own, past any dispatch mode.
+
+_ALLOCATES = "empty_strided_cpu"
+"""The name of that function in the modules that inductor writes."""
+
+
+class CompiledMemoryTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own hook
+    """A tracer of a CPU's tensors under which compiled code runs compiled.
+
+    It stands in for the function that makes the buffers (`_empty_strided_cpu`): one is allocated
+    when it is made and released when it is collected, as any storage. What kernels keep on their
+    stacks is not seen.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: it is left while code is compiled, and in force while that runs."""
+        return True
+
+    @contextmanager
+    def accounting(self) -> Iterator[None]:
+        """Enter the tracer, and see what compiled code allocates inside."""
+        guards: Any = torch._C._dynamo.guards
+        allocate = guards._empty_strided_cpu
+
+        def counted(*args: Any) -> torch.Tensor:
+            return self.allocate(allocate(*args))
+
+        guards._empty_strided_cpu = counted
+        _replace(allocate, counted)
+        try:
+            with self:
+                yield
+        finally:
+            guards._empty_strided_cpu = allocate
+            _replace(counted, allocate)
+
+
+def _replace(before: Any, after: Any) -> None:
+    """Have the modules that inductor has written call the one in place of the other."""
+    cache = sys.modules.get("torch._inductor.codecache")
+    for module in () if cache is None else cache.PyCodeCache.modules:
+        if vars(module).get(_ALLOCATES) is before:
+            setattr(module, _ALLOCATES, after)

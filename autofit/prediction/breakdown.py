@@ -12,7 +12,7 @@ import torch
 
 from autofit.memory.allocator import CachingAllocator
 from autofit.memory.blocks import Block
-from autofit.memory.replay import STEPS, Recording
+from autofit.memory.replay import Recording
 from autofit.memory.tracer import MemoryTracer, tensors_in
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.cuda.values import Unsupported
@@ -20,37 +20,6 @@ from autofit.training.optimizers import by_name
 from autofit.training.training import Training
 
 KINDS = ("weights", "gradients", "optimizer_state", "activations", "temporaries")
-
-
-def bytes_at_peak(
-    recording: Recording, kind_of: Callable[[int], str], *, expandable_segments: bool = False
-) -> Mapping[str, int]:
-    """Return bytes by kind at the moment of peak allocated; they add up to it.
-
-    The rounding of a block counts with its allocation.
-
-    Args:
-        recording: the allocations.
-        kind_of: the kind of an allocation, by its number in the recording.
-        expandable_segments: whether the process uses them.
-    """
-    allocator = CachingAllocator(expandable_segments=expandable_segments)
-    held = dict.fromkeys(KINDS, 0)
-    best = dict(held)
-    live: dict[int, tuple[str, Block]] = {}
-    most, recorded = 0, recording.largest_number
-    for event, size in chain.from_iterable(recording.steps(STEPS)):
-        if event > 0:
-            kind, block = kind_of((event - 1) % recorded + 1), allocator.allocate(size)
-            live[event] = kind, block
-            held[kind] += block.size
-            if allocator.allocated_bytes > most:
-                most, best = allocator.allocated_bytes, dict(held)
-        else:
-            kind, block = live.pop(-event)
-            held[kind] -= block.size
-            allocator.free(block)
-    return best
 
 
 class Labels:
@@ -143,8 +112,30 @@ class Labels:
     def at_peak(
         self, recording: Recording, *, expandable_segments: bool = False
     ) -> Mapping[str, int]:
-        """Return bytes by kind at the moment of peak allocated; see `bytes_at_peak`."""
-        return bytes_at_peak(recording, self.kind_of, expandable_segments=expandable_segments)
+        """Return bytes by kind at the moment of peak allocated; they add up to it.
+
+        The rounding of a block counts with its allocation.
+
+        Args:
+            recording: the allocations.
+            expandable_segments: whether the process uses them.
+        """
+        allocator = CachingAllocator(expandable_segments=expandable_segments)
+        held = dict.fromkeys(KINDS, 0)
+        best, most = dict(held), 0
+        live: dict[int, tuple[str, Block]] = {}
+        for event, size in chain.from_iterable(recording.replayed):
+            if event > 0:
+                kind = self.kind_of((event - 1) % recording.largest_number + 1)
+                live[event] = kind, (block := allocator.allocate(size))
+                held[kind] += block.size
+                if allocator.allocated_bytes > most:
+                    most, best = allocator.allocated_bytes, dict(held)
+            else:
+                kind, block = live.pop(-event)
+                held[kind] -= block.size
+                allocator.free(block)
+        return best
 
     def kind_of(self, number: int) -> str:
         """Return the kind of an allocation; those of the forward pass count as activations."""

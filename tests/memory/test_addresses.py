@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autofit.memory.addresses import Addresses
 from autofit.memory.allocator import CachingAllocator
+from autofit.memory.blocks import Addresses
 from autofit.units import MIB
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autofit.memory.allocator import CachingAllocator
-from autofit.memory.compiled import CompiledMemoryTracer
+from autofit.memory.tracer import CompiledMemoryTracer
 from autofit.units import MIB
 
 GUARDS: Any = torch._C._dynamo.guards  # where inductor's code finds how to allocate on a CPU

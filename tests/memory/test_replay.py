@@ -11,7 +11,7 @@ from autofit.units import MIB
 
 def test_recorded_steps_come_first_and_the_last_is_repeated() -> None:
     recording = Recording([(1, 512), (2, 512), (-2, 0), (3, 1024), (-3, 0)], [3, 5])
-    first, second, third, fourth = recording.steps(4)
+    first, second, third, fourth = recording.replayed
     assert list(first) == [(1, 512), (2, 512), (-2, 0)]
     assert list(second) == [(3, 1024), (-3, 0)]
     for repeated in (third, fourth):
@@ -25,7 +25,7 @@ def test_recorded_steps_come_first_and_the_last_is_repeated() -> None:
 def test_a_repeated_step_releases_what_the_step_before_it_left() -> None:
     """Each step leaves a loss, and the next step drops it."""
     recording = Recording([(1, 512), (2, 512), (-1, 0)], [1, 3])
-    _, _, third, fourth = recording.steps(4)
+    _, _, third, fourth = recording.replayed
     assert third[1] == (-2, 0)
     assert fourth[1] == (-third[0][0], 0)
     assert replay(recording).peak_allocated_bytes == 1024

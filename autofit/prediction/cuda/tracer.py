@@ -9,7 +9,7 @@ meta device lacks, refuses those that need a tensor's values, and estimates what
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from typing import Any, cast
 
@@ -215,15 +215,8 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         if name in ("convolution", "convolution_backward"):
             return self._convolve(name, args, result)
         sizes = scratch(name, args)
-        self._take(sizes)
+        self.allocate_in_order(sizes)
         return sizes
-
-    def _take(self, sizes: Sequence[Size]) -> None:
-        """Allocate scratch memory, and release it."""
-        held: list[tuple[int, Block | None]] = []
-        for size in sizes:
-            held.append(self._allocate(size))
-        self._release_all(held)
 
     def _convolve(self, name: str, args: Any, result: Any) -> list[Size]:
         """Allocate copies of arguments in another layout, and cuDNN's workspaces.
@@ -239,7 +232,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
             wanted = zip((Direction.DATA, Direction.WEIGHT), args[-1], strict=False)
             directions = [_direction(each, transposed=args[7]) for each, wants in wanted if wants]
         sizes: list[Size] = [*copied_operands(convolution, operands)]
-        self._take(sizes)
+        self.allocate_in_order(sizes)
         for direction in directions:
             nbytes = workspace_bytes(convolution, direction, self.gpu)
             if nbytes:
@@ -247,7 +240,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
                 sizes.append(nbytes)
         if name == "convolution_backward" and args[-1][2]:
             but_channels = frozenset(range(args[0].dim())) - {1}
-            self._take(of_reduction(args[0], but_channels))
+            self.allocate_in_order(of_reduction(args[0], but_channels))
         return sizes
 
     def _allocate(self, nbytes: Size) -> tuple[int, Block | None]:
