@@ -102,8 +102,7 @@ class Browser:
             assert read, "the browser has ended"
             self._unread += read
         message, _, self._unread = self._unread.partition(_END)
-        parsed: dict[str, Any] = json.loads(message)
-        return parsed
+        return json.loads(message)
 
     def _note(self, message: dict[str, Any]) -> None:
         params = message.get("params", {})

@@ -274,8 +274,7 @@ def _load_values() -> None:
 def _mark_address() -> int:
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
-    address: int = getenv(_MARK.encode())
-    return address
+    return getenv(_MARK.encode())
 
 
 def _place(descriptors: list[int], wanted: list[int]) -> None:

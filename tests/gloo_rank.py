@@ -59,8 +59,7 @@ class Tied(nn.Module):
         x = self.embed(words) * self.scale
         for block in self.blocks:
             x = block(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def workload() -> Workload:

@@ -85,8 +85,7 @@ def struck(fault: Fault, hidden: torch.Tensor) -> torch.Tensor:
     if fault.kind in ("oom", "oom of all"):
         return hidden + torch.empty(_TOO_MUCH).sum()
     if fault.kind == "oom in backward":
-        passed: torch.Tensor = OutOfMemoryInBackward.apply(hidden)  # type: ignore[no-untyped-call]  # torch
-        return passed
+        return OutOfMemoryInBackward.apply(hidden)  # type: ignore[no-untyped-call]  # torch
     if fault.kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault.kind == "hang":
@@ -118,8 +117,7 @@ def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         own.forwards += 1
         if fault.strikes:
             model(batch).square().mean().backward()
-    loss: torch.Tensor = model(batch).square().mean()
-    return loss
+    return model(batch).square().mean()
 
 
 def faults_of(probes: int, seed: int) -> dict[int, Fault]:

@@ -152,8 +152,7 @@ class Integers(nn.Module):
         self.linear = nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        classes: torch.Tensor = self.linear(x).argmax(-1)
-        return classes
+        return self.linear(x).argmax(-1)
 
 
 def test_an_output_that_is_no_loss_and_cannot_be_averaged() -> None:
@@ -277,8 +276,7 @@ class Narrow(nn.Module):
         self.layer = nn.Linear(3, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        squeezed: torch.Tensor = self.layer(x)
-        return squeezed
+        return self.layer(x)
 
 
 @pytest.mark.parametrize("call", ["search", "probe", "predict", "check"])
@@ -306,8 +304,7 @@ class Lightning(nn.Module):
         self.layer = nn.Linear(8, 2)
 
     def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
-        loss: torch.Tensor = self.layer(batch).mean()
-        return loss
+        return self.layer(batch).mean()
 
 
 def test_a_module_without_forward_is_told_of_loss_fn() -> None:
@@ -357,8 +354,7 @@ def test_after_an_error_the_users_model_is_as_it_was() -> None:
             self.calls += 1
             if self.calls == 4:
                 raise OutOfCoffee("the fourth forward")
-            out: torch.Tensor = self.linear(x)
-            return out
+            return self.linear(x)
 
     live, samples = Breaking(), batch()
     before = {name: value.clone() for name, value in live.state_dict().items()}

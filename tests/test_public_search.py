@@ -167,8 +167,7 @@ def searched() -> Searched:
             self.linear = nn.Linear(64, 64)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            mixed: torch.Tensor = x + self.linear(x).relu()
-            return mixed
+            return x + self.linear(x).relu()
 
     blocks = [LocalBlock() for _ in range(4)]
     model = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 3))
@@ -511,8 +510,7 @@ class DiesOnce(nn.Module):
         if len(inputs) == self.samples and not self.path.exists():
             self.path.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        output: torch.Tensor = self.layer(inputs)
-        return output
+        return self.layer(inputs)
 
 
 @pytest.mark.parametrize(("samples", "probes"), [(2, 0), (4, 1)], ids=["survey", "baseline"])
@@ -735,8 +733,7 @@ class Signing(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         sign(self.path, "forward")
-        output: torch.Tensor = self.layer(inputs)
-        return output
+        return self.layer(inputs)
 
 
 def sign(path: Path, what: str) -> None:

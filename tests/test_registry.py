@@ -41,8 +41,7 @@ class Doubling:
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         if isinstance(self.offered, Exception):
             raise self.offered
-        offered: Mapping[str, Dimension] = self.offered
-        return offered
+        return self.offered
 
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]

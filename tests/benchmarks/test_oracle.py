@@ -48,8 +48,7 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         (twice,) = ctx.saved_tensors
-        gradient: torch.Tensor = gradients[0] * 2 + 0 * twice[: len(gradients[0])]
-        return gradient
+        return gradients[0] * 2 + 0 * twice[: len(gradients[0])]
 
 
 class WithDoubled(nn.Module):
@@ -58,8 +57,7 @@ class WithDoubled(nn.Module):
         self.layer = nn.Linear(512, 512)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        doubled: torch.Tensor = Doubled.apply(self.layer(x))  # type: ignore[no-untyped-call]  # torch
-        return doubled
+        return Doubled.apply(self.layer(x))  # type: ignore[no-untyped-call]  # torch
 
 
 class Careful(torch.optim.Optimizer):

@@ -77,8 +77,7 @@ def doctor(machine: Machine, code: int, **options: Any) -> dict[str, Any]:
         timeout=240,
     )
     assert ran.returncode == code, ran.stdout + ran.stderr
-    answer: dict[str, Any] = json.loads(ran.stdout)
-    return answer
+    return json.loads(ran.stdout)
 
 
 @pytest.mark.emulated

@@ -32,8 +32,7 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 32))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layers(inputs).square().mean()
-        return output
+        return self.layers(inputs).square().mean()
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +70,7 @@ class TakesLate(Net):
         self.forwards += 1
         if self.forwards >= 15:
             self.held = torch.zeros(24 * MIB, dtype=torch.uint8)
-        output: torch.Tensor = super().forward(inputs)
-        return output
+        return super().forward(inputs)
 
 
 def test_memory_taken_after_a_probes_last_step_is_found_by_a_soak() -> None:

@@ -23,8 +23,7 @@ print(json.dumps([asdict(answered(rows[plan])) for plan in wanted]))
 
 
 def _answers(run_on: Run, *plans: tuple[str, int, str, float, bool]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(run_on(PLANS, json.dumps(plans)))
-    return found
+    return json.loads(run_on(PLANS, json.dumps(plans)))
 
 
 def test_a_recorded_decoder_takes_the_recorded_bytes(run_on: Run) -> None:

@@ -40,8 +40,7 @@ class Routed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(self.embed(x))
         self.shares = self.router(hidden.detach()).softmax(-1)
-        found: torch.Tensor = self.head(hidden)
-        return found
+        return self.head(hidden)
 
 
 def balanced(model: Any, batch: Any) -> torch.Tensor:

@@ -119,8 +119,7 @@ def test_recurrent_dropout_is_switched_off_and_put_back() -> None:
             self.lstm = nn.LSTM(6, 8, num_layers=2, dropout=0.5, batch_first=True)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.lstm(x)[0]
-            return out
+            return self.lstm(x)[0]
 
     model = Recurrent()
     assert _split_against_whole(model, torch.randn(5, 3, 6)).equal
@@ -145,8 +144,7 @@ def test_sparse_and_complex_gradients_are_compared_too() -> None:
             self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = (self.table(ids) * self.phase).abs()
-            return out
+            return (self.table(ids) * self.phase).abs()
 
     ids = torch.arange(5)
     assert _split_against_whole(Odd(), ids).equal
@@ -225,8 +223,7 @@ def test_float16_is_compared_at_a_scale_that_does_not_overflow() -> None:
             self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            steep: torch.Tensor = 40 * self.second(self.first(x)).float().sum(1)
-            return steep
+            return 40 * self.second(self.first(x)).float().sum(1)
 
     model = Steep()
     plan = Plan(5, settings={"precision.dtype": "float16"})

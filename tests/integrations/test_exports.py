@@ -45,8 +45,7 @@ def report_with(make_report: Callable[..., Report], plan: Plan, **settings: Any)
         global_batch=plan.global_batch,
         settings=chosen,
     )
-    found: Report = make_report(workload, wanted, ("0",))
-    return found
+    return make_report(workload, wanted, ("0",))
 
 
 def test_training_arguments(report: Report, make_report: Callable[..., Report]) -> None:

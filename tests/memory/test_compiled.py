@@ -15,8 +15,7 @@ GUARDS: Any = torch._C._dynamo.guards  # where inductor's code finds how to allo
 
 
 def buffer(elements: int) -> torch.Tensor:
-    made: torch.Tensor = GUARDS._empty_strided_cpu((elements,), (1,), torch.float32)
-    return made
+    return GUARDS._empty_strided_cpu((elements,), (1,), torch.float32)
 
 
 def test_buffers_of_compiled_code_count_until_they_are_collected() -> None:

@@ -122,8 +122,7 @@ def test_no_step_is_longer_than_four_times_the_largest_measured(searched: Search
 def _probed(device: SimulatedDevice) -> list[Any]:
     prober = device.prober()
     run_search(prober, device.spec())
-    requests: list[Any] = prober.probed
-    return requests
+    return prober.probed
 
 
 def test_costly_values_are_tried_last_and_on_leaders_only(make_device: MakeDevice) -> None:

@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.head = nn.Linear(32, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))  # type: ignore[no-any-return]  # modules are untyped
+        return self.head(self.body(x))
 
 
 def batch(samples: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +103,7 @@ def test_tied_weights_count_once() -> None:
                 self.head.weight = self.table.weight
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.head(self.table(ids)).float().mean()  # type: ignore[no-any-return]  # untyped
+            return self.head(self.table(ids)).float().mean()
 
     def weights(tie: bool) -> int:
         made = Workload(Tied(tie), torch.randint(0, 1000, (4, 8)))
@@ -171,7 +171,7 @@ def fails(loss_fn: Callable[..., torch.Tensor]) -> PredictionUnavailable:
 def test_a_shape_that_depends_on_values_is_too() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         output = model(batch[0])
-        return output[output > 0].mean()  # type: ignore[no-any-return]  # modules are untyped
+        return output[output > 0].mean()
 
     assert "output[output > 0]" in str(fails(loss_fn))
 
@@ -183,7 +183,7 @@ def test_what_would_make_a_context_on_a_gpu_is_refused(ask: Callable[[], object]
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         with suppress(Exception):
             ask()
-        return model(batch[0]).mean()  # type: ignore[no-any-return]  # modules are untyped
+        return model(batch[0]).mean()
 
     error = str(fails(loss_fn))
     assert "GPU" in error
@@ -246,7 +246,7 @@ def test_a_model_may_look_at_the_numbers_of_its_batch(padded: bool, makes: bool)
         assert (int(lengths.max()), int(causal.sum().item())) == (longest, 36)
         assert torch.unique(lengths).tolist() == [longest]
         assert (mask[:, [0, -1]] == torch.tensor([1, int(not padded)], device=mask.device)).all()
-        return model(x[:, : lengths.max()]).mean()  # type: ignore[no-any-return]  # untyped
+        return model(x[:, : lengths.max()]).mean()
 
     def make(samples: int) -> Any:
         mask = torch.ones(samples, 8, dtype=torch.long)
@@ -289,7 +289,7 @@ def test_sparse_gradients_are_not_guessed_at(optimizer: Any) -> None:
             self.rows = nn.Embedding(1000, 64, sparse=True)
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.rows(ids).mean()  # type: ignore[no-any-return]  # modules are untyped
+            return self.rows(ids).mean()
 
     made = Workload(Table, torch.randint(0, 1000, (4, 8)), optimizer=optimizer)
     with pytest.raises(PredictionUnavailable, match=r"rows\.weight"):

@@ -94,8 +94,7 @@ class Twin(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for part in self.body:
             x = part(x)
-        out: torch.Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def test_a_step_of_few_allocations_shows_all_of_them() -> None:

@@ -100,7 +100,7 @@ def test_a_gpu_that_answers_alike_needs_no_dry_run_of_its_own(
 def test_code_that_asks_for_the_card_has_a_dry_run_for_each() -> None:
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         major, _ = torch.cuda.get_device_capability()
-        return model(batch.repeat(major, 1)).square().mean()  # type: ignore[no-any-return]  # modules are untyped
+        return model(batch.repeat(major, 1)).square().mean()
 
     workload = Workload(nn.Linear(256, 256), torch.randn(64, 256), loss_fn=loss_fn)
     shared = SharedRuns(workload)
@@ -137,7 +137,7 @@ def test_what_departs_from_a_line_is_run() -> None:
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         rows = 10 if len(batch) <= 16 else 20
         table = torch.zeros(rows * 2**20, device=batch.device)
-        return model(batch).square().mean() + table.sum()  # type: ignore[no-any-return]  # modules are untyped
+        return model(batch).square().mean() + table.sum()
 
     workload = Workload(nn.Linear(256, 256), torch.randn(4, 256), loss_fn=loss_fn)
     shared, gpu = SharedRuns(workload), find_gpu("L4")

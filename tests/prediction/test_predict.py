@@ -261,8 +261,7 @@ def test_what_is_written_by_out_is_not_known_any_more() -> None:
         data, mask = batch
         result = model(data)
         torch.gt(result.detach()[:, 0], -1e9, out=mask)
-        loss: torch.Tensor = result.mean() if mask.any() else result.sum()
-        return loss
+        return result.mean() if mask.any() else result.sum()
 
     batch = torch.ones(4, 8), torch.zeros(4, dtype=torch.bool)
     with pytest.raises(PredictionUnavailable, match=r"mask\.any"):

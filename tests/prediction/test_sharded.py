@@ -41,8 +41,7 @@ def predict(given: Workload, mode: str, ranks: int = 2, **more: Any) -> Predicti
 
 def of_model(model: nn.Module, batch: torch.Tensor, **more: Any) -> Workload:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        mean: torch.Tensor = model(batch).float().pow(2).mean()
-        return mean
+        return model(batch).float().pow(2).mean()
 
     return Workload(model, batch, loss_fn=loss, **more)
 
@@ -157,8 +156,7 @@ class Normed(nn.Module):
         self.register_buffer("scale", torch.ones(7))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scaled: torch.Tensor = self.layers(x).mean() * self.scale
-        return scaled
+        return self.layers(x).mean() * self.scale
 
 
 class Checkpointed(nn.Module):

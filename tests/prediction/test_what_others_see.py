@@ -35,8 +35,7 @@ def test_neither_functions_of_torch_nor_modules_change(
         import imported_meanwhile  # type: ignore[import-not-found]  # written above
 
         assert imported_meanwhile.found == 1  # the GPU's answer, where the dry run is
-        built: nn.Module = imported_meanwhile.Own(16, 16)
-        return built
+        return imported_meanwhile.Own(16, 16)
 
     before = [dict(vars(module)) for module in (torch, torch.cuda, torch.autograd)]
     predict(Workload(build, BATCH), gpu="L4")
@@ -123,8 +122,7 @@ def test_a_module_that_was_edited_is_read_again(
     monkeypatch.syspath_prepend(tmp_path)
 
     def build() -> nn.Module:
-        built: nn.Module = import_module("edited_meanwhile").build()
-        return built
+        return import_module("edited_meanwhile").build()
 
     def weights(width: int) -> int:
         file.write_text(f"import torch\ndef build(): return torch.nn.Linear(16, {width})\n")

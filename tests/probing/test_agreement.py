@@ -33,8 +33,7 @@ NCCL_GAVE_UP = """the worker was ended by SIGABRT; it printed last:
 
 
 def agreed_on(answers: Sequence[Answer]) -> Measurement:
-    measured: Measurement = agree(answers, is_probe=True).value
-    return measured
+    return agree(answers, is_probe=True).value
 
 
 def ended(outcome: Outcome, detail: str | None = None) -> Answer:

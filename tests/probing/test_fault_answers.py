@@ -202,8 +202,7 @@ class Vast(nn.Module):
         self.layer = nn.Linear(16, 300_000)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layer(inputs)
-        return output
+        return self.layer(inputs)
 
 
 def test_out_of_memory_in_the_optimizer(open_probing: Any) -> None:
@@ -234,7 +233,7 @@ def dies_unseen(device: Any) -> Device:
             raise accelerator_error(700)
 
     device.check_health = check_health
-    return device  # type: ignore[no-any-return]  # it is what was given
+    return device
 
 
 def test_a_device_that_died_unseen_is_found_before_ok_is_said(open_probing: Any) -> None:
@@ -252,7 +251,7 @@ def is_full(device: Any) -> Device:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
     device.check_health = check_health
-    return device  # type: ignore[no-any-return]  # it is what was given
+    return device
 
 
 def test_a_full_device_is_not_taken_for_a_failed_one(open_probing: Any) -> None:
@@ -284,7 +283,7 @@ def is_mortal(device: Any) -> Device:
         check()
 
     device.check_health = check_health
-    return device  # type: ignore[no-any-return]  # it is what was given
+    return device
 
 
 def test_a_device_that_died_in_the_survey_costs_the_worker_and_no_plan(
@@ -327,7 +326,7 @@ def is_shared(device: Any) -> Device:
     """A device of 32 GiB, on which others hold 2 GiB to begin with."""
     device.total_bytes = 32 * GIB
     device.foreign_bytes = lambda: int(os.environ.get(OTHERS, 2)) * GIB
-    return device  # type: ignore[no-any-return]  # it is what was given
+    return device
 
 
 def others_take_all(model: Model, output: torch.Tensor) -> None:
@@ -379,7 +378,7 @@ def test_other_processes_on_the_device(
 
 def exclusive(device: Any) -> Device:
     device.exclusive_key = f"test-{os.getppid()}"
-    return device  # type: ignore[no-any-return]  # it is what was given
+    return device
 
 
 def test_a_second_search_on_one_device_is_refused(open_probing: Any) -> None:

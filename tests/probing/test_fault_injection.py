@@ -296,8 +296,7 @@ class Fragile(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if len(inputs) > 16:
             os.kill(os.getpid(), signal.SIGKILL)
-        output: torch.Tensor = self.layer(inputs)
-        return output
+        return self.layer(inputs)
 
 
 def test_a_search_over_a_model_that_kills_its_worker_ends_with_a_plan() -> None:

@@ -53,8 +53,7 @@ class Greedy(nn.Module):
             held = inputs.new_zeros(size * MIB // 4)
             del held
         self.sizes = ()
-        output: torch.Tensor = self.layer(inputs)
-        return output
+        return self.layer(inputs)
 
 
 def loads_libraries(device: CpuDevice) -> CpuDevice:

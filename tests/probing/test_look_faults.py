@@ -36,8 +36,7 @@ class Ends(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if len(inputs) >= self.least:
             self.end()
-        output: torch.Tensor = self.body(inputs)
-        return output
+        return self.body(inputs)
 
 
 def _is_killed() -> None:

@@ -78,7 +78,7 @@ def test_the_clock_is_the_machines_whatever_the_users_code_does_to_it(
 ) -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
-        return model(batch).square().mean()  # type: ignore[no-any-return]
+        return model(batch).square().mean()
 
     measured = _measured(_plain(loss_fn=loss), Plan(16))
     assert measured.ok
@@ -112,8 +112,7 @@ def test_an_odd_split_runs_the_sizes_of_the_plan() -> None:
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         sizes.append(len(batch))
-        value: torch.Tensor = model(batch).mean()
-        return value
+        return model(batch).mean()
 
     _measured(_plain(loss_fn=loss), Plan.split(10, 4), full_accumulation=True)
     assert sizes[:4] == [4, 3, 4, 3]  # two steps of warm-up
@@ -141,8 +140,7 @@ def test_a_part_of_a_step_takes_as_long_as_all_of_it_in_proportion(
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         device.now_s += fixed_s + 0.004 * len(batch)
-        value: torch.Tensor = model(batch).mean()
-        return value
+        return model(batch).mean()
 
     plan = Plan.split(32, micro_batch)
     part, whole = (
@@ -163,7 +161,7 @@ def test_a_train_step_always_gets_the_whole_global_batch() -> None:
 
     def step(training: Any, batch: Any) -> torch.Tensor:
         sizes.append(len(batch))
-        return training.accumulate(batch)  # type: ignore[no-any-return]  # training is anything here
+        return training.accumulate(batch)
 
     assert _measured(_plain(training_step=step), Plan.split(12, 4)).micro_batches_run == 3
     assert set(sizes) == {12}
@@ -192,8 +190,7 @@ def test_a_loss_that_is_not_finite_is_reported_and_kept_out_of_json() -> None:
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         steps.append(1)
-        value: torch.Tensor = model(batch).mean() * (float("nan") if len(steps) > 4 else 1.0)
-        return value
+        return model(batch).mean() * (float("nan") if len(steps) > 4 else 1.0)
 
     measured = _measured(_plain(loss_fn=loss), Plan(4))
     assert measured.outcome is Outcome.NONFINITE
@@ -208,8 +205,7 @@ def test_a_cache_that_is_flushed_in_every_step_is_reported() -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         steps.append(1)
         block = torch.zeros((10 + 2 * len(steps)) * MIB, dtype=torch.uint8)
-        value: torch.Tensor = model(batch).mean() + 0 * block[0]
-        return value
+        return model(batch).mean() + 0 * block[0]
 
     measured = _measured(_plain(loss_fn=loss), Plan(4), limit=24 * MIB)
     assert measured.outcome is Outcome.RETRIES
@@ -227,8 +223,7 @@ def test_float16_is_warmed_up_until_the_optimizer_has_made_its_state() -> None:
             return super().step(closure)
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
-        value: torch.Tensor = 40 * model(batch).float().sum(1).mean()
-        return value
+        return 40 * model(batch).float().sum(1).mean()
 
     plan = Plan(2, settings={"precision.dtype": "float16"})
     measured = _measured(_plain(loss_fn=loss, optimizer=Counting), plan)

@@ -45,8 +45,7 @@ class Restless(nn.Module):
         torch.backends.cudnn.benchmark = True
         warnings.simplefilter("ignore")
         self.fault(len(inputs))
-        output: torch.Tensor = self.head(self.body(inputs))
-        return output
+        return self.head(self.body(inputs))
 
 
 def behaves(_: int) -> None:

@@ -49,8 +49,7 @@ class Tied(nn.Module):
         hidden: torch.Tensor = self.embedding(tokens)
         for block in self.blocks:
             hidden = hidden + block(hidden)
-        logits: torch.Tensor = self.head(hidden)
-        return logits
+        return self.head(hidden)
 
 
 class Frozen(Tied):

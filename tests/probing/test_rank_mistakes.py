@@ -53,8 +53,7 @@ class Net(nn.Module):
             hidden = hidden + block(hidden)
         if self.uses_side(x):
             hidden = hidden + self.branch["side"](hidden)
-        logits: torch.Tensor = self.out(hidden)
-        return logits
+        return self.out(hidden)
 
 
 class Normalizing(Net):
@@ -242,8 +241,7 @@ class Adapted(nn.Module):
         self.trained = nn.Sequential(nn.Linear(64, 2), nn.Linear(2, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.trained(self.frozen(x))
-        return logits
+        return self.trained(self.frozen(x))
 
 
 def of_trained(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -134,8 +134,7 @@ def _local_class() -> nn.Module:
             self.activation: Any = lambda x: x * 3
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.activation(self.layer(x))
-            return out
+            return self.activation(self.layer(x))
 
     return Local()
 

@@ -35,8 +35,7 @@ def _survey_of(session: Session, budget: int = 256 * MIB) -> Survey:
     reply = session.run(Call(partial(take_survey, vram_budget_bytes=budget), budget))
     if reply.exception is not None:
         raise reply.exception
-    survey: Survey = reply.value
-    return survey
+    return reply.value
 
 
 def _surveyed(*middle: nn.Module, **more: Any) -> Survey:
@@ -159,8 +158,7 @@ def test_a_weight_makes_a_warning_about_padding_needless() -> None:
 def test_a_mask_that_leaves_nothing_out_is_tried_with_some_left_out(mask: torch.Tensor) -> None:
     def mean_over_valid(model: nn.Module, batch: Any) -> torch.Tensor:
         losses = model(batch["inputs"]).square().mean(2)
-        mean: torch.Tensor = (losses * batch["mask"]).sum() / batch["mask"].sum()
-        return mean
+        return (losses * batch["mask"]).sum() / batch["mask"].sum()
 
     sample: dict[str, Any] = {"sample_batch": _tokens(mask=mask), "criterion": None}
     survey = _surveyed(**sample, loss_fn=mean_over_valid)
@@ -175,8 +173,7 @@ def test_a_mask_that_leaves_nothing_out_is_tried_with_some_left_out(mask: torch.
 
 def test_a_mask_that_is_no_part_of_the_mean_is_not_held_against_it() -> None:
     def mean_over_samples(model: nn.Module, batch: Any) -> torch.Tensor:
-        mean: torch.Tensor = model(batch["inputs"] * batch["mask"][..., None]).square().mean()
-        return mean
+        return model(batch["inputs"] * batch["mask"][..., None]).square().mean()
 
     sample = _tokens(mask=torch.ones(4, 8))
     survey = _surveyed(sample_batch=sample, criterion=None, loss_fn=mean_over_samples)
@@ -204,8 +201,7 @@ def test_samples_that_are_all_alike_are_varied_too() -> None:
 
 def test_copies_of_one_sample_prove_nothing() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        mean: torch.Tensor = model(batch.float()).mean()
-        return mean
+        return model(batch.float()).mean()
 
     same = torch.ones(2, 6, dtype=torch.int64)
     survey = _surveyed(sample_batch=same, criterion=None, loss_fn=loss_fn)
@@ -268,8 +264,7 @@ class _Wide(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = (self.weight * x).expand(4 * MIB, -1, -1).exp().mean()
-        return out
+        return (self.weight * x).expand(4 * MIB, -1, -1).exp().mean()
 
 
 @pytest.mark.parametrize(("budget", "loss"), [(8 * MIB, None), (1024 * MIB, LossSource.MODEL)])
@@ -292,8 +287,7 @@ class _Watched(nn.Module):
         _Watched.counts.append(len(_Watched.alive))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layer(x)
-        return out
+        return self.layer(x)
 
 
 class _Curious:
@@ -347,8 +341,7 @@ class _Mistaken(_Curious):
         self.offers = offers
 
     def dimensions(self, context: Any) -> Mapping[str, Dimension]:
-        offered: Mapping[str, Dimension] = self.offers
-        return offered
+        return self.offers
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,7 @@ class Net(nn.Module):
         self.last.bias.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.norm(self.first(x)))
-        return out
+        return self.last(self.norm(self.first(x)))
 
 
 def _criterion(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

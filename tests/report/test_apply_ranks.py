@@ -125,8 +125,7 @@ def ran(on_two_ranks: Run, folder: Path, script: str) -> list[dict[str, Any]]:
         trials = [t | {"plan": plan} if t["number"] == best else t for t in data["trials"]]
         of_mode = {**data, "dimensions": dimensions, "trials": trials}
         (folder / f"{mode}.json").write_text(json.dumps(of_mode))
-    found: list[dict[str, Any]] = on_two_ranks(folder, HEAD + script)
-    return found
+    return on_two_ranks(folder, HEAD + script)
 
 
 def test_a_live_optimizer_is_refused_and_a_function_of_parameters_trains(

@@ -158,13 +158,11 @@ def valid(batch: Any) -> float:
 def of_fields(model: nn.Module, batch: Any) -> torch.Tensor:
     assert batch.kind == "numbers"
     assert batch.made_of is Plan
-    loss: torch.Tensor = model(batch.x, batch.y)
-    return loss
+    return model(batch.x, batch.y)
 
 
 def of_nested(model: nn.Module, batch: Any) -> torch.Tensor:
-    loss: torch.Tensor = model(batch["inputs"][0]["x"], batch["more"][0])
-    return loss
+    return model(batch["inputs"][0]["x"], batch["more"][0])
 
 
 def scaled(n: int) -> dict[str, torch.Tensor]:
@@ -229,8 +227,7 @@ def loss_of(case: Case, model: nn.Module, batch: Any) -> torch.Tensor:
         loss = case.given["loss_fn"](model, batch)
     else:
         loss = model(**batch) if isinstance(batch, dict) else model(*batch)
-    found: torch.Tensor = loss["loss"] if isinstance(loss, dict) else loss
-    return found
+    return loss["loss"] if isinstance(loss, dict) else loss
 
 
 def report_for(case: Case, micro_batch: int = 3) -> Report:

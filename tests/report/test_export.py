@@ -42,10 +42,7 @@ class Images(nn.Module):
         self.conv, self.last = nn.Conv2d(2, 4, 2), nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        features: torch.Tensor = self.last(
-            self.conv(x.view(-1, 2, 3, 1).expand(-1, -1, -1, 2)).flatten(1)
-        )
-        return features
+        return self.last(self.conv(x.view(-1, 2, 3, 1).expand(-1, -1, -1, 2)).flatten(1))
 
 
 def model_of() -> nn.Sequential:

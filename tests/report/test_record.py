@@ -50,8 +50,7 @@ KEYS = {
 
 
 def through_json(record: Record) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(json.dumps(record.to_dict(), allow_nan=False))
-    return data
+    return json.loads(json.dumps(record.to_dict(), allow_nan=False))
 
 
 def test_it_has_every_key_of_the_contract(record: Record) -> None:

@@ -308,8 +308,7 @@ class _Interrupting:
         self._left -= 1
         if self._left == 0:
             raise KeyboardInterrupt
-        result: ProbeResult = self._inner.probe(request)
-        return result
+        return self._inner.probe(request)
 
     def renew(self) -> None:
         """Do nothing: every probe of it runs afresh."""
@@ -467,8 +466,7 @@ def test_a_plan_that_no_longer_fits_when_confirmed_is_not_returned(device: Simul
         def probe(self, request: ProbeRequest) -> ProbeResult:
             if request.full_accumulation and request.plan.micro_batch > 10:
                 return ProbeResult(Measurement(Outcome.OOM))
-            result: ProbeResult = self._inner.probe(request)
-            return result
+            return self._inner.probe(request)
 
     result = run_search(_Shrinking(device, at=99), device.spec(), max_probes=20)
     assert result.best.plan.micro_batch <= 10

@@ -23,8 +23,7 @@ def batch() -> torch.Tensor:
 
 
 def judged_by_a_global(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = CRITIC(model(samples)).mean()
-    return loss
+    return CRITIC(model(samples)).mean()
 
 
 def judged_by_a_helper(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
@@ -36,8 +35,7 @@ class Judge:
         self.critic = critic
 
     def __call__(self, model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.critic(model(samples)).mean()
-        return loss
+        return self.critic(model(samples)).mean()
 
     def method(self, model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
         return self(model, samples)
@@ -96,16 +94,14 @@ def test_members_of_containers_are_reached() -> None:
     judges: dict[str, list[nn.Module]] = {"of images": [nn.Linear(1, 1)], "of nothing": []}
 
     def loss_fn(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = judges["of images"][0](model(samples)).mean()
-        return loss
+        return judges["of images"][0](model(samples)).mean()
 
     assert list(reachable(loss_fn, "loss_fn").values()) == judges["of images"]
 
 
 def test_a_global_data_set_is_not_copied() -> None:
     def loss_fn(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(samples).mean() * len(DATA)
-        return loss
+        return model(samples).mean() * len(DATA)
 
     assert not any(node is DATA[0] for node in reachable(loss_fn, "loss_fn").values())
 

@@ -50,8 +50,7 @@ class Net(nn.Module):
         hidden = self.body(self.embed(tokens))
         self.counts["calls"] += 1
         self.last = hidden
-        output: torch.Tensor = self.head(hidden)
-        return output
+        return self.head(hidden)
 
 
 def batch_norm(net: Net) -> Any:

@@ -35,8 +35,7 @@ class Attends(nn.Module):
         parts = self.inward(batch).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
         query, key, value = parts
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        output: Tensor = self.outward(mixed.transpose(1, 2).flatten(2))
-        return output
+        return self.outward(mixed.transpose(1, 2).flatten(2))
 
 
 def workload(dtype: torch.dtype = torch.float32) -> Workload:

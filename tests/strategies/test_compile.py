@@ -182,8 +182,7 @@ def _attention(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Attention without dropout, whose operator might draw random numbers and does not."""
     x = batch.reshape(-1, 1, 1, 8)
     attended = nn.functional.scaled_dot_product_attention(x, x, x)
-    loss: torch.Tensor = model(attended.reshape(-1, 8))
-    return loss
+    return model(attended.reshape(-1, 8))
 
 
 def test_what_never_calls_the_model_is_left_alone() -> None:

@@ -43,8 +43,7 @@ class Language(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.body(self.embedding(ids)))
-        return logits
+        return self.head(self.body(self.embedding(ids)))
 
 
 def model(**given: bool) -> Language:
@@ -71,8 +70,7 @@ def shifted(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def transposed(logits: Tensor, targets: Tensor, **given: Any) -> Tensor:
-    loss: Tensor = functional.cross_entropy(logits.transpose(1, 2), targets, **given)
-    return loss
+    return functional.cross_entropy(logits.transpose(1, 2), targets, **given)
 
 
 def permuted(logits: Tensor, targets: Tensor) -> Any:

@@ -89,8 +89,7 @@ class SparseFirst(nn.Module):
         self.rows, self.layers = nn.Embedding(8, WIDTH, sparse=True), make_model()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layers(self.rows((x[:, 0] > 0).long()))
-        return output
+        return self.layers(self.rows((x[:, 0] > 0).long()))
 
 
 @pytest.mark.parametrize(
@@ -122,8 +121,7 @@ class OneAtATime(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > 1:
             raise torch.OutOfMemoryError("for one sample only")
-        output: torch.Tensor = self.layers(x)
-        return output
+        return self.layers(x)
 
 
 class Hungry(torch.optim.AdamW):
@@ -142,8 +140,7 @@ def test_without_room_to_time_them_all_are_offered() -> None:
     for model, optimizer in ((OneAtATime, adamw), (nn.Sequential, Hungry)):
 
         def made(model: Any = model) -> nn.Module:
-            wrapped: nn.Module = model(make_model())
-            return wrapped
+            return model(make_model())
 
         batch = torch.randn(2, WIDTH)
         context = PlainContext(lambda: Workload(made, batch, optimizer=optimizer))  # noqa: B023  # run here
@@ -160,8 +157,7 @@ class Quantized(nn.Module):
         self.layers = make_model()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layers(x * self.codes[0])
-        return output
+        return self.layers(x * self.codes[0])
 
 
 def test_frozen_parameters_are_not_stepped_to_find_implementations(

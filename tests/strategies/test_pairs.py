@@ -48,8 +48,7 @@ def _ids() -> Tensor:
 
 
 def _own_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=ids, labels=ids).loss
-    return loss
+    return model(input_ids=ids, labels=ids).loss
 
 
 def of_transformers(name: str, config: str, **sizes: Any) -> Callable[[], Workload]:
@@ -73,8 +72,7 @@ class Recurrent(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.body(self.embedding(ids))[0])
-        return logits
+        return self.head(self.body(self.embedding(ids))[0])
 
 
 class Frozen(nn.Module):
@@ -88,8 +86,7 @@ class Frozen(nn.Module):
         self.head = nn.Linear(8, CLASSES, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.frozen(self.first(images)).permute(0, 2, 3, 1))
-        return logits
+        return self.head(self.frozen(self.first(images)).permute(0, 2, 3, 1))
 
 
 def recurrent() -> Workload:

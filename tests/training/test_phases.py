@@ -223,8 +223,7 @@ class Wraps(OnOff):
 
     def _made(self, make: Any, parameters: Any) -> torch.optim.Optimizer:
         self.seen.append(parameters[0].device.type)
-        made: torch.optim.Optimizer = make(parameters[:1])
-        return made
+        return make(parameters[:1])
 
 
 @pytest.mark.parametrize("is_on", [True, False])

@@ -72,8 +72,7 @@ def _masked_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def _token_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     inputs, targets = batch
-    loss: torch.Tensor = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-    return loss
+    return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def _valid_tokens(batch: Any) -> float:
@@ -136,8 +135,7 @@ def test_tensors_that_the_sample_batch_kept_whole_stay_whole() -> None:
 
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         assert batch[1].shape == (8,)
-        loss: torch.Tensor = model(batch[0]).mean() * batch[1].sum()
-        return loss
+        return model(batch[0]).mean() * batch[1].sum()
 
     model = _mlp()
     optimizer = torch.optim.SGD(model.parameters())
@@ -226,8 +224,7 @@ def _gan_step(training: Training, batch: Any) -> torch.Tensor:
     loss = -gan.critic(fake).mean()
     training.backward(loss)
     training.optimizer_step("generator")
-    both: torch.Tensor = critic_loss + loss
-    return both
+    return critic_loss + loss
 
 
 def _gan_by_hand(
@@ -247,8 +244,7 @@ def _gan_by_hand(
         loss = -gan.critic(fake).mean()
     loss.backward()
     optimizers["generator"].step()
-    result: torch.Tensor = critic_loss + loss
-    return result
+    return critic_loss + loss
 
 
 def _gan_and_optimizers() -> tuple[_Gan, dict[str, torch.optim.Optimizer]]:

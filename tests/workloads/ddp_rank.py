@@ -27,8 +27,7 @@ class Layer(nn.Module):
         self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mixed: torch.Tensor = x + torch.dropout(torch.tanh(self.norm(self.linear(x))), 0.1, True)
-        return mixed
+        return x + torch.dropout(torch.tanh(self.norm(self.linear(x))), 0.1, True)
 
 
 def train(rank: int, options: dict[str, Any], checkpoint: bool) -> nn.Module:

@@ -50,8 +50,7 @@ class Hangs(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if len(inputs) > self.above and "HANGS_NEVER" not in os.environ:
             self.hang()
-        output: torch.Tensor = self.layer(inputs)
-        return output
+        return self.layer(inputs)
 
 
 def start() -> None:

@@ -79,8 +79,7 @@ class Spectral(nn.Module):
         self.two = spectral_norm(nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mixed: torch.Tensor = x + self.two(torch.tanh(self.one(torch.sin(x))))
-        return mixed
+        return x + self.two(torch.tanh(self.one(torch.sin(x))))
 
 
 class Recurrent(nn.Module):
@@ -121,8 +120,7 @@ class Dense(nn.Module):
 
     def forward(self, features: list[torch.Tensor]) -> torch.Tensor:
         x = torch.relu(self.norm(torch.cat(features, 1)))
-        grown: torch.Tensor = self.narrow(torch.relu(self.wide(x)))
-        return grown
+        return self.narrow(torch.relu(self.wide(x)))
 
 
 class DenseNet(nn.Module):
@@ -154,8 +152,7 @@ class Up(nn.Module):
 
     def forward(self, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         enlarged = nn.functional.interpolate(x, scale_factor=2.0)
-        joined: torch.Tensor = self.stage(torch.cat([enlarged, kept], 1))
-        return joined
+        return self.stage(torch.cat([enlarged, kept], 1))
 
 
 class UNet(nn.Module):
@@ -173,8 +170,7 @@ class UNet(nn.Module):
         x = kept.pop()
         for level in self.up:
             x = level(x, kept.pop())
-        loss: torch.Tensor = self.out(x).square().mean()
-        return loss
+        return self.out(x).square().mean()
 
 
 class Unrolled(nn.Module):
@@ -346,8 +342,7 @@ QUICK = ("batch norm", "lstm", "shared layer", "objects handed on", "structured 
 )
 def net(request: pytest.FixtureRequest) -> str:
     """The name of each network in turn."""
-    name: str = request.param
-    return name
+    return request.param
 
 
 @pytest.fixture

@@ -27,8 +27,7 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(8, 32), nn.Linear(32, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mixed: torch.Tensor = x + self.narrow(torch.tanh(self.wide(x)))
-        return mixed
+        return x + self.narrow(torch.tanh(self.wide(x)))
 
 
 class Net(nn.Module):
@@ -38,8 +37,7 @@ class Net(nn.Module):
         self.flat = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.flat(self.blocks(x))
-        return y
+        return self.flat(self.blocks(x))
 
 
 UNITS = ("blocks.1", "blocks.2", "flat[1:4]")
@@ -47,8 +45,7 @@ UNITS = ("blocks.1", "blocks.2", "flat[1:4]")
 
 @pytest.fixture
 def checkpointed(part: Callable[[str], Any]) -> Checkpointed:
-    function: Checkpointed = part("checkpointed").checkpointed
-    return function
+    return part("checkpointed").checkpointed
 
 
 @pytest.fixture
@@ -258,8 +255,7 @@ class Attends(nn.Module):
         cache.keys.append(self.keys(x))
         log.append("ran")
         attention = (torch.stack(cache.keys).sum(0) @ x.T).softmax(1)
-        mixed: torch.Tensor = x + attention @ self.values(x)
-        return mixed
+        return x + attention @ self.values(x)
 
 
 class Cache:
@@ -309,8 +305,7 @@ class Averaging(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.average = 0.9 * self.average + 0.1 * x.detach().abs().mean(0)
-        scaled: torch.Tensor = torch.sin(self.linear(x)) * self.average
-        return scaled
+        return torch.sin(self.linear(x)) * self.average
 
 
 def test_buffers_are_shown_as_before_and_changed_once(checkpointed: Checkpointed) -> None:

@@ -36,8 +36,7 @@ class Clean(nn.Module):
         self.register_buffer("average", torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mixed: torch.Tensor = x + self.narrow(torch.tanh(self.wide(self.changed(x))).exp())
-        return mixed
+        return x + self.narrow(torch.tanh(self.wide(self.changed(x))).exp())
 
     def changed(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -306,8 +305,7 @@ def test_noise_of_a_rounding_is_no_difference(gate: Gate, steps: tuple[bool, ...
 
     class Noisy(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            noisy: torch.Tensor = Rounds.apply(super().forward(x), larger)  # type: ignore[no-untyped-call]  # torch does not annotate it
-            return noisy
+            return Rounds.apply(super().forward(x), larger)  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     torch.manual_seed(0)
     units = [f"blocks.{index}" for index in range(4)]
@@ -334,8 +332,7 @@ def test_sparse_gradients_are_compared(gate: Gate) -> None:
             self.stack = Stack([Clean, WritesThroughData])
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            loss: torch.Tensor = self.stack(self.words((9 * x.abs()).long()).mean(1))
-            return loss
+            return self.stack(self.words((9 * x.abs()).long()).mean(1))
 
     torch.manual_seed(0)
     units = [f"stack.blocks.{index}" for index in range(2)]
@@ -458,8 +455,7 @@ class Around(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        within: torch.Tensor = self.inner(x)
-        return within
+        return self.inner(x)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ class Block(nn.Module):
         self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.two(torch.tanh(self.one(x))).exp()
-        return y
+        return self.two(torch.tanh(self.one(x))).exp()
 
 
 class Stack(nn.Module):
@@ -52,8 +51,7 @@ class Outer(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.stack(self.first(x))
-        return loss
+        return self.stack(self.first(x))
 
 
 Record = Callable[..., Any]
@@ -142,8 +140,7 @@ def test_calls_of_a_shared_module_are_all_there(record: Record) -> None:
             self.block = Block()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            loss: torch.Tensor = self.block(self.block(self.block(x))).mean()
-            return loss
+            return self.block(self.block(self.block(x))).mean()
 
     timeline = record(Shared(), _batch(), keep=True).timeline()
     assert len(timeline.calls_of["block"]) == 3

@@ -175,8 +175,7 @@ class KeepsOutsideOfModules(nn.Module):
         self.scale = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = (self.scale(x).exp().sin() * x.cos()).tanh().mean()
-        return loss
+        return (self.scale(x).exp().sin() * x.cos()).tanh().mean()
 
 
 def test_a_model_without_levels_says_why(checkpointing: Strategy) -> None:
@@ -196,8 +195,7 @@ class FlatFeedForward(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.norm(x)
         x = x + self.mix(normed, normed, normed, need_weights=False)[0]
-        mixed: torch.Tensor = x + self.feed_forward(x)
-        return mixed
+        return x + self.feed_forward(x)
 
 
 @pytest.mark.slow
@@ -219,8 +217,7 @@ def _slope(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """A loss with a transform that lets no saved tensor be watched."""
     weights: dict[str, torch.Tensor] = dict(model.named_parameters())
     slope = torch.func.grad(lambda x: torch.func.functional_call(model, weights, (x,)).sum())
-    loss: torch.Tensor = model(batch).mean() + slope(batch).square().mean()
-    return loss
+    return model(batch).mean() + slope(batch).square().mean()
 
 
 def test_a_step_that_cannot_be_watched(checkpointing: Strategy) -> None:
@@ -322,8 +319,7 @@ class AddsUp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        mixed: torch.Tensor = x + self.narrow(self.wide(x).tanh().exp())
-        return mixed
+        return x + self.narrow(self.wide(x).tanh().exp())
 
 
 def test_reasons_that_differ_in_names_alone_are_one_note(checkpointing: Strategy) -> None:
@@ -413,8 +409,7 @@ class Attention(nn.Module):
             part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.project(x).chunk(3, -1)
         )
         mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
-        found: torch.Tensor = x + self.merge(mixed)
-        return found
+        return x + self.merge(mixed)
 
 
 class PlainAttention:
