@@ -85,7 +85,6 @@ USES = {
             "torch.ops.aten._scaled_dot_product_flash_attention",
             "torch.ops.aten._thnn_fused_gru_cell",
             "torch.ops.aten._thnn_fused_lstm_cell",
-            "torch.ops.aten.add.Tensor._overloadname",
             "torch.ops.aten.add.Tensor._overloadpacket",
             "torch.ops.aten.add.Tensor._schema",
         ),
@@ -94,7 +93,6 @@ USES = {
     "gradients in place": Use(
         (
             "torch.Tensor._use_count",
-            "torch._C._current_autograd_node",
             "torch._C._storage_Use_Count",
         ),
         "gradients that meet are predicted in memory of their own, which errs on the high side",

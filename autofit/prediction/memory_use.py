@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -79,18 +79,13 @@ def _memory_use(session: Session, resolved: ResolvedPlan) -> dict[str, Any]:
     if gpu is None:
         return _in_real_steps(session.builder, resolved).to_dict("real steps")
     owners: list[Owners] = []
-    dry_run(
-        session.builder.fresh_workload(),
-        resolved,
-        gpu,
-        watching=lambda labels, training: _noted(owners, labels).watching(training),
-    )
+
+    def watching(labels: Labels, training: Training) -> AbstractContextManager[None]:
+        owners.append(Owners(labels))
+        return owners[0].watching(training)
+
+    dry_run(session.builder.fresh_workload(), resolved, gpu, watching=watching)
     return owners[0].to_dict("dry run")
-
-
-def _noted(owners: list[Owners], labels: Labels) -> Owners:
-    owners.append(Owners(labels))
-    return owners[0]
 
 
 def _in_real_steps(builder: TrainingBuilder, resolved: ResolvedPlan) -> Owners:
@@ -118,21 +113,6 @@ def _in_real_steps(builder: TrainingBuilder, resolved: ResolvedPlan) -> Owners:
     return owners
 
 
-@dataclass
-class _Scopes:
-    """Which module was running, and in which phase, from a certain allocation on."""
-
-    first_numbers: list[int] = field(default_factory=lambda: [0])
-    owners: list[tuple[str, str]] = field(default_factory=lambda: [("", FORWARD)])
-
-    def add(self, first_number: int, module: str, phase: str) -> None:
-        self.first_numbers.append(first_number)
-        self.owners.append((module, phase))
-
-    def of(self, number: int) -> tuple[str, str]:
-        return self.owners[bisect_right(self.first_numbers, number) - 1]
-
-
 class Owners:
     """Finds out, while a training runs, where and when each labelled allocation was made."""
 
@@ -142,7 +122,9 @@ class Owners:
         self._running: list[str] = []
         self._phase = FORWARD
         self._phases: list[tuple[int, str]] = [(0, FORWARD)]
-        self._scopes = _Scopes()
+        # Which module was running, and in which phase, from a certain allocation on.
+        self._first_numbers = [0]
+        self._scopes = [("", FORWARD)]
 
     @contextmanager
     def watching(self, training: Training) -> Iterator[None]:
@@ -192,7 +174,8 @@ class Owners:
 
     def _mark(self) -> None:
         running = self._running[-1] if self._running else ""
-        self._scopes.add(self._tracer.last_number + 1, running, self._phase)
+        self._first_numbers.append(self._tracer.last_number + 1)
+        self._scopes.append((running, self._phase))
 
     def to_dict(self, how: str) -> dict[str, Any]:
         """Return the memory over the last step, as a report holds it.
@@ -245,7 +228,7 @@ class Owners:
         for at, (event, _) in enumerate(self._tracer.events[:end]):
             if event < 0:
                 continue
-            module, phase = self._scopes.of(event)
+            module, phase = self._scopes[bisect_right(self._first_numbers, event) - 1]
             later = backwards[bisect_right(backwards, at) :]
             until = released.get(event, end)
             kind = "temporaries"
@@ -273,8 +256,6 @@ class Owners:
 
 Path: TypeAlias = tuple[str, ...]
 """The name of a module in parts; "*Block" stands for all numbers whose modules are Blocks."""
-_ITSELF = "\0"
-"""The end of the path of what a container holds itself, beside its children."""
 
 
 def divided(
@@ -282,67 +263,40 @@ def divided(
 ) -> list[dict[str, Any]]:
     """Return the model in parts with their bytes by kind, the largest first.
 
-    The part that holds most is opened as long as there are no more than `MOST_PARTS`.
+    All names are cut at one depth, the largest that leaves no more than `MOST_PARTS`.
 
     Args:
         by_module: (name of a module, kind) -> bytes that it holds itself.
         classes: name of a module -> its class.
     """
     paths = {name: _path(name, classes) for name in classes}
-    inclusive: dict[Path, dict[str, int]] = {}
-    for (module, kind), size in by_module.items():
-        path = paths[module]
-        for of in (inclusive.setdefault(path[:end], {}) for end in range(len(path) + 1)):
-            of[kind] = of.get(kind, 0) + size
-    parts: list[Path] = [()] if inclusive else []
-    while True:
-        inside = {
-            part: [path for path in inclusive if path[:-1] == part and path] for part in parts
-        }
-        containers = [part for part in parts if inside[part]]
-        if not containers:
-            break
-        largest = max(containers, key=lambda part: sum(inclusive[part].values()))
-        if len(parts) + len(inside[largest]) > MOST_PARTS:
-            break
-        itself = (*largest, _ITSELF)
-        rest = _less(inclusive[largest], [inclusive[path] for path in inside[largest]])
-        parts = [part for part in parts if part != largest] + inside[largest]
-        if any(rest.values()):
-            inclusive[itself] = rest
-            parts.append(itself)
-    names: dict[Path, list[str]] = {}
-    for name, path in paths.items():
-        names.setdefault(path, []).append(name)
-    return sorted(
-        (_row(part, inclusive[part], names, classes) for part in parts),
-        key=lambda row: -sum(row["bytes"].values()),
+    holding = {paths[module] for module, _ in by_module}
+    depth = max(
+        depth
+        for depth in range(1 + max(map(len, holding), default=0))
+        if depth == 0 or len({path[:depth] for path in holding}) <= MOST_PARTS
     )
-
-
-def _row(
-    part: Path,
-    held: Mapping[str, int],
-    names: Mapping[Path, Sequence[str]],
-    classes: Mapping[str, str],
-) -> dict[str, Any]:
-    path = part[:-1] if part[-1:] == (_ITSELF,) else part
-    return {
-        "name": ".".join("*" if each.startswith("*") else each for each in path),
-        "class": classes[names[path][0]],
-        "count": len(names[path]),
-        "bytes": {kind: held[kind] for kind in KINDS if held.get(kind)},
-    }
+    parts: dict[Path, dict[str, int]] = {}
+    for (module, kind), size in by_module.items():
+        held = parts.setdefault(paths[module][:depth], dict.fromkeys(KINDS, 0))
+        held[kind] += size
+    counts = Counter(paths.values())
+    class_of = {path: classes[name] for name, path in paths.items()}
+    rows = [
+        {
+            "name": ".".join("*" if each.startswith("*") else each for each in part),
+            "class": class_of[part],
+            "count": counts[part],
+            "bytes": {kind: size for kind, size in held.items() if size},
+        }
+        for part, held in parts.items()
+    ]
+    return sorted(rows, key=lambda row: -sum(row["bytes"].values()))
 
 
 def _path(name: str, classes: Mapping[str, str]) -> Path:
-    path: list[str] = []
     parts = name.split(".") if name else []
-    for at, part in enumerate(parts):
-        own = classes.get(".".join(parts[: at + 1]), "")
-        path.append(f"*{own}" if part.isdecimal() else part)
-    return tuple(path)
-
-
-def _less(whole: Mapping[str, int], parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    return {kind: size - sum(part.get(kind, 0) for part in parts) for kind, size in whole.items()}
+    ends = enumerate(parts, start=1)
+    return tuple(
+        f"*{classes['.'.join(parts[:end])]}" if part.isdecimal() else part for end, part in ends
+    )

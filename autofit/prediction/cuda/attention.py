@@ -14,10 +14,10 @@ import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from autofit.devices.gpus import Gpu
 from autofit.prediction.cuda import autocast
@@ -28,18 +28,12 @@ emulated_gpu: ContextVar[Gpu] = ContextVar("emulated_gpu")
 """The GPU whose kernels are chosen; `fake_cuda` sets it."""
 
 
-class Kernel(Enum):
-    """The implementations of attention on CUDA."""
-
-    CUDNN = "cudnn"
-    FLASH = "flash"
-    EFFICIENT = "efficient"
-    MATH = "math"
-
-
-_BY_NUMBER = {0: Kernel.MATH, 1: Kernel.FLASH, 2: Kernel.EFFICIENT, 3: Kernel.CUDNN}
-"""As `torch.nn.attention.SDPBackend` numbers them."""
-_DEFAULT_ORDER = [Kernel.FLASH, Kernel.EFFICIENT, Kernel.MATH, Kernel.CUDNN]
+_DEFAULT_ORDER = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.CUDNN_ATTENTION,
+]
 _CUDNN_PREFERRED_FROM = 91501
 """Wheels for CUDA 12 have an older one; a build for the CPU has none, and the newest is assumed."""
 
@@ -66,24 +60,29 @@ class Call:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
 
-def chosen_kernel(call: Call, gpu: Gpu) -> Kernel:
+def chosen_kernel(call: Call, gpu: Gpu) -> SDPBackend:
     """Return the kernel that CUDA chooses for a call on that GPU."""
     if not _shapes_suit_fused(call):
-        return Kernel.MATH
+        return SDPBackend.MATH
     return next(
-        (kernel for kernel in _order(call, gpu) if _SUPPORTS[kernel](call, gpu)), Kernel.MATH
+        (kernel for kernel in _order(call, gpu) if _KERNELS[kernel][0](call, gpu)), SDPBackend.MATH
     )
 
 
-def _order(call: Call, gpu: Gpu) -> list[Kernel]:
+def _order(call: Call, gpu: Gpu) -> list[SDPBackend]:
     """Return the user's order; cuDNN comes first if that is the default and the GPU suits it."""
     priorities: list[int] = torch._C._get_sdp_priority_order()
-    order = [_BY_NUMBER[number] for number in priorities if number in _BY_NUMBER]
+    order = [each for each in map(SDPBackend, priorities) if each in _KERNELS]
     version = torch.backends.cudnn.version() or _CUDNN_PREFERRED_FROM  # type: ignore[no-untyped-call]  # torch's
     preferred = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
     preferred = preferred and version >= _CUDNN_PREFERRED_FROM and _half(call, gpu)
     if order == _DEFAULT_ORDER and preferred and gpu.prefers_cudnn_attention:
-        return [Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT, Kernel.MATH]
+        return [
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ]
     return order
 
 
@@ -173,12 +172,10 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     with autocast.beneath():
-        tensors = query, key, value, attn_mask
-        if autocast.is_on():
-            tensors = autocast.in_lower_precision(tensors)
-        call = Call(*tensors, dropout_p, is_causal, scale, enable_gqa)
-        kernel = chosen_kernel(call, emulated_gpu.get()) if query.is_meta else Kernel.MATH
-        return _RUN[kernel](call)
+        query, key, value, mask = autocast.lowered((query, key, value, attn_mask))
+        call = Call(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+        kernel = chosen_kernel(call, emulated_gpu.get()) if query.is_meta else SDPBackend.MATH
+        return _KERNELS[kernel][1](call)
 
 
 def _math(call: Call) -> Any:
@@ -224,18 +221,13 @@ def _efficient(call: Call) -> Any:
     )[0]
 
 
-_SUPPORTS: dict[Kernel, Callable[[Call, Gpu], bool]] = {
-    Kernel.CUDNN: _cudnn_supports,
-    Kernel.FLASH: _flash_supports,
-    Kernel.EFFICIENT: _efficient_supports,
-    Kernel.MATH: lambda call, gpu: bool(_switches.math_sdp_enabled()),
+_KERNELS: dict[SDPBackend, tuple[Callable[[Call, Gpu], bool], Callable[[Call], Any]]] = {
+    SDPBackend.CUDNN_ATTENTION: (_cudnn_supports, _cudnn),
+    SDPBackend.FLASH_ATTENTION: (_flash_supports, _flash),
+    SDPBackend.EFFICIENT_ATTENTION: (_efficient_supports, _efficient),
+    SDPBackend.MATH: (lambda call, gpu: bool(_switches.math_sdp_enabled()), _math),
 }
-_RUN: dict[Kernel, Callable[[Call], Any]] = {
-    Kernel.CUDNN: _cudnn,
-    Kernel.FLASH: _flash,
-    Kernel.EFFICIENT: _efficient,
-    Kernel.MATH: _math,
-}
+"""Whether an implementation takes a call, and how it runs on meta."""
 
 
 def _additive(call: Call) -> torch.Tensor | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,25 +18,19 @@ from autofit.errors import PredictionUnavailable
 _UNUSED = {"AutocastIPU": "ipu", "AutocastHPU": "hpu"}
 
 
-@dataclass(frozen=True)
-class SpareKey:
-    """The dispatch key of the emulation: autocast's for a device that no build has kernels for."""
-
-    name: str
-    device: str
-    key: Any
-
-
 @cache
-def spare_key() -> SpareKey:
-    """Return the first that this torch has.
+def spare_key() -> tuple[str, str, Any]:
+    """Return the key of the emulation: autocast's for a device that no build has kernels for.
+
+    Returns:
+        The name, the device and the key of the first that this torch has.
 
     Raises:
         PredictionUnavailable: it has none.
     """
     for name, device in _UNUSED.items():
         if (key := getattr(torch._C.DispatchKey, name, None)) is not None:
-            return SpareKey(name, device, key)
+            return name, device, key
     raise PredictionUnavailable(
         f"memory cannot be predicted with torch {torch.__version__}: torch._C.DispatchKey has none "
         f"of {', '.join(_UNUSED)}. Probes do not depend on this"
@@ -47,7 +40,7 @@ def spare_key() -> SpareKey:
 def beneath() -> AbstractContextManager[None]:
     """Run operators without emulation inside, so that a kernel does not call itself."""
     guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(
-        torch._C.DispatchKeySet(spare_key().key)
+        torch._C.DispatchKeySet(spare_key()[2])
     )
     return guard
 
@@ -57,14 +50,12 @@ def is_on() -> bool:
     return bool(torch.is_autocast_enabled("cuda"))
 
 
-def in_lower_precision(value: Any) -> Any:
-    """Return the value with eligible tensors in autocast's type; leaf weights are cast once."""
-    return _cast(value, torch.get_autocast_dtype("cuda"))
+def lowered(value: Any) -> Any:
+    """Return the value with eligible tensors in autocast's type where it is on.
 
-
-def in_float32(value: Any) -> Any:
-    """Return the value with eligible tensors in float32."""
-    return _cast(value, torch.float32)
+    Leaf weights are cast once.
+    """
+    return cast(value, torch.get_autocast_dtype("cuda")) if is_on() else value
 
 
 @contextmanager
@@ -87,49 +78,24 @@ def cast_cache() -> Iterator[None]:
 def kernels() -> dict[str, Callable[..., Any]]:
     """Return a kernel by name for each operator that has an autocast kernel on CUDA."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return {
-        name.removeprefix("aten::"): _kernel(name.removeprefix("aten::"))
+    given = (
+        name.removeprefix("aten::")
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("aten::") and has_kernel(name, "AutocastCUDA")
-    }
+    )
+    return {name: _kernel(name) for name in given}
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_LOWER = _names(
-    """
-    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
-    conv_transpose2d.input conv_transpose3d.input convolution cudnn_convolution
-    cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
-    addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
-    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
-    """
-)
-_FLOAT32_RESULT = _names(
-    """
-    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
-    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
-    """
-)
-_WIDEST = _names(
-    """
-    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
-    """
-)
-_NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-_REFUSED = _names("binary_cross_entropy")
 
 _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 """By id of a weight: the weight, which stays alive as in C++, and its cast."""
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return the value with eligible tensors in a type."""
     if isinstance(value, torch.Tensor):
         return _cast_tensor(value, dtype)
     if isinstance(value, (list, tuple)):
-        return type(value)([_cast(item, dtype) for item in value])
+        return type(value)([cast(item, dtype) for item in value])
     return value
 
 
@@ -156,7 +122,9 @@ def _eligible(tensor: torch.Tensor) -> bool:
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    op, policy = _overload(name), _policy(name)
+    base, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, base), overload or "default")
+    policy = POLICIES.get(name, _float32)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         enabled = is_on()
@@ -164,23 +132,6 @@ def _kernel(name: str) -> Callable[..., Any]:
             return policy(op, args, kwargs) if enabled else op(*args, **kwargs)
 
     return kernel
-
-
-def _overload(name: str) -> Any:
-    base, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, base), overload or "default")
-
-
-def _policy(name: str) -> Callable[[Any, Any, Any], Any]:
-    if name in _LOWER:
-        return _lower
-    if name in _FLOAT32_RESULT:
-        return _float32_result
-    if name in _WIDEST:
-        return _widest
-    if name in _NORMS:
-        return _norm
-    return _refused if name in _REFUSED else _float32
 
 
 def _lower(op: Any, args: Any, kwargs: Any) -> Any:
@@ -193,8 +144,8 @@ def _float32(op: Any, args: Any, kwargs: Any) -> Any:
 
 def _called_in(dtype: torch.dtype, op: Any, args: Any, kwargs: Any) -> Any:
     # The last argument is cast first, as compiled C++ does: recorded trainings show it.
-    named = {name: _cast(arg, dtype) for name, arg in reversed(kwargs.items())}
-    return op(*[_cast(arg, dtype) for arg in reversed(args)][::-1], **named)
+    named = {name: cast(arg, dtype) for name, arg in reversed(kwargs.items())}
+    return op(*[cast(arg, dtype) for arg in reversed(args)][::-1], **named)
 
 
 def _float32_result(op: Any, args: Any, kwargs: Any) -> Any:
@@ -216,18 +167,30 @@ def _widest(op: Any, args: Any, kwargs: Any) -> Any:
     return (_float32 if wide else _lower)(op, args, kwargs)
 
 
-def _norm(op: Any, args: Any, kwargs: Any) -> Any:
-    """Sum in float32, through the overload that takes a `dtype`."""
-    if not _eligible(args[0]):
-        return op(*args, **kwargs)
-    overload = _overload(_NORMS[op._schema.name.split("::")[1] + "." + op._overloadname])
-    names = [argument.name for argument in op._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    given.setdefault("p", 2)
-    return overload(**given, dtype=torch.float32)
-
-
 def _refused(op: Any, args: Any, kwargs: Any) -> Any:
     raise RuntimeError(
         f"{op} is unsafe to autocast: use binary_cross_entropy_with_logits (CUDA refuses it too)"
     )
+
+
+_LOWER = """
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d.input conv_transpose3d.input convolution cudnn_convolution
+    cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
+    addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
+"""
+_FLOAT32_RESULT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
+"""
+_WIDEST = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+"""
+POLICIES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "binary_cross_entropy": _refused,
+    **dict.fromkeys(_LOWER.split(), _lower),
+    **dict.fromkeys(_FLOAT32_RESULT.split(), _float32_result),
+    **dict.fromkeys(_WIDEST.split(), _widest),
+}
+"""By operator; those that are not listed run in float32."""

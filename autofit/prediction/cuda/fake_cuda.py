@@ -74,17 +74,17 @@ def _cuda_kernels(gpu: Gpu) -> Iterator[None]:
     They stand where CUDA's own stand, at an autocast key above autograd. Autograd carries dispatch
     keys along, so they act in the backward pass and in a checkpoint's recomputation too.
     """
-    spare = autocast.spare_key()
+    _, device, key = autocast.spare_key()
     _register_kernels()
-    before = torch.is_autocast_enabled(spare.device)
-    torch.set_autocast_enabled(spare.device, True)  # the key is masked out otherwise
+    before = torch.is_autocast_enabled(device)
+    torch.set_autocast_enabled(device, True)  # the key is masked out otherwise
     token = attention.emulated_gpu.set(gpu)
     try:
-        with torch._C._IncludeDispatchKeyGuard(spare.key):
+        with torch._C._IncludeDispatchKeyGuard(key):
             yield
     finally:
         attention.emulated_gpu.reset(token)
-        torch.set_autocast_enabled(spare.device, before)
+        torch.set_autocast_enabled(device, before)
 
 
 @cache
@@ -95,7 +95,7 @@ def _register_kernels() -> list[Any]:
         The libraries, which unregister their kernels when they are collected.
     """
     library: Any = torch.library  # torch does not annotate it
-    spare = autocast.spare_key().name
+    spare, *_ = autocast.spare_key()
     others, aten = library.Library("_", "IMPL"), library.Library("aten", "IMPL")
     others.fallback(library.fallthrough_kernel, spare)
     kernels = autocast.kernels() | attention.KERNELS | operators.KERNELS | rnn.KERNELS

@@ -29,18 +29,13 @@ def is_in_place(name: str, args: Any) -> bool:
     Autograd avoids in-place operators where tensors are "like subclasses": meta tensors are, and
     every tensor is under a dispatch mode (ATen/TensorSubclassLikeUtils.h). On a GPU it adds to the
     first of the gradients that meet at a fork where nobody else holds it
-    (`can_accumulate_inplace` of torch/csrc/autograd/input_buffer.cpp), and scatters the gradient of
-    a selection into zeros without copying them (`FunctionsManual.cpp`).
+    (`can_accumulate_inplace` of torch/csrc/autograd/input_buffer.cpp).
     """
     if torch.is_grad_enabled() or not args or not isinstance(args[0], torch.Tensor):
         return False
     if not _has_counts() or torch._C._current_graph_task_id() == -1:
         return False
-    if name in _SCATTERS:
-        return _node() in _INTO_ZEROS
-    if name == "add" or (name in ("sub", "mul") and _node() == _LOGITS):
-        return _can_accumulate(args[0], args[1])
-    return False
+    return name == "add" and _can_accumulate(args[0], args[1])
 
 
 def in_memory_of_all_losses(name: str, args: Any, result: torch.Tensor) -> torch.Tensor:
@@ -61,15 +56,6 @@ _KEEP_ALL_LOSSES = frozenset(
 )
 _HELD_BY_AUTOGRAD_ALONE = 4
 """C++ references to an argument that arrives here: autograd's, and three on the way from there."""
-_SCATTERS = frozenset({"scatter", "scatter_add", "index_add", "index_put"})
-_INTO_ZEROS = frozenset(
-    f"{name}Backward"
-    for name in (
-        "Cummax", "Cummin", "Gather", "Index", "IndexSelect", "Kthvalue", "Max", "Median", "Min",
-        "Mode", "Nanmedian", "Sort", "Topk",
-    )
-)  # fmt: skip
-_LOGITS = "BinaryCrossEntropyWithLogitsBackward"
 
 
 @cache
@@ -107,26 +93,12 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _node() -> str:
-    """Return the kind of autograd node that runs, or ran last, without its overload's number."""
-    node: Any = torch._C._current_autograd_node()
-    return node.name().rstrip("0123456789") if node is not None else ""
-
-
 def _dropout(data: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Run one kernel that keeps a mask of one byte an element (Dropout.cpp)."""
     with beneath():
         if not (data.is_meta and train and 0 < p < 1 and data.numel()):
             return aten.dropout(data, p, train)  # type: ignore[no-any-return]  # operators are untyped
         return aten.native_dropout(data, p, train)[0]  # type: ignore[no-any-return]  # likewise
-
-
-def _mish_backward(gradient: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Run one kernel (Activation.cpp), where the meta device composes seven operators."""
-    with beneath():
-        if not data.is_meta or torch.is_grad_enabled():
-            return aten.mish_backward(gradient, data)  # type: ignore[no-any-return]  # likewise
-        return torch.empty_like(data)
 
 
 def _batch_norm(
@@ -227,25 +199,10 @@ def _rms_norm(
     """Fuse where data and weight have one type (layer_norm.cpp)."""
     with beneath():
         if _autocast_has_rms_norm() and autocast.is_on():
-            data, weight = autocast.in_float32(data), autocast.in_float32(weight)
+            data, weight = autocast.cast((data, weight), torch.float32)
         if not data.is_meta or (weight is not None and weight.dtype != data.dtype):
             return aten.rms_norm(data, normalized_shape, weight, eps)  # type: ignore[no-any-return]  # likewise
         return _FusedRmsNorm.apply(data, normalized_shape, weight)  # type: ignore[no-any-return, no-untyped-call]  # likewise
-
-
-def _softmax(name: str) -> Callable[..., torch.Tensor]:
-    """Return a softmax that runs float16 into float32 as one kernel, without a copy of its data."""
-    plain, fused = getattr(aten, name).int, getattr(aten, f"_{name}")
-
-    def kernel(data: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        with beneath():
-            if autocast.is_on() and dtype is None and data.is_floating_point() and data.is_meta:
-                dtype = data.dtype if data.dtype == torch.float64 else torch.float32
-            if data.is_meta and data.dtype == torch.float16 and dtype == torch.float32:
-                return fused(data, dim, True)  # type: ignore[no-any-return]  # likewise
-            return plain(data, dim, dtype)  # type: ignore[no-any-return]  # likewise
-
-    return kernel
 
 
 def _ctc_loss_of_tensors(
@@ -307,10 +264,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "batch_norm": _batch_norm,
     "ctc_loss.Tensor": _ctc_loss_of_tensors,
     "dropout": _dropout,
-    "log_softmax.int": _softmax("log_softmax"),
-    "mish_backward": _mish_backward,
     "rms_norm": _rms_norm,
-    "softmax.int": _softmax("softmax"),
 }
 STAND_INS: dict[str, Callable[[Any], tuple[Any, Order]]] = {
     "_ctc_loss": _ctc_loss,

@@ -60,7 +60,7 @@ def _run(
 ) -> Any:
     hidden, cell = (state[0], state[1]) if name == "lstm" else (state, None)
     if autocast.is_on():
-        data, hidden, cell = map(autocast.in_lower_precision, (data, hidden, cell))
+        data, hidden, cell = autocast.lowered((data, hidden, cell))
         weights = _flattened(weights, torch.get_autocast_dtype("cuda"))
     width = weights[0].shape[0] // _GATES[_MODES[name]]
     output, last_hidden, last_cell, _, _ = aten._cudnn_rnn(
@@ -159,7 +159,7 @@ def _lstm_cell(
     with beneath():
         if not data.is_meta:
             return aten.lstm_cell(*cell)
-        data, (hidden, memory), of_data, of_hidden, *biases = _cast(cell)
+        data, (hidden, memory), of_data, of_hidden, *biases = autocast.lowered(cell)
         products = aten.matmul(data, of_data.t()), aten.matmul(hidden, of_hidden.t())
         return tuple(aten._thnn_fused_lstm_cell(*products, memory, *biases)[:2])
 
@@ -175,13 +175,9 @@ def _gru_cell(
     with beneath():
         if not data.is_meta:
             return aten.gru_cell(*cell)
-        data, hidden, of_data, of_hidden, *biases = _cast(cell)
+        data, hidden, of_data, of_hidden, *biases = autocast.lowered(cell)
         products = aten.matmul(data, of_data.t()), aten.matmul(hidden, of_hidden.t())
         return aten._thnn_fused_gru_cell(*products, hidden, *biases)[0]
-
-
-def _cast(cell: Any) -> Any:
-    return autocast.in_lower_precision(cell) if autocast.is_on() else cell
 
 
 def _fused_lstm_cell(args: Any) -> tuple[Any, Order]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from functools import cache
 from math import prod
 from typing import Any
@@ -54,36 +53,37 @@ class Cost:
         return max(self.kernel_seconds, self.launch_seconds)
 
 
-class Kind(Enum):
-    """What decides the rate of an operation, besides the GPU."""
-
-    HALF = "float16, or 8 bits"
-    BFLOAT16 = "bfloat16"
-    TF32 = "float32 where TF32 is allowed"
-    OTHER = "float32 and the rest"
-
-
 @dataclass(frozen=True)
 class Operation:
     """The work of an operator's kernels.
 
     Attributes:
-        kind: decides the rate of its floating-point operations.
         flops: floating-point operations.
         traffic_bytes: what it reads and writes, without what follows.
         scratch: memory whose size the GPU decides, written and read once.
+        dtype: of its operands.
+        tf32: whether they may be multiplied in TF32.
     """
 
-    kind: Kind
     flops: int
     traffic_bytes: int
     scratch: tuple[ByCard, ...] = ()
+    dtype: torch.dtype = torch.float32
+    tf32: bool = False
 
     def seconds_on(self, gpu: Gpu, rates: Rates) -> float:
         """Return its time on a GPU with these rates."""
         traffic = self.traffic_bytes + sum(2 * size.bytes_on(gpu) for size in self.scratch)
-        seconds = traffic / rates.bytes_per_s
-        return max(seconds, self.flops / _flops_per_s(self.kind, gpu, rates))
+        rate = rates.float32_flops_per_s
+        if self.tf32 and gpu.tf32:
+            rate = rates.tf32_flops_per_s
+        elif self.dtype.itemsize == 1 or self.dtype in _half_types(gpu):
+            rate = rates.half_flops_per_s
+        return max(traffic / rates.bytes_per_s, self.flops / rate)
+
+
+def _half_types(gpu: Gpu) -> tuple[torch.dtype, ...]:
+    return (torch.float16, torch.bfloat16) if gpu.native_bfloat16 else (torch.float16,)
 
 
 def cost_on(gpu: Gpu, operations: Iterable[Operation], parts: int = 1) -> Cost | None:
@@ -124,31 +124,14 @@ def operation_of(
     traffic = sum(map(_nbytes, read)) + sum(map(_nbytes, written)) + 2 * sum(own)
     if operator.name in _BATCH_NORMS:
         traffic += _read_again(operator.name, args)
-    kind, flops = Kind.OTHER, 0
-    if operator.flops is not None:
-        with suppress(Exception):  # an estimate of time must not cost a prediction of memory
-            flops = operator.flops(*args, **kwargs, out_val=result)
-        kind = _kind(operator.name, read[0].dtype)
     by_card = tuple(size for size in sizes if not isinstance(size, int))
-    return Operation(kind, flops, traffic, by_card)
-
-
-def _kind(name: str, dtype: torch.dtype) -> Kind:
-    if dtype == torch.bfloat16:
-        return Kind.BFLOAT16
-    if dtype == torch.float16 or dtype.itemsize == 1:
-        return Kind.HALF
-    if dtype == torch.float32 and tf32_allowed(cudnn=name in _CUDNN):
-        return Kind.TF32
-    return Kind.OTHER
-
-
-def _flops_per_s(kind: Kind, gpu: Gpu, rates: Rates) -> float:
-    if kind is Kind.HALF or (kind is Kind.BFLOAT16 and gpu.native_bfloat16):
-        return rates.half_flops_per_s
-    if kind is Kind.TF32 and gpu.tf32:
-        return rates.tf32_flops_per_s
-    return rates.float32_flops_per_s
+    if operator.flops is None:
+        return Operation(0, traffic, by_card)
+    flops, dtype = 0, read[0].dtype
+    with suppress(Exception):  # an estimate of time must not cost a prediction of memory
+        flops = operator.flops(*args, **kwargs, out_val=result)
+    tf32 = dtype == torch.float32 and tf32_allowed(cudnn=operator.name in _CUDNN)
+    return Operation(flops, traffic, by_card, dtype, tf32)
 
 
 def tf32_allowed(*, cudnn: bool) -> bool:

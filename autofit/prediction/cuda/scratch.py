@@ -65,11 +65,14 @@ class Reduction:
         return cls(tuple(tensor.shape), tensor.stride(), dims, accumulator_bytes)
 
     @lru_cache(maxsize=4096)  # noqa: B019  # equal ones share entries, and they hold no tensor
-    def buffers_on(self, gpu: Gpu) -> tuple[int, int]:
-        """Return the bytes of partial results and of semaphores on a GPU; zeros without any."""
+    def bytes_on(self, gpu: Gpu) -> int:
+        """Return the bytes of partial results on a GPU; 0 without any.
+
+        The semaphores beside them take a few bytes a block, which are left out.
+        """
         numel = prod(self.shape)
         if not numel:
-            return 0, 0
+            return 0
         outputs = prod(size for at, size in enumerate(self.shape) if at not in self.dims)
         inputs = numel // outputs
         kept_stride, reduced_stride = (self._least_stride(of=of) for of in (False, True))
@@ -84,20 +87,20 @@ class Reduction:
         width, height = _block(width_work, height_work, _MOST_THREADS // output_vector)
         input_step, output_step = (width, 1) if along else (1, width)
         if -(-inputs // input_step) < min(height * _FEWEST_VALUES, _MOST_VALUES):
-            return 0, 0
+            return 0
         values = -(-inputs // (input_step * height))
         grid = -(-(outputs // output_vector) // output_step)
         target = gpu.multiprocessors * (gpu.threads_per_multiprocessor // (width * height))
         if values < _MOST_VALUES or grid > target:
-            return 0, 0
+            return 0
         blocks = max(
             min(-(-target // grid), -(-values // _FEWEST_VALUES)),
             -(-values // _MOST_VALUES),
         )
         if blocks <= 1:
-            return 0, 0
+            return 0
         partial = self.accumulator_bytes * outputs * blocks
-        return partial if along else partial * width * output_vector, 4 * grid
+        return partial if along else partial * width * output_vector
 
     def _least_stride(self, *, of: bool) -> float:
         """Return the least stride of the reduced (or kept) dimensions; infinite without one."""
@@ -113,19 +116,7 @@ class Reduction:
         return max((step * (size - 1) for step, size in pairs), default=0) < prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """One of the two buffers of a reduction: partial results (0) or semaphores (1)."""
-
-    reduction: Reduction
-    place: int
-
-    def bytes_on(self, gpu: Gpu) -> int:
-        """Return its size on a GPU; 0: it is not taken."""
-        return self.reduction.buffers_on(gpu)[self.place]
-
-
-ByCard: TypeAlias = Workspace | Buffer
+ByCard: TypeAlias = Workspace | Reduction
 """Memory whose size the GPU decides: where only such sizes differ, a dry run serves both GPUs."""
 Size: TypeAlias = int | ByCard
 """Bytes."""
@@ -157,12 +148,6 @@ def recording_on(gpu: Gpu, recording: Recording, by_card: Mapping[int, ByCard]) 
         start = end
         ends.append(len(events))
     return replace(recording, events=tuple(events), step_ends=tuple(ends[:-1]))
-
-
-def of_reduction(tensor: torch.Tensor, dims: frozenset[int]) -> list[Size]:
-    """Return both buffers of a reduction."""
-    reduction = Reduction.of(tensor, dims)
-    return [Buffer(reduction, 0), Buffer(reduction, 1)]
 
 
 _MOST_THREADS = 512
@@ -200,7 +185,7 @@ def _sum(args: Any) -> list[Size]:
     tensor, *others = args
     named = others[0] if others and isinstance(others[0], (list, tuple)) else ()
     dims = frozenset(dim % tensor.dim() for dim in named) or frozenset(range(tensor.dim()))
-    return of_reduction(tensor, dims)
+    return [Reduction.of(tensor, dims)]
 
 
 RULES: dict[str, Sizes] = {

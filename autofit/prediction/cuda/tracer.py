@@ -32,10 +32,10 @@ from autofit.prediction.cuda.operators import in_memory_of_all_losses, is_in_pla
 from autofit.prediction.cuda.roofline import Operation, operation_of
 from autofit.prediction.cuda.scratch import (
     ByCard,
+    Reduction,
     Size,
     Workspace,
     bytes_on,
-    of_reduction,
     recording_on,
     scratch,
 )
@@ -240,7 +240,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
                 sizes.append(nbytes)
         if name == "convolution_backward" and args[-1][2]:
             but_channels = frozenset(range(args[0].dim())) - {1}
-            self.allocate_in_order(of_reduction(args[0], but_channels))
+            self.allocate_in_order([Reduction.of(args[0], but_channels)])
         return sizes
 
     def _allocate(self, nbytes: Size) -> tuple[int, Block | None]:

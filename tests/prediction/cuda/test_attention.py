@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autofit.devices.gpus import find_gpu
 from autofit.prediction.cuda import attention
-from autofit.prediction.cuda.attention import Call, Kernel, chosen_kernel
+from autofit.prediction.cuda.attention import Call, chosen_kernel
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import stage
 
@@ -43,34 +43,34 @@ MASK = torch.empty(128, 128, dtype=BF16, device="meta")
 @pytest.mark.parametrize(
     ("gpu", "made", "kernel"),
     [
-        ("H100", call(), Kernel.CUDNN),
-        ("A100", call(), Kernel.FLASH),
-        ("L4", call(causal=True), Kernel.FLASH),
-        ("A100", call(FP32), Kernel.EFFICIENT),
-        ("H100", call(FP32), Kernel.EFFICIENT),
-        ("H100", call(torch.float64), Kernel.MATH),
-        ("T4", call(torch.float16), Kernel.EFFICIENT),
-        ("T4", call(BF16), Kernel.MATH),
-        ("A100", call(mask=MASK), Kernel.EFFICIENT),
-        ("H100", call(mask=MASK), Kernel.CUDNN),
-        ("H100", call(mask=MASK[None]), Kernel.EFFICIENT),
-        ("H100", call(width=320), Kernel.EFFICIENT),
-        ("A100", call(width=100), Kernel.FLASH),
-        ("H100", call(width=100), Kernel.FLASH),
-        ("A100", call(FP32, width=66), Kernel.MATH),
-        ("A100", call(key_heads=2, grouped=True), Kernel.FLASH),
-        ("A100", call(FP32, key_heads=2, grouped=True), Kernel.MATH),
-        ("A100", call(causal=True, key_length=64), Kernel.EFFICIENT),
+        ("H100", call(), SDPBackend.CUDNN_ATTENTION),
+        ("A100", call(), SDPBackend.FLASH_ATTENTION),
+        ("L4", call(causal=True), SDPBackend.FLASH_ATTENTION),
+        ("A100", call(FP32), SDPBackend.EFFICIENT_ATTENTION),
+        ("H100", call(FP32), SDPBackend.EFFICIENT_ATTENTION),
+        ("H100", call(torch.float64), SDPBackend.MATH),
+        ("T4", call(torch.float16), SDPBackend.EFFICIENT_ATTENTION),
+        ("T4", call(BF16), SDPBackend.MATH),
+        ("A100", call(mask=MASK), SDPBackend.EFFICIENT_ATTENTION),
+        ("H100", call(mask=MASK), SDPBackend.CUDNN_ATTENTION),
+        ("H100", call(mask=MASK[None]), SDPBackend.EFFICIENT_ATTENTION),
+        ("H100", call(width=320), SDPBackend.EFFICIENT_ATTENTION),
+        ("A100", call(width=100), SDPBackend.FLASH_ATTENTION),
+        ("H100", call(width=100), SDPBackend.FLASH_ATTENTION),
+        ("A100", call(FP32, width=66), SDPBackend.MATH),
+        ("A100", call(key_heads=2, grouped=True), SDPBackend.FLASH_ATTENTION),
+        ("A100", call(FP32, key_heads=2, grouped=True), SDPBackend.MATH),
+        ("A100", call(causal=True, key_length=64), SDPBackend.EFFICIENT_ATTENTION),
     ],
 )
-def test_the_kernel(gpu: str, made: Call, kernel: Kernel) -> None:
-    assert chosen_kernel(made, find_gpu(gpu)) is kernel
+def test_the_kernel(gpu: str, made: Call, kernel: SDPBackend) -> None:
+    assert chosen_kernel(made, find_gpu(gpu)) == kernel
 
 
 def test_cudnn_comes_first_only_where_it_is_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)  # of CUDA 12.8's wheels
-    assert chosen_kernel(call(), find_gpu("H100")) is Kernel.FLASH
-    assert chosen_kernel(call(mask=MASK), find_gpu("H100")) is Kernel.EFFICIENT
+    assert chosen_kernel(call(), find_gpu("H100")) == SDPBackend.FLASH_ATTENTION
+    assert chosen_kernel(call(mask=MASK), find_gpu("H100")) == SDPBackend.EFFICIENT_ATTENTION
 
 
 @pytest.mark.parametrize(("length", "stored"), [(64, 64), (60, 64), (132, 136)])
@@ -82,13 +82,13 @@ def test_the_rows_of_a_mask_are_padded_to_multiples_of_eight(length: int, stored
 
 def test_the_users_switch_is_heeded() -> None:
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        assert chosen_kernel(call(), find_gpu("H100")) is Kernel.EFFICIENT
+        assert chosen_kernel(call(), find_gpu("H100")) == SDPBackend.EFFICIENT_ATTENTION
     with sdpa_kernel(
         [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True
     ):
-        assert chosen_kernel(call(), find_gpu("A100")) is Kernel.EFFICIENT
+        assert chosen_kernel(call(), find_gpu("A100")) == SDPBackend.EFFICIENT_ATTENTION
     with sdpa_kernel(SDPBackend.MATH):
-        assert chosen_kernel(call(), find_gpu("H100")) is Kernel.MATH
+        assert chosen_kernel(call(), find_gpu("H100")) == SDPBackend.MATH
 
 
 class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own hook

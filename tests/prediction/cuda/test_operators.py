@@ -109,18 +109,6 @@ def test_dropout_that_does_nothing_keeps_nothing() -> None:
     assert kept(lambda x: F.dropout(x, 0.0)) <= 2 * WHOLE
 
 
-def test_the_backward_of_mish_is_one_kernel() -> None:
-    tracer = CudaTracer(find_gpu("A100"))
-    with stage(tracer):
-        data = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
-        result = F.mish(data).sum()
-        tracer.allocator.reset_peaks()
-        held = tracer.allocator.allocated_bytes
-        result.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        assert tracer.allocator.peak_allocated_bytes - held < 1.1 * WHOLE
-        del result, data
-
-
 def test_rms_norm_keeps_a_number_for_each_row() -> None:
     assert kept(lambda x: F.rms_norm(x, (WIDTH,))) == 2 * WHOLE + 4 * ROWS
 
@@ -135,13 +123,6 @@ def test_rms_norm_of_two_types_is_not_fused() -> None:
 
 def test_a_log_sigmoid_keeps_no_buffer() -> None:
     assert kept(F.logsigmoid) == 2 * WHOLE
-
-
-def test_a_softmax_of_float16_into_float32_copies_nothing() -> None:
-    def soften(x: torch.Tensor) -> torch.Tensor:
-        return x.half().softmax(-1, dtype=torch.float32)
-
-    assert kept(soften) <= 2 * WHOLE + WHOLE // 2
 
 
 def test_under_autocast_a_softmax_takes_float32() -> None:
@@ -168,7 +149,7 @@ def test_under_autocast_rms_norm_takes_float32_where_torch_has_it_so() -> None:
     assert (kept(normalize) > 3.4 * WHOLE) is not cast
 
 
-_WATCHED = ("add.Tensor", "sub.Tensor", "scatter.src", "scatter_add", "index_put", "index_add")
+_WATCHED = ("add.Tensor",)
 
 
 class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own hook
@@ -212,18 +193,3 @@ def test_not_where_somebody_else_holds_the_first() -> None:
     assert in_place(lambda x: torch.cat((*(part.sin() for part in x.chunk(2)), x))) == [False]
     assert in_place(_Twice.apply) == [False]
     assert in_place(lambda x: x.sin() + x.cos(), create_graph=True) == [False]
-
-
-@pytest.mark.parametrize(
-    "selected",
-    [
-        lambda x: x.max(1)[0],
-        lambda x: x.topk(2)[0],
-        lambda x: x.gather(1, torch.zeros(4, 2, dtype=torch.long, device="cuda")),
-        lambda x: x[torch.zeros(3, dtype=torch.long, device="cuda")],
-        lambda x: x.index_select(0, torch.zeros(3, dtype=torch.long, device="cuda")),
-        lambda x: F.binary_cross_entropy_with_logits(x, torch.zeros_like(x)),
-    ],
-)
-def test_zeros_are_written_to(selected: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    assert in_place(selected) == [True]

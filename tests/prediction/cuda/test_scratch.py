@@ -72,7 +72,7 @@ def test_kernels_allocate_what_was_recorded(training: str) -> None:
     for operator in EXACT[training]:
         sizes = recorded(training, operator)
         assert any(sizes)
-        assert found[operator] == sizes
+        assert found[operator] == [each[:1] for each in sizes]  # the second holds semaphores
 
 
 def test_every_rule_is_tested_against_a_recording() -> None:
@@ -88,16 +88,16 @@ def test_an_operator_without_a_rule_takes_nothing() -> None:
 def test_the_gradient_of_a_convolutions_bias() -> None:
     """A batch of 8 images of 192x192 with 32 channels, as recorded."""
     image = torch.empty(8, 32, 192, 192, device="meta")
-    assert Reduction.of(image, frozenset({0, 2, 3})).buffers_on(H200) == (2176, 128)
+    assert Reduction.of(image, frozenset({0, 2, 3})).bytes_on(H200) == 2176
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (0, 8)])
 def test_a_small_reduction_needs_no_buffer(shape: tuple[int, int]) -> None:
     reduction = Reduction.of(torch.empty(shape, device="meta"), frozenset({0}))
-    assert reduction.buffers_on(H200) == (0, 0)
+    assert reduction.bytes_on(H200) == 0
 
 
 def test_a_larger_gpu_spreads_a_sum_over_more_blocks() -> None:
     rows = Reduction.of(torch.empty(2**16, 768, device="meta"), frozenset({0}))
-    small, large = (rows.buffers_on(find_gpu(name))[0] for name in ("T4", "B200"))
+    small, large = (rows.bytes_on(find_gpu(name)) for name in ("T4", "B200"))
     assert 0 < small < large
