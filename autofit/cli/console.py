@@ -113,15 +113,13 @@ def export_report(report: Path, stack: str, paths: Sequence[Path]) -> None:
         InvalidArgument: there is no such stack, or several files or one that cannot be written.
     """
     from autofit.cli.options import check_writable
-    from autofit.report.export.export import check_stack
     from autofit.report.report import load
 
-    check_stack(stack)
     if len(paths) > 1:
         raise InvalidArgument("--export writes one file: give --out once")
     for path in paths:
         check_writable(path, (path.suffix,))
-    text = load(report).export(stack, *paths)
+    text = _shown_at(load(report), report).export(stack, *paths)
     if not paths:
         print_result(text.rstrip("\n"))
 

@@ -20,7 +20,7 @@ import torch
 from autofit.devices.cpu import host_memory
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan, ResolvedPlan, Scalar, unlike
-from autofit.report.parts import terms_of
+from autofit.report.record import terms_of
 from autofit.report.report import Report
 from autofit.strategy import ALONE, Strategy
 from autofit.training.batch import Samples, batch_size, describe

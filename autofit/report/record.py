@@ -29,14 +29,15 @@ from autofit.plan import (
     DimensionForm,
     Plan,
     ResolvedPlan,
+    Scalar,
     Settings,
     dimensions_of,
     forms_of,
     payloads_of,
+    unlike,
 )
 from autofit.registry import resolve, strategies_of
 from autofit.report.findings import Findings
-from autofit.report.parts import Part, parts_of
 from autofit.report.safe_text import check_are_words, without_controls
 from autofit.space import Space
 
@@ -91,6 +92,43 @@ class Skipped:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one strategy does in a plan.
+
+    Attributes:
+        settings: those that are not at their default.
+        lines: of code that does the same, as `Strategy.describe` gives them.
+        terms: the same in standard terms (`autofit.strategy.STANDARD_TERMS`); {}: it has none.
+    """
+
+    settings: Settings
+    lines: Sequence[str]
+    terms: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+def parts_of(resolved: ResolvedPlan, defaults: Settings) -> tuple[Part, ...]:
+    """Return the parts of a plan that are not at their default, in the order of application."""
+    return tuple(
+        Part(changed, lines_of(strategy.describe(settings, payloads)), terms_of(strategy, settings))
+        for strategy, settings, payloads in resolved.by_strategy()
+        if (changed := unlike(settings, defaults))
+    )
+
+
+def lines_of(described: object) -> list[str]:
+    """Return what `describe` of a plug-in returned as lines, a whole text too."""
+    if isinstance(described, str):
+        return described.splitlines()
+    return [str(line) for line in described] if isinstance(described, Iterable) else []
+
+
+def terms_of(strategy: Strategy, settings: Settings) -> Mapping[str, Scalar]:
+    """Return the settings in standard terms; {} if the strategy offers none."""
+    in_terms = getattr(strategy, "in_standard_terms", None)
+    return in_terms(settings) if in_terms else {}
+
+
+@dataclass(frozen=True)
 class Record:
     """All data of a report.
 
@@ -115,7 +153,6 @@ class Record:
             moments, "modules" at the peak, and "how" it was looked at; or "why_not". {}: unknown.
         calibration: constants of the device for later predictions.
         findings: what was found beside the answer; see `autofit.report.findings`.
-        parts: of the best plan, for exports; None: the report is of an earlier version.
 
     Raises:
         InvalidArgument: the best trial or the baseline is not among the trials.
@@ -138,7 +175,6 @@ class Record:
     memory: Mapping[str, Any] = field(default_factory=dict)
     calibration: Mapping[str, Any] = field(default_factory=dict)
     findings: Mapping[str, Any] = field(default_factory=dict)
-    parts: Sequence[Part] | None = None
 
     def __post_init__(self) -> None:
         numbers = {trial.number for trial in self.trials}
@@ -191,18 +227,6 @@ class Record:
         plan = self.best.plan if self.best.plan.world_size > 1 else self.best_plan_to_rerun
         needed = strategies_of(plan, strategies, remembered)
         return resolve(self.best.plan, Space(self.dimensions, 1), needed)
-
-    def parts_of_best(self) -> Sequence[Part]:
-        """Return the parts of the best plan; those of a loaded report as its strategies tell them.
-
-        A file's own words never become code.
-
-        Raises:
-            InvalidArgument: the report was loaded, and a strategy of the plan is not installed.
-        """
-        if self.parts is not None:
-            return self.parts
-        return parts_of(self.resolve_best(), self.default_settings)
 
     @property
     def baseline_beside_best(self) -> Trial:

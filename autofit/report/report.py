@@ -133,17 +133,17 @@ class Report:
         What the stack has no argument for stands in comments, with the code that does it.
 
         Args:
-            stack: "pytorch", a plain training loop; "transformers", `TrainingArguments`;
+            stack: "pytorch", a training loop around `apply`; "transformers", `TrainingArguments`;
                 "lightning", a `Trainer`; "accelerate", a config file (YAML); "deepspeed", JSON.
             path: a file of any name.
 
         Raises:
-            InvalidArgument: another stack, the search had a training_step (for "pytorch"), or
-                the file cannot be written.
+            InvalidArgument: another stack, a strategy of the plan is not installed, or the file
+                cannot be written.
         """
-        from autofit.report.export.export import exported
+        from autofit.report.export import exported
 
-        text = exported(self.record, stack)
+        text = exported(self.record, stack, self.strategies, self._place)
         if path is not None:
             target = Path(path)
             write(target, {target.suffix: lambda: text}, "an export")

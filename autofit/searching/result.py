@@ -20,8 +20,7 @@ from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober
 from autofit.probing.survey import Survey
 from autofit.registry import resolve
-from autofit.report.parts import lines_of, parts_of
-from autofit.report.record import Record, SearchSummary, Skipped
+from autofit.report.record import Record, SearchSummary, Skipped, lines_of
 from autofit.searching.predicted_lines import learned
 from autofit.strategy import Strategy
 from autofit.training.loss import LossSource
@@ -138,7 +137,6 @@ def record_of(
         difference=difference,
         memory=memory,
         calibration=learned(survey, result.baseline),
-        parts=parts_of(resolve(result.best.plan, space, strategies), space.default_settings),
     )
 
 

@@ -74,14 +74,6 @@ def test_apply_cuts_no_constant_as_long_as_the_global_batch(report: autofit.Repo
     torch.testing.assert_close(seen[0], whole())
 
 
-def test_the_exported_loop_cuts_none_either(report: autofit.Report) -> None:
-    code: dict[str, Any] = {}
-    exec(report.export("pytorch"), code)
-    model = Positioned()
-    next(code["train"](model, torch.optim.SGD(model.parameters(), 0.0), [batch_of(SAMPLES)]))
-    torch.testing.assert_close(gradients_of(model), whole())
-
-
 def test_a_report_that_does_not_say_it_asks(report: autofit.Report) -> None:
     facts = {k: v for k, v in report.record.workload.items() if k != "batched"}
     silent = replace(report, record=replace(report.record, workload=facts))
@@ -89,8 +81,6 @@ def test_a_report_that_does_not_say_it_asks(report: autofit.Report) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     with pytest.raises(InvalidArgument, match="batched="):
         silent.apply(model, optimizer)
-    with pytest.raises(InvalidArgument, match="hold samples"):
-        silent.export("pytorch")
     with pytest.raises(InvalidArgument, match="'x'"):
         silent.apply(model, optimizer, batched=["x"])
     with silent.apply(model, optimizer, batched=["['x']"]) as training:

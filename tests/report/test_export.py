@@ -1,8 +1,9 @@
-"""The plain PyTorch loop of a report, run: it has the losses of `Report.apply`."""
+"""The training loop that a report exports, run: it has the losses of `Report.apply`."""
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,6 @@ from torch import nn
 from autofit.cli.main import app
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan, Scalar
-from autofit.report.parts import parts_of
 from autofit.report.record import Record
 from autofit.report.report import Report, load
 from autofit.training.workload import Workload
@@ -114,13 +114,14 @@ def reported(
     found = report_of(workload, plan, ("1", "2"))
     functions = [name for name in given if name != "clip_grad_norm"]
     facts = {**found.record.workload, "given": functions, "loss": "the model's own loss"}
-    parts = parts_of(found.record.resolve_best(), found.record.default_settings)
-    report = replace(found, record=replace(found.record, workload=facts, parts=parts))
+    report = replace(found, record=replace(found.record, workload=facts))
     return report, load(report.save(path / "report.json"))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_plain_loop_has_the_losses_of_apply(name: str, tmp_path: Path) -> None:
+def test_the_loop_has_the_losses_of_apply(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, sample, plan, given = CASES[name]
     torch.manual_seed(0)
     model = make()
@@ -138,6 +139,7 @@ def test_the_plain_loop_has_the_losses_of_apply(name: str, tmp_path: Path) -> No
 
     text = loaded.export("pytorch", tmp_path / "train.py")
     assert (tmp_path / "train.py").read_text() == text
+    monkeypatch.chdir(tmp_path)  # where report.json is
     names: dict[str, Any] = {}
     exec(compile(text, "train.py", "exec"), names)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -152,21 +154,15 @@ def test_the_plain_loop_has_the_losses_of_apply(name: str, tmp_path: Path) -> No
 def test_a_loaded_report_asks_the_installed_strategies_for_its_lines(tmp_path: Path) -> None:
     make, sample, plan, given = CASES["placement, bfloat16"]
     report, loaded = reported(make(), sample, plan, given, tmp_path)
-    assert "parts" not in report.to_dict()
-    assert loaded.export("pytorch") == report.export("pytorch")
-
-
-def test_a_train_step_is_refused(record: Record) -> None:
-    facts = {**record.workload, "given": ["training_step"]}
-    with pytest.raises(InvalidArgument, match=r"training_step.*report\.apply"):
-        Report(replace(record, parts=(), workload=facts)).export("pytorch")
+    text = loaded.export("transformers")
+    assert text == report.export("transformers")
+    assert "checkpointed(model" in text
 
 
 def test_a_search_without_a_loss_asks_for_one(tmp_path: Path) -> None:
     report, _ = reported(model_of(), INPUTS[:5], Plan(5), {}, tmp_path)
     facts = {**report.record.workload, "lacks_loss": True}
     text = Report(replace(report.record, workload=facts)).export("pytorch")
-    assert "The search had no loss, so give one" in text
     assert "def train(model, optimizer, batches, loss_fn):" in text
 
 
@@ -178,12 +174,13 @@ def test_another_stack_is_refused(record: Record) -> None:
 def test_the_command_line_prints_and_writes_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, loaded = reported(model_of(), PAIR, Plan(5), {"criterion": nn.CrossEntropyLoss()}, tmp_path)
+    reported(model_of(), PAIR, Plan(5), {"criterion": nn.CrossEntropyLoss()}, tmp_path)
     command = ["report", str(tmp_path / "report.json"), "--export", "pytorch"]
     app(command, standalone_mode=False)
-    assert capsys.readouterr().out == loaded.export("pytorch")
+    printed = capsys.readouterr().out
+    assert json.dumps(str(tmp_path / "report.json")) in printed
     app([*command, "--out", str(tmp_path / "train")], standalone_mode=False)
-    assert (tmp_path / "train").read_text() == loaded.export("pytorch")
+    assert (tmp_path / "train").read_text() == printed
     for more in (["-v"], ["--out", "a", "--out", "b"]):
         with pytest.raises(InvalidArgument, match="--out"):
             app([*command, *more], standalone_mode=False)

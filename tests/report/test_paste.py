@@ -11,7 +11,7 @@ import torch
 
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
 from autofit.registry import load_strategies
-from autofit.report.parts import parts_of
+from autofit.report.record import parts_of
 from autofit.searching.result import paste_lines
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 

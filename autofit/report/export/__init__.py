@@ -1,1 +1,0 @@
-"""The best plan of a report as a file that other software takes."""
