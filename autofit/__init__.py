@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from autofit.checks.check import check as check
     from autofit.checks.gpu_table import GpuTable as GpuTable
     from autofit.checks.predict import predict as predict
-    from autofit.checks.probe import probe as probe
-    from autofit.checks.soak import SoakResult as SoakResult
+    from autofit.checks.probe import SoakResult as SoakResult, probe as probe
     from autofit.checks.verdict import Verdict as Verdict
     from autofit.errors import (
         AutofitError as AutofitError,
@@ -47,9 +46,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "autofit.checks.gpu_table": ("GpuTable",),
     "autofit.checks.predict": ("predict",),
-    "autofit.checks.probe": ("probe",),
+    "autofit.checks.probe": ("SoakResult", "probe"),
     "autofit.checks.check": ("check",),
-    "autofit.checks.soak": ("SoakResult",),
     "autofit.errors": (
         "AutofitError",
         "PredictionUnavailable",

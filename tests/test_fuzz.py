@@ -25,8 +25,7 @@ import typer.main
 from torch.utils.data import DataLoader
 
 import autofit
-from autofit.checks.regression import compare_with
-from autofit.checks.verdict import Verdict
+from autofit.checks.verdict import Verdict, compare_with
 from autofit.cli.main import app, main
 from autofit.errors import AutofitError, StudyError
 from autofit.searching.engine import run_search

@@ -15,8 +15,7 @@ from typing import Any
 
 from autofit.devices.nvml import Nvml, all_devices
 from autofit.errors import InvalidArgument
-from autofit.report.charts import legend
-from autofit.report.svg import Chart, Plot, scale_for
+from autofit.report.charts import Chart, Plot, legend, scale_for
 from autofit.units import format_bytes, format_clock
 
 _MOST_SAMPLES = 2000

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
-from autofit.checks.gpu_table import GpuTable
-from autofit.checks.gpu_variants import predict_gpus
+from autofit.checks.gpu_table import GpuTable, predict_gpus
 from autofit.checks.tuned import AskedPlan
 from autofit.devices.gpus import Gpu
 from autofit.errors import hides_own_frames

@@ -1,19 +1,42 @@
-"""`autofit.probe`: run one plan; or a report's best plan for longer, to see whether it holds."""
+"""`autofit.probe`: run one plan; or a report's best plan for longer, to see whether it holds.
+
+The latter is a probe of N optimizer steps on the sample batch, compared in peak, speed and loss, so
+growth between steps, allocator retries, other processes and faults are watched too. On the CPU,
+where a step that is accounted for takes longer than one that is not, N steps are accounted for and
+then N are timed. A plan of several ranks is trained by as many, and each rank's peak is compared
+with its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import overload
+import math
+import os
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, overload
 
-from autofit.checks.soak import SoakResult, soak
-from autofit.checks.tuned import AskedPlan
-from autofit.errors import hides_own_frames
-from autofit.measurement import Trial
+from autofit.checks.tuned import AskedPlan, check_same
+from autofit.codec import to_json
+from autofit.devices.cpu import load_of_others
+from autofit.errors import InvalidArgument, hides_own_frames
+from autofit.measurement import Measurement, Trial, TrialKind, median_interval
 from autofit.plan import Plan
 from autofit.probing.probe import probe_if
+from autofit.probing.prober import Target
+from autofit.report.findings import held_by_ranks, times_of_ranks
+from autofit.report.record import Record
 from autofit.report.report import Report
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
+from autofit.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from autofit.plan import ResolvedPlan
+    from autofit.probing.survey import Survey
+    from autofit.strategy import Strategy
+    from autofit.training.workload import Workload
 
 
 @overload
@@ -99,3 +122,248 @@ def probe(
         seed=seed,
         ranks=ranks,
     )
+
+
+PEAK_TOLERANCE = 0.01
+"""Peaks repeat to the MiB from probe to probe (measured on an H200)."""
+SPEED_TOLERANCE = 0.05
+"""Allowed growth of the median step time; GPU-bound steps repeat within 0.2 %.
+
+If the report's own steps scatter more than this, their scatter is allowed."""
+LOSS_TOLERANCE = 0.05
+QUARTER = 4
+_FEWEST_COMPARED = 4
+"""Steps of a quarter; the median of fewer is not told from noise."""
+_NOISE = 3.0
+"""Standard deviations of its steps' losses that the report's one loss may lie off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakResult(Trial):
+    """A longer training of a report's best plan, compared with its trial in the report.
+
+    Attributes:
+        expected: the report's best trial.
+        vram_budget_bytes: that it was trained within.
+        deviations: differences from the report, one line each.
+        busy: what others did on the device, here or in the search; speed is not compared then.
+    """
+
+    expected: Trial
+    vram_budget_bytes: int
+    deviations: tuple[str, ...] = ()
+    busy: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether peak and loss are as in the report, and speed unless the machine was busy."""
+        return not self.deviations
+
+    @property
+    def steps(self) -> int:
+        """Number of timed optimizer steps."""
+        return len(self.measurement.step_times_s)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "passed": self.passed,
+            "deviations": list(self.deviations),
+            "busy": self.busy,
+            "steps": self.steps,
+            "plan": to_json(self.plan),
+            "vram_budget_bytes": self.vram_budget_bytes,
+            "measurement": to_json(self.measurement),
+            "expected": to_json(self.expected.measurement),
+        }
+
+    def __str__(self) -> str:
+        measured, expected = self.measurement, self.expected.measurement
+        of_ranks = []
+        if measured.ranks and expected.ranks:
+            here, there = (
+                (held_by_ranks(each.ranks, self.vram_budget_bytes), times_of_ranks(each.ranks))
+                for each in (measured, expected)
+            )
+            of_ranks = [
+                f"{name:<15}{now} (report: {then})"
+                for name, now, then in zip(("on each rank", ""), here, there, strict=True)
+            ]
+        lines = [
+            f"{self.plan}: {self.steps} steps",
+            f"peak reserved  {format_bytes(measured.peak_reserved_bytes)}"
+            f" (report: {format_bytes(expected.peak_reserved_bytes)})",
+            f"step time      {format_seconds(measured.step_time_s)}"
+            f" (report: {format_seconds(expected.step_time_s)})",
+            f"loss           {_number(measured.loss)}"
+            f" (report, after {len(expected.step_times_s)} steps: {_number(expected.loss)})",
+            *of_ranks,
+            *([f"speed was not compared: the machine was busy ({self.busy})"] if self.busy else []),
+            "agrees with the report" if self.passed else "differs from the report:",
+        ]
+        return "\n".join([*lines, *(f"- {line}" for line in self.deviations)])
+
+
+def soak(
+    record: Record,
+    workload: Workload,
+    steps: int = 200,
+    device: str | None = None,
+    vram_budget: str | float | None = None,
+    strategies: Sequence[Strategy] = (),
+) -> SoakResult:
+    """Train the report's best plan for `steps` optimizer steps, and compare, as `probe` says.
+
+    Args:
+        record, strategies: of the search; the installed ones are used for other names.
+        workload: of the search; its global batch is replaced by the report's.
+        steps: at least 8; warm-up steps come first.
+        device, vram_budget: None: the report's.
+    """
+    from autofit.probing.probe import run_one
+    from autofit.probing.together import owned_by_rank_0
+
+    if steps < 2 * QUARTER:
+        raise InvalidArgument(f"a report is compared over {2 * QUARTER} steps or more, got {steps}")
+    resolved = record.resolve_best(remembered=strategies)
+    step_time_s = record.best.measurement.step_time_s
+    trained = replace(workload, global_batch=record.workload["global_batch"])
+    ranks = record.best.plan.world_size
+    own = record.environment["device"]  # of several ranks that of rank 0
+    where = device or (own if ranks == 1 else own.partition(":")[0])
+    budget = record.vram_budget_bytes if vram_budget is None else vram_budget
+    target = Target(where, budget, record.search.seed, ranks=ranks)
+
+    def plan_if_same(survey: Survey) -> ResolvedPlan:
+        check_same(survey, record)
+        return resolved
+
+    def lead(ranks: int) -> tuple[Measurement, str | None, int]:
+        trial, survey = run_one(
+            trained,
+            resolved.strategies,
+            target,
+            plan_if_same,
+            expected_seconds=steps * step_time_s if step_time_s else None,
+            steps=steps,
+        )
+        busy = record.environment.get("busy") or survey.busy
+        if busy is None and record.environment["gpu"] is None:
+            busy = load_of_others(own=os.cpu_count() or 1)
+        return trial.measurement, busy, survey.vram_budget_bytes
+
+    measured, busy, budget_bytes = owned_by_rank_0(lead, ranks=ranks)
+    best = record.best
+    return SoakResult(
+        number=0,
+        kind=TrialKind.SEARCH,
+        plan=best.plan,
+        measurement=measured,
+        expected=best,
+        vram_budget_bytes=budget_bytes,
+        deviations=compare(best.measurement, measured, busy=busy is not None),
+        busy=busy,
+    )
+
+
+def compare(expected: Measurement, measured: Measurement, *, busy: bool = False) -> tuple[str, ...]:
+    """Return the deviations of a longer training from its probe, one line each.
+
+    Args:
+        expected: of the probe.
+        measured: of the longer training.
+        busy: others used the machine in one of both, so that their speeds tell nothing.
+    """
+    if not measured.ok:
+        return (f"it ended with {measured.outcome.value}: {measured.detail or 'no detail'}",)
+    lines = [
+        *_peaks(expected, measured),
+        *([] if busy else [_speed(expected, measured), _drift(measured)]),
+        _loss(expected, measured),
+    ]
+    return tuple(line for line in lines if line is not None)
+
+
+def _peaks(expected: Measurement, measured: Measurement) -> Iterator[str]:
+    """Yield how the peak rose; of several ranks, how each one's own did."""
+    pairs: list[tuple[str, Any, Any]] = [("", expected, measured)]
+    if measured.ranks and len(measured.ranks) == len(expected.ranks):
+        both = zip(expected.ranks, measured.ranks, strict=True)
+        pairs = [(f"rank {rank}: ", *uses) for rank, uses in enumerate(both)]
+    for whose, then, now in pairs:
+        before, after = then.peak_allocated_bytes, now.peak_allocated_bytes
+        if before is not None and after is not None and after > before * (1 + PEAK_TOLERANCE):
+            yield f"{whose}peak allocated rose from {format_bytes(before)} to {format_bytes(after)}"
+
+
+def _speed(expected: Measurement, measured: Measurement) -> str | None:
+    interval, now = expected.step_time_interval_s, measured.step_time_s
+    if (
+        interval is None
+        or now is None
+        or not _is_slower(expected.step_times_s, measured.step_times_s)
+    ):
+        return None
+    slowest = f" ({times_of_ranks(measured.ranks)})" if measured.ranks else ""
+    return (
+        f"the median step took {format_seconds(now)}{slowest}, where the report has "
+        f"{format_seconds(interval[0])} to {format_seconds(interval[1])}"
+    )
+
+
+def _drift(measured: Measurement) -> str | None:
+    """Compare the first and last quarter: throttling and fragmentation show late."""
+    quarter = len(measured.step_times_s) // QUARTER
+    if quarter < _FEWEST_COMPARED:
+        return None
+    first, last = measured.step_times_s[:quarter], measured.step_times_s[-quarter:]
+    if not _is_slower(first, last):
+        return None
+    slowed = [format_seconds(statistics.median(times)) for times in (first, last)]
+    return f"steps slowed down from {slowed[0]} to {slowed[1]}"
+
+
+def _is_slower(before: Sequence[float], now: Sequence[float]) -> bool:
+    """Return whether the median rose above the interval of `before` by more than the scatter."""
+    upper = median_interval(before)[1]
+    scatter = max(_scatter(before), _scatter(now))
+    return statistics.median(now) > upper * (1 + max(SPEED_TOLERANCE, scatter))
+
+
+def _scatter(seconds: Sequence[float]) -> float:
+    """Return the scatter about the median, as a share of it."""
+    middle = statistics.median(seconds)
+    return math.sqrt(statistics.fmean(math.log(one / middle) ** 2 for one in seconds))
+
+
+def _loss(expected: Measurement, measured: Measurement) -> str | None:
+    """Compare losses: on a single batch a longer training should not end higher.
+
+    The loss of one step says little where dropout or sampling scatters it, so the end is the
+    median of the last quarter, and the scatter there is allowed to the report's loss.
+    """
+    if (
+        expected.loss is None
+        or measured.loss is None
+        or len(measured.step_times_s) < len(expected.step_times_s)
+    ):
+        return None
+    losses = measured.losses or (measured.loss,)
+    end = statistics.median(losses[-max(1, len(losses) // QUARTER) :])
+    allowed = max(LOSS_TOLERANCE * abs(expected.loss), _NOISE * _deviation(losses))
+    if end <= expected.loss + allowed:
+        return None
+    return f"the loss rose from {expected.loss:.4g} to {end:.4g}"
+
+
+def _deviation(losses: Sequence[float]) -> float:
+    """Return the standard deviation of losses about their trend, from neighbours' differences.
+
+    Their median absolute difference is 0.95 of it where they are normally distributed.
+    """
+    differences = [abs(after - before) for before, after in pairwise(losses)]
+    return statistics.median(differences) / 0.954 if differences else 0.0
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.4g}"

@@ -25,15 +25,14 @@ from autofit.cli.options import (
     Target,
     WorldSize,
     by_commas,
+    load_target,
     read_budget,
 )
-from autofit.cli.target import load_target
 from autofit.errors import InvalidArgument, PredictionUnavailable, users_code
 from autofit.world import world_of_environment
 
 if TYPE_CHECKING:
-    from autofit.checks.regression import Regression
-    from autofit.checks.verdict import Verdict
+    from autofit.checks.verdict import Regression, Verdict
     from autofit.prediction.predict import Prediction
 
 
@@ -53,7 +52,7 @@ def _check_gpus(texts: list[str] | None) -> list[str] | None:
 
 
 def _check_earlier(path: Path | None) -> Path | None:
-    from autofit.checks.regression import read_earlier
+    from autofit.checks.verdict import read_earlier
 
     if path is not None:
         read_earlier(path)
@@ -169,7 +168,7 @@ def check(
     With --plan-from the report's budget and GPU are used where no others are given. On GitHub a
     table is added to the job's summary.
     """
-    from autofit.checks.regression import compare_with, read_fraction
+    from autofit.checks.verdict import compare_with, read_fraction
 
     here = world_of_environment().size
     ranks = world_size if world_size is not None or here == 1 or plan_from else here
@@ -205,7 +204,7 @@ def _show(
     junit_path: Path | None,
 ) -> None:
     """Print the verdict, and write it in the forms that a CI job shows."""
-    from autofit.checks.ci_formats import junit_xml, markdown
+    from autofit.checks.verdict import junit_xml, markdown
 
     if as_json:
         compared = {"regression": regression.to_dict() if regression else None}
@@ -238,7 +237,7 @@ def _errors_shown(target: str, junit_path: Path | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        from autofit.checks.ci_formats import junit_xml_of_error
+        from autofit.checks.verdict import junit_xml_of_error
 
         if junit_path is not None:
             with suppress(OSError, InvalidArgument):  # the error itself matters more

@@ -61,9 +61,9 @@ from autofit.cli.options import (
     Timeout,
     Verbose,
     check_writable,
+    load_target,
     read_budget,
 )
-from autofit.cli.target import load_target
 from autofit.errors import InvalidArgument
 from autofit.interrupts import ended_like_interrupted, interrupts_remembered
 
@@ -197,8 +197,7 @@ def probe(
     options = PlanOptions(micro_batch, global_batch, setting, plan_from)
     with stdout_for_results_only():
         workload = load_target(target)
-        from autofit.checks.probe import probe as run
-        from autofit.checks.soak import SoakResult
+        from autofit.checks.probe import SoakResult, probe as run
         from autofit.plan import Plan
 
         asked = options.plan(workload)

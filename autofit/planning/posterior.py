@@ -17,8 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.measurement import Outcome, Trial, TrialKind, oom_probes_of
-from autofit.noise import Noise, seconds_of
+from autofit.measurement import Noise, Outcome, Trial, TrialKind, oom_probes_of, seconds_of
 from autofit.plan import Dimension, Plan, Settings, VariantKey
 from autofit.planning.columns import Columns, Given
 from autofit.planning.curves import Freedom, LineDraws, Point

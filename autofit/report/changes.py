@@ -10,10 +10,9 @@ from typing import Any
 from autofit.codec import to_json
 from autofit.measurement import ACT
 from autofit.report.details import settings_words
-from autofit.report.markdown import bullets, plain, table as markdown_table
 from autofit.report.record import Record
 from autofit.report.summary import describe, range_words, speed_words
-from autofit.report.text import WIDTH, laid_out, table
+from autofit.report.text import WIDTH, bullets, laid_out, markdown_table, plain, table
 from autofit.units import format_bytes, format_seconds, rounded
 
 _SAME = {"device": "device", "gpu": "GPU", "torch": "torch", "driver": "driver"}

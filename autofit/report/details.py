@@ -120,7 +120,7 @@ def notes_of(record: Record) -> Iterator[str]:
     if (start := pay_off(record)) is not None:
         yield start.words(record)
     if record.best.plan.world_size > 1:
-        from autofit.report.ranks import of_ranks  # most reports are of one device
+        from autofit.report.findings import of_ranks  # most reports are of one device
 
         yield from of_ranks(record)
     yield from findings_lines(record)

@@ -15,11 +15,10 @@ from html import escape
 from importlib.resources import files
 
 from autofit.measurement import Trial, TrialKind
-from autofit.report.charts import KINDS, frontier_chart, legend, memory_charts, why_no_memory
+from autofit.report.charts import KINDS, Chart, frontier_chart, legend, memory_charts, why_no_memory
 from autofit.report.details import ABOUT_TRIALS, TRIAL_TITLES, Section, sections, trial_cells
 from autofit.report.record import Record
 from autofit.report.summary import IN_PYTHON, Columns, Place, Summary, is_sure, summary
-from autofit.report.svg import Chart
 from autofit.units import counted
 
 _NUMBERS = frozenset(("trial", "samples/s", "memory", "step"))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 from autofit.codec import Amount, Count, DeviceName, Number, from_json, to_json
 from autofit.errors import InvalidArgument
 from autofit.measurement import (
+    Noise,
     Trial,
     TrialKind,
     check_ran,
@@ -23,7 +24,6 @@ from autofit.measurement import (
     middle_of,
     probes_of,
 )
-from autofit.noise import Noise
 from autofit.plan import (
     Dimension,
     DimensionForm,

@@ -226,7 +226,7 @@ class Report:
 
     def to_markdown(self) -> str:
         """Return the report as GitHub's Markdown, for a pull request."""
-        from autofit.report.markdown import markdown
+        from autofit.report.text import markdown
 
         return markdown(self.record, self._place)
 

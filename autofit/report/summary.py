@@ -367,7 +367,7 @@ def _remarks(record: Record) -> Iterator[str]:
     if start is not None and start.steps is not None:
         yield start.words(record)
     if ranks := best.measurement.ranks:
-        from autofit.report.ranks import held_by_ranks
+        from autofit.report.findings import held_by_ranks
 
         yield f"Held by each rank: {held_by_ranks(ranks, record.vram_budget_bytes)}"
     tried = [note for note in record.notes if note.startswith(NOT_TRIED)]

@@ -228,7 +228,7 @@ def paste_lines(resolved: ResolvedPlan, *, has_loss_weight: bool = False) -> lis
     plan = resolved.plan
     code = [f"micro_batch = {plan.micro_batch}  # samples in one forward and backward"]
     if plan.world_size > 1:
-        from autofit.report.ranks import lines_to_paste  # most plans are of one device
+        from autofit.report.findings import lines_to_paste  # most plans are of one device
 
         code += lines_to_paste(plan, has_loss_weight=has_loss_weight)
     elif plan.accumulation_steps > 1:

@@ -18,14 +18,15 @@ from autofit.devices.cpu import host_memory
 from autofit.errors import InvalidArgument, Unsupported, mark_users
 from autofit.plan import ResolvedPlan, split_evenly, steps_for
 from autofit.strategy import ALONE, Phase, World
-from autofit.training.amp import LossScale, fresh_casts
 from autofit.training.batch import Batch, BatchWatch, Samples, map_tensors, pieces
 from autofit.training.loss import LossSource, Recipe, scalar
 from autofit.training.optimizers import (
     FactoryWrapper,
+    LossScale,
     Optimizers,
     by_name,
     check_steps_alone,
+    fresh_casts,
     holds_any,
 )
 from autofit.units import kind_of

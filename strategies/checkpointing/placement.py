@@ -18,7 +18,7 @@ from math import fsum, inf
 
 import torch
 
-from .timeline import Timeline
+from .saved_tensors import Timeline
 
 ROUNDS, CEILINGS_A_ROUND, CEILINGS = 3, 12, 40
 """Rounds to find the lowest ceiling that can be met, each finer by so much as it tries ceilings;

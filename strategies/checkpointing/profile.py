@@ -17,8 +17,7 @@ from torch import nn
 
 from autofit.strategy import Context, TrainingView
 
-from .saved_tensors import Recorder, saving_by
-from .timeline import Timeline
+from .saved_tensors import Recorder, Timeline, saving_by
 from .units import Unit
 
 LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 25, 0.5

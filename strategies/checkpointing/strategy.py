@@ -29,8 +29,7 @@ from .profile import (
     run_step,
     time_parts,
 )
-from .saved_tensors import NeedsSavedTensors
-from .timeline import Timeline
+from .saved_tensors import NeedsSavedTensors, Timeline
 from .units import Unit, find_candidates, layers, make_of
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from autofit.errors import InvalidArgument
 
-from .timeline import Call, Timeline
+from .saved_tensors import Call, Timeline
 
 LEAST_SHARE_GIVEN_BACK = 0.25
 LEAST_SHARE_OF_ALL = 1 / 5000

@@ -44,7 +44,7 @@ def test_a_large_workload_has_the_size_it_is_named_for(name: str) -> None:
 
 def test_a_file_of_workloads_is_a_target_from_any_folder(tmp_path: Path) -> None:
     target = Path(__file__).parents[2] / "benchmarks/workloads.py"
-    code = f"from autofit.cli.target import load_target; load_target('{target}:tiny_mlp')"
+    code = f"from autofit.cli.options import load_target; load_target('{target}:tiny_mlp')"
     command = [sys.executable, "-c", code]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -20,7 +20,7 @@ from autofit import (
     TrialKind,
     Verdict,
 )
-from autofit.checks.regression import compare_with, read_fraction
+from autofit.checks.verdict import compare_with, read_fraction
 from autofit.report.record import Record, SearchSummary
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.checks.soak import SoakResult, compare, soak
+from autofit.checks.probe import SoakResult, compare, soak
 from autofit.codec import to_json
 from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome, RankUse, Trial, TrialKind

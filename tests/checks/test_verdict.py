@@ -7,8 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from autofit.checks.ci_formats import markdown
-from autofit.checks.verdict import Verdict
+from autofit.checks.verdict import Verdict, markdown
 from autofit.plan import Plan
 from autofit.units import GIB
 

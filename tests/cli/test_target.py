@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.cli.target import load_target
+from autofit.cli.options import load_target
 from autofit.errors import InvalidArgument
 
 SOURCE = """

@@ -20,7 +20,7 @@ from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import NUMPY, PYTHON, Comparison
 from autofit.testing import PlainContext
-from autofit.testing.samples import attention, convolutions
+from autofit.testing.conformance import attention, convolutions
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload

@@ -8,8 +8,16 @@ import statistics
 
 import pytest
 
-from autofit.measurement import Measurement, Outcome, Trial, TrialKind, median_error
-from autofit.noise import BETWEEN, Noise, seconds_of
+from autofit.measurement import (
+    BETWEEN,
+    Measurement,
+    Noise,
+    Outcome,
+    Trial,
+    TrialKind,
+    median_error,
+    seconds_of,
+)
 from autofit.plan import Plan
 
 

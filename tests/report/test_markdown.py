@@ -6,9 +6,9 @@ import re
 from dataclasses import replace
 
 from autofit.measurement import ACT
-from autofit.report.markdown import markdown, plain
 from autofit.report.record import Record
 from autofit.report.summary import summary
+from autofit.report.text import markdown, plain
 
 
 def cells(line: str) -> list[str]:

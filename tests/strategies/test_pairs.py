@@ -16,7 +16,7 @@ from autofit.registry import collect_dimensions, load_strategies, resolve
 from autofit.space import Space
 from autofit.strategy import Capabilities, Numerics, Strategy
 from autofit.testing import PlainContext
-from autofit.testing.samples import attention, convolutions
+from autofit.testing.conformance import attention, convolutions
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 

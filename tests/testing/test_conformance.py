@@ -12,7 +12,7 @@ import torch
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 from autofit.testing import NotConformant, check_strategy
-from autofit.testing.samples import attention
+from autofit.testing.conformance import attention
 from autofit.training.workload import Workload
 
 SETTING = "scaling.factor"

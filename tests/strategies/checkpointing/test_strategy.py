@@ -24,7 +24,7 @@ from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import Numerics, Phase, Strategy, TrainingView
 from autofit.testing import PlainContext
-from autofit.testing.samples import attention, convolutions
+from autofit.testing.conformance import attention, convolutions
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
