@@ -11,13 +11,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import itertools
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -202,7 +200,7 @@ _Result = TypeVar("_Result")
 
 
 def hides_own_frames(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorate a public function: errors of the user's, and those on purpose, show no inner frames.
+    """Decorate a public function: errors of the user's, and those on purpose, skip our own frames.
 
     Faults of autofit's own keep theirs, which a bug report needs.
     """
@@ -213,7 +211,10 @@ def hides_own_frames(function: Callable[_Parameters, _Result]) -> Callable[_Para
             return function(*args, **kwargs)
         except Exception as error:
             if isinstance(error, AutofitError) or is_users(error):
-                _hide_own_frames(error)
+                part, ours = error.__traceback__, _own_files()
+                while part and part.tb_next and part.tb_frame.f_code.co_filename in ours:
+                    part = part.tb_next
+                error.__traceback__ = part
             raise
 
     return call
@@ -221,12 +222,11 @@ def hides_own_frames(function: Callable[_Parameters, _Result]) -> Callable[_Para
 
 def traceback_text(error: BaseException) -> str:
     """Return the traceback as text without autofit's frames; the error stays as it is."""
-    shown = traceback.TracebackException.from_exception(error)
+    shown, ours = traceback.TracebackException.from_exception(error), _own_files()
     waiting = [shown]
     while waiting:
         part = waiting.pop()
-        places = [(frame.filename, frame.name) for frame in part.stack]
-        part.stack[:] = list(itertools.compress(part.stack, _kept(places)))
+        part.stack[:] = [f for f in part.stack if f.filename not in ours] or part.stack[-1:]
         linked = (part.__cause__, part.__context__, *(getattr(part, "exceptions", None) or ()))
         waiting.extend(link for link in linked if link is not None)
     return _shortened("".join(shown.format()))
@@ -244,43 +244,6 @@ def _shortened(text: str) -> str:
     lines = _LONG_LINE.sub(r"\1 ... (cut)", text)
     half = _MOST_TRACEBACK // 2
     return lines if len(lines) <= 2 * half else f"{lines[:half]}\n... (cut)\n{lines[-half:]}"
-
-
-def _hide_own_frames(error: BaseException) -> None:
-    for link in chain_of(error):
-        parts: list[TracebackType] = []
-        part = link.__traceback__
-        while part is not None:
-            parts.append(part)
-            part = part.tb_next
-        codes = [part.tb_frame.f_code for part in parts]
-        kept = _kept([(code.co_filename, code.co_name) for code in codes])
-        below: TracebackType | None = None
-        for part in reversed(list(itertools.compress(parts, kept))):
-            below = TracebackType(below, part.tb_frame, part.tb_lasti, part.tb_lineno)
-        link.__traceback__ = below
-
-
-def _kept(places: Sequence[tuple[str, str]]) -> list[bool]:
-    """Return which frames, given by file and function, to show: those of others.
-
-    A frame of a dispatch mode of ours ends them: torch computes there what the frame above asked
-    for. An error that arose among our frames alone is shown where it arose.
-    """
-    ours = _own_files()
-    dispatch = [at for at, (file, name) in enumerate(places) if _is_dispatch(file, name, ours)]
-    end = min(dispatch, default=len(places))
-    while end and places[end - 1][0].endswith(_BEFORE_DISPATCH) and dispatch:
-        end -= 1
-    kept = [at < end and file not in ours for at, (file, _) in enumerate(places)]
-    return kept if any(kept) else [at == end - 1 for at in range(len(places))]
-
-
-def _is_dispatch(file: str, name: str, ours: Collection[str]) -> bool:
-    return name == "__torch_dispatch__" and file in ours
-
-
-_BEFORE_DISPATCH = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 
 
 def _own_files() -> frozenset[str]:
@@ -324,12 +287,10 @@ def release_exception(exception: BaseException) -> None:
     call this in the `except` block around that call. Do not call it on an exception that is to
     reach the user with its traceback.
     """
-    links = list(chain_of(exception))
-    _forget_in_interpreter(links)
-    for link in links:
+    for link in list(chain_of(exception)):
         traceback.clear_frames(link.__traceback__)
         link.__traceback__ = link.__cause__ = link.__context__ = None
-    links.clear()
+    del link
     collect_garbage()
 
 
@@ -347,15 +308,3 @@ def collect_garbage() -> None:
     """Collect twice: finalizers that ran the first time may free more the second."""
     gc.collect()
     gc.collect()
-
-
-_INTERPRETER_MEMORIES = ("last_exc", "last_value", "last_traceback", "last_type")
-
-
-def _forget_in_interpreter(links: list[BaseException]) -> None:
-    """Remove the exception that an interactive session remembers as the last one printed."""
-    known = {id(link) for link in links}
-    if any(id(getattr(sys, name, None)) in known for name in ("last_exc", "last_value")):
-        for name in _INTERPRETER_MEMORIES:
-            if hasattr(sys, name):
-                delattr(sys, name)

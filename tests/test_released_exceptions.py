@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Iterator
 
@@ -98,12 +97,3 @@ def test_leaves_running_frames_alone() -> None:
         return local
 
     assert outer() == "still here"
-
-
-def test_an_interactive_session_forgets_it_too() -> None:
-    error, other = ValueError("shown"), ValueError("another")
-    sys.last_value = error
-    release_exception(other)
-    assert sys.last_value is error
-    release_exception(error)
-    assert not hasattr(sys, "last_value")

@@ -10,14 +10,13 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import typer
 import typer.core
@@ -29,7 +28,6 @@ from autofit.errors import (
     Unsupported,
     WorkerTraceback,
     is_users,
-    mark_users,
     traceback_text,
     tried_when,
 )
@@ -101,9 +99,7 @@ def _program() -> str:
     command = shutil.which("autofit")
     if command is not None and os.path.abspath(sys.argv[0]) == command:
         return "autofit"
-    python = shutil.which("python")
-    is_on_path = python is not None and os.path.abspath(sys.executable) == python
-    return f"{'python' if is_on_path else shlex.quote(sys.executable)} -m autofit"
+    return f"{shlex.quote(sys.executable)} -m autofit"
 
 
 def export_report(report: Path, stack: str, paths: Sequence[Path]) -> None:
@@ -246,10 +242,9 @@ def stdout_for_results_only() -> Iterator[None]:
 
 
 class Commands(typer.core.TyperGroup):
-    """The commands, whose errors reach `exit_codes` as they are.
+    """The commands; typer gives some errors of the user's code an exit code that means an answer.
 
-    For some errors typer has an exit code of its own: 1 for EOFError, a broken pipe and its Abort,
-    any for its Exit. Raised by the user's code they are failures like all others.
+    That is 1 for EOFError, a broken pipe and its own Abort, and any for its Exit.
     """
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # typer's own base class
@@ -257,16 +252,8 @@ class Commands(typer.core.TyperGroup):
             return super().invoke(ctx)
         except Exception as error:
             if is_users(error) or isinstance(error, (EOFError, OSError)):
-                raise _PastTyper(error) from None
+                sys.exit(_show_error(error))
             raise
-
-
-class _PastTyper(Exception):
-    """Carries an error past typer."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
 
 
 @contextmanager
@@ -281,8 +268,6 @@ def exit_codes() -> Iterator[None]:
         if end.code == _INTERRUPTED and leads():  # others cannot know
             _print_error("autofit: interrupted before any plan that fits was measured")
         raise
-    except _PastTyper as carrier:
-        sys.exit(_show_error(carrier.error))
     except Exception as error:
         sys.exit(_show_error(error))
     except BaseException as error:  # Python would end with 1, which means that nothing fits
@@ -290,32 +275,6 @@ def exit_codes() -> Iterator[None]:
             raise
         _show_traceback(error)
         sys.exit(3)
-
-
-@contextmanager
-def immediate_exits_refused() -> Iterator[None]:
-    """Turn an `os._exit` of the user's code in this process into an error of that code.
-
-    The command would end without a word, and with a code that reads as its answer. What is forked
-    from it still ends so. In a thread, which a SystemExit alone would end, it ends the command.
-    """
-    command, leave = os.getpid(), os._exit
-
-    def refuse(status: int) -> NoReturn:
-        if os.getpid() != command:
-            leave(status)
-        ended = SystemExit(f"os._exit({status}) would end the command without its answer")
-        mark_users(ended)
-        if threading.current_thread() is threading.main_thread():
-            raise ended
-        _print_error("".join(traceback.format_stack()[:-1]) + f"SystemExit: {ended}")
-        leave(3)
-
-    vars(os)["_exit"] = refuse
-    try:
-        yield
-    finally:
-        vars(os)["_exit"] = leave
 
 
 def _show_error(error: Exception) -> int:
@@ -332,40 +291,6 @@ def _show_error(error: Exception) -> int:
         return 4
     _show_traceback(error)
     return 3 if is_users(error) else 4
-
-
-@contextmanager
-def standard_streams() -> Iterator[None]:
-    """Open closed standard descriptors on nothing, or files opened later would get their numbers.
-
-    What is printed to standard output or error would land in those files.
-    """
-    missing = [number for number in range(3) if not _is_open(number)]
-    for _ in missing:
-        os.open(os.devnull, os.O_RDWR)  # the lowest free number
-    names = ("stdin", "stdout", "stderr")
-    streams: dict[str, IO[str]] = {
-        name: open(number, "w" if number else "r", closefd=False)  # noqa: SIM115  # until the exit
-        for number, name in enumerate(names)
-        if getattr(sys, name) is None
-    }
-    for name, stream in streams.items():
-        setattr(sys, name, stream)
-    try:
-        yield
-    finally:
-        for name in streams:
-            setattr(sys, name, None)
-        for number in missing:
-            os.close(number)
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 def _show_traceback(error: BaseException) -> None:

@@ -25,12 +25,10 @@ from autofit.cli.console import (
     exit_code,
     exit_codes,
     export_report,
-    immediate_exits_refused,
     leads,
     print_result,
     show_changes,
     show_report,
-    standard_streams,
     stdout_for_results_only,
     trial_to_dict,
 )
@@ -271,5 +269,5 @@ app.command(context_settings={"allow_interspersed_args": False})(monitor)
 
 def main(run: Callable[[], Any] = app) -> None:
     """Entry point of the `autofit` command."""
-    with standard_streams(), exit_codes(), immediate_exits_refused():
+    with exit_codes():
         run()

@@ -28,7 +28,6 @@ from autofit.cli.options import _check_settings
 
 SOURCE = '''
 import os
-import threading
 import torch
 from torch import nn
 from autofit import Workload
@@ -63,24 +62,6 @@ def leaving():
     def loss_fn(model, batch):
         raise SystemExit(0)
     return Workload(model, torch.randn(4, 8), loss_fn=loss_fn)
-
-def gone():
-    os._exit(0)
-
-def gone_in_a_thread():
-    thread = threading.Thread(target=gone)
-    thread.start()
-    thread.join(60)
-
-def gone_in_a_step():
-    return Workload(model, torch.randn(4, 8), loss_fn=lambda model, batch: gone())
-
-def forking():
-    pid = os.fork()
-    if pid == 0:
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-    return small
 
 class Unsendable(nn.Linear):
     def __reduce__(self):
@@ -538,22 +519,6 @@ def test_a_check_never_ends_with_the_code_of_a_sys_exit_in_the_users_code(
     assert "SystemExit" in (folder / "check.xml").read_text()
 
 
-@pytest.mark.parametrize("target", ["gone", "gone_in_a_thread", "gone_in_a_step"])
-def test_a_check_never_ends_with_the_code_of_an_immediate_exit_either(
-    forked: Callable[..., Ran], target: str
-) -> None:
-    ran = forked("check", f"models.py:{target}", "--gpu", "L4")
-    assert ran.code == 3, ran.err
-    assert ran.out == ""
-    assert "os._exit(0)\n" in ran.err  # the line of the user's
-    assert ran.err.splitlines()[-1].startswith("SystemExit: os._exit(0)")
-
-
-def test_a_child_that_the_users_code_forks_may_end_at_once(forked: Callable[..., Ran]) -> None:
-    ran = forked("check", "models.py:forking", "--gpu", "L4", "--allow-stand-in-loss")
-    assert ran.code == 0, ran.err
-
-
 @pytest.mark.parametrize("target", ["unsendable", "unreadable"])
 def test_a_sys_exit_on_the_way_to_the_worker_exits_with_3(
     forked: Callable[..., Ran], target: str
@@ -674,15 +639,6 @@ def test_closed_standard_streams_cost_a_search_nothing(
     assert ran.returncode == 0, ran.stderr
     assert json.loads(path.read_text())["best"]["outcome"] == "ok"
     assert ran.stdout == ""
-
-
-def test_a_command_without_standard_streams_writes_its_files(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    command = f"{sys.executable} -m autofit search models.py:small --out {path} --max-probes 1"
-    limits = "--device cpu --vram-budget 32MiB --strategies precision <&- >&- 2>&-"
-    ran = subprocess.run(["sh", "-c", f"{command} {limits}"], cwd=folder, timeout=240, check=False)
-    assert ran.returncode == 0
-    assert json.loads(path.read_text())["best"]["outcome"] == "ok"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
