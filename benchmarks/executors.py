@@ -5,7 +5,9 @@ each step of its workload sleeps, so that the cores are no limit. `python -m ben
 kills` runs searches on a Dask cluster of 3 local processes and kills one process at a random moment
 of each; it needs `pip install dask distributed`. `python -m benchmarks.executors owner` kills the
 process that searches at random moments, looks what is left of it after 5 s, and lets the next
-search take up its study. Prints Markdown.
+search take up its study. `python -m benchmarks.executors loky` runs one search on 2 processes of
+loky (`pip install loky`); so does, of MPI (`pip install mpi4py mpich`), `mpiexec -n 3 python -m
+mpi4py.futures -m benchmarks.executors mpi`. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -141,6 +143,23 @@ def kills(searches: int, seed: int) -> None:
     )
 
 
+def other(name: str) -> None:
+    """Print how a search on 2 processes of loky or of MPI ended."""
+    if name == "loky":
+        from loky import get_reusable_executor  # type: ignore[import-not-found]  # no test needs it
+
+        executor = get_reusable_executor(max_workers=2)
+    else:
+        from mpi4py.futures import MPIPoolExecutor  # type: ignore[import-not-found]  # likewise
+
+        executor = MPIPoolExecutor(2)
+    with executor:
+        options = autofit.SearchOptions(executor=executor, workers=2)
+        report = searched(SHORT_S, max_probes=6, options=options)
+    ran = sum(trial.ok for trial in report.trials)
+    print(f"{name}: {ran} of {len(report.trials)} trials fit; {report.best.plan}", flush=True)
+
+
 def _kill_one(
     cluster: Any, study: Path, drawn: random.Random, killed_s: list[float], ended: threading.Event
 ) -> None:
@@ -233,7 +252,7 @@ def _plans(trials: Sequence[optuna.trial.FrozenTrial]) -> set[str]:
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("speed", "kills", "owner"))
+    parser.add_argument("what", choices=("speed", "kills", "owner", "loky", "mpi"))
     parser.add_argument("--searches", type=int, default=100)
     parser.add_argument("--probes", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
@@ -242,6 +261,8 @@ def main() -> None:
         speed(arguments.probes)
     elif arguments.what == "owner":
         owner_kills(arguments.searches, arguments.seed)
+    elif arguments.what in ("loky", "mpi"):
+        other(arguments.what)
     else:
         kills(arguments.searches, arguments.seed)
 

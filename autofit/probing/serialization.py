@@ -54,13 +54,14 @@ def unreachable_by_value() -> Iterator[None]:
     """Pickle by value whatever is defined in modules that a worker could not import."""
     with _REGISTRY:
         already = set(cloudpickle.list_registry_pickle_by_value())
-        added = [module for module in _unreachable_modules() if module.__name__ not in already]
-        for module in added:
+        # By name, since a module may be loaded under several
+        added = {m.__name__: m for m in _unreachable_modules() if m.__name__ not in already}
+        for module in added.values():
             cloudpickle.register_pickle_by_value(module)
         try:
             yield
         finally:
-            for module in added:
+            for module in added.values():
                 cloudpickle.unregister_pickle_by_value(module)
 
 

@@ -241,14 +241,7 @@ def take_survey(
     loss = _loss_source(session, builder)
     dimensions, notes = _dimensions(session, builder, left_out, sparing)
     if world.size > 1:
-        from autofit.equivalence import ranks
-
-        alike.check_shared(world.size, session.strategies, dimensions, notes)
-        session.on_stage(stage_of("gradients of several ranks"))
-        dimensions, unequal = ranks.without_unequal(
-            session.builder, session.strategies, dimensions, raised
-        )
-        notes += [*unequal, *ranks.normalizing_apart(one.model)]
+        dimensions, notes = _that_ranks_share(session, one.model, dimensions, notes, raised)
     workload = builder.fresh_workload()
     session.on_stage(stage_of(SPLIT_GRADIENTS))
     compared = compare_split_gradients(
@@ -271,17 +264,39 @@ def take_survey(
         split_gradients=compared.comparison,
         may_change_accumulation=compared.why_kept is None,
         dimensions=dimensions,
-        notes=(
-            *(f"{ACT}{note}" for note in session.notes),
-            *(_IN_EVAL_MODE,) * model.is_evaluating,
-            *((f"{compiled}: no other way to compile it is tried",) if compiled else ()),
-            *notes,
-            *compared.notes,
-        ),
+        notes=(*_notes_of(session, model, compiled), *notes, *compared.notes),
         busy=busy,
         world_size=world.size,
         accumulation_kept=compared.why_kept,
     )
+
+
+def _that_ranks_share(
+    session: Session,
+    model: torch.nn.Module,
+    dimensions: dict[str, Dimension],
+    notes: list[str],
+    raised: Mapping[tuple[str, Scalar], str | None],
+) -> tuple[dict[str, Dimension], list[str]]:
+    """Return the dimensions with the gradients of one process on several ranks, and all notes."""
+    from autofit.equivalence import ranks  # most searches are of one device
+    from autofit.probing import alike
+
+    alike.check_shared(session.builder.world.size, session.strategies, dimensions, notes)
+    session.on_stage(stage_of("gradients of several ranks"))
+    dimensions, unequal = ranks.without_unequal(
+        session.builder, session.strategies, dimensions, raised
+    )
+    return dimensions, [*notes, *unequal, *ranks.normalizing_apart(model)]
+
+
+def _notes_of(session: Session, model: _ModelFacts, compiled: str | None) -> list[str]:
+    notes = [f"{ACT}{note}" for note in session.notes]
+    if model.is_evaluating:
+        notes.append(_IN_EVAL_MODE)
+    if compiled:
+        notes.append(f"{compiled}: no other way to compile it is tried")
+    return notes
 
 
 @dataclass(frozen=True)

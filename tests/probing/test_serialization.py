@@ -278,6 +278,7 @@ import beside
 
 spec = importlib.util.spec_from_file_location("not_on_the_path", "elsewhere/model.py")
 loaded = sys.modules["not_on_the_path"] = importlib.util.module_from_spec(spec)
+sys.modules["another_name"] = loaded  # as mpi4py.futures does with the script
 spec.loader.exec_module(loaded)
 
 class Mine(torch.nn.Module):
