@@ -14,7 +14,7 @@ Part = Callable[[str], Any]
 
 def _chain(part: Part, seed: int, units: int = 8) -> tuple[Any, dict[str, float]]:
     """A random chain of units, some with two smaller ones within, and their seconds."""
-    timeline, generator = part("timeline"), random.Random(seed)
+    timeline, generator = part("saved_tensors"), random.Random(seed)
     storages: list[Any] = []
     calls: list[Any] = []
     seconds: dict[str, float] = {}
@@ -80,7 +80,7 @@ def test_units_are_never_nested_and_points_never_dominated(part: Part, seed: int
 
 def test_a_layer_shared_with_a_unit_is_not_nested_in_it(part: Part) -> None:
     """It runs alone and then within the unit; either may be chosen, and never both."""
-    timeline = part("timeline")
+    timeline = part("saved_tensors")
     storages = [timeline.Storage(100, place, place) for place in range(20)]
     calls = [
         timeline.Call("shared", 0, 5, (0,)),
@@ -107,7 +107,7 @@ def test_placements_that_differ_in_time_by_a_rounding_are_one_point(part: Part) 
 
 
 def test_a_timeline_without_units_has_one_placement(part: Part) -> None:
-    timeline = part("timeline")
+    timeline = part("saved_tensors")
     storages = [timeline.Storage(100, 0, 0)]
     (only,) = part("placement").frontier(timeline.Timeline(storages, []), {})
     assert only.units == ()

@@ -13,7 +13,7 @@ Part = Callable[[str], Any]
 @pytest.fixture
 def chain(part: Part) -> Any:
     """Three units that save 10, 20 and 30 bytes twice each; the first of each pair is its input."""
-    timeline = part("timeline")
+    timeline = part("saved_tensors")
     sizes = [10, 10, 20, 20, 30, 30]
     storages = [timeline.Storage(size, place, place) for place, size in enumerate(sizes)]
     calls = [timeline.Call(f"unit{i}", 2 * i, 2 * i + 2, (2 * i,)) for i in range(3)]
@@ -37,7 +37,7 @@ def test_early_units_lower_the_peak_and_the_last_one_does_not(chain: Any) -> Non
 
 
 def test_what_another_unit_needs_too_stays(part: Part) -> None:
-    timeline = part("timeline")
+    timeline = part("saved_tensors")
     storages = [timeline.Storage(10, 0, 0), timeline.Storage(50, 1, 3), timeline.Storage(20, 2, 2)]
     calls = [timeline.Call("one", 0, 2, (0,)), timeline.Call("two", 2, 4, ())]
     found = timeline.Timeline(storages, calls)
@@ -46,7 +46,7 @@ def test_what_another_unit_needs_too_stays(part: Part) -> None:
 
 
 def test_an_input_that_nobody_saved_is_kept_for_the_unit(part: Part) -> None:
-    timeline = part("timeline")
+    timeline = part("saved_tensors")
     storages = [timeline.Storage(40, 0, 0, saved=False), timeline.Storage(60, 0, 0)]
     found = timeline.Timeline(storages, [timeline.Call("unit", 0, 1, (0,))])
     assert found.saved_bytes == 60
@@ -54,7 +54,7 @@ def test_an_input_that_nobody_saved_is_kept_for_the_unit(part: Part) -> None:
 
 
 def test_every_call_of_a_shared_unit_counts(part: Part) -> None:
-    timeline = part("timeline")
+    timeline = part("saved_tensors")
     storages = [timeline.Storage(10, place, place) for place in range(6)]
     calls = [timeline.Call("shared", 2 * i, 2 * i + 2, (2 * i,)) for i in range(3)]
     found = timeline.Timeline(storages, calls)
