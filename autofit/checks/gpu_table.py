@@ -15,6 +15,7 @@ from autofit.codec import to_json
 from autofit.devices.gpus import Gpu, answers_alike, find_gpu, known_gpus
 from autofit.errors import InvalidArgument, PredictionUnavailable, Unsupported
 from autofit.plan import Dimension, Plan, ResolvedPlan, Settings, VariantKey, settings_of, unlike
+from autofit.prediction.dry_run import Offered, offered
 from autofit.prediction.dry_run_worker import in_worker
 from autofit.prediction.needs import (
     MOST,
@@ -25,7 +26,6 @@ from autofit.prediction.needs import (
     largest_that_fits,
 )
 from autofit.prediction.of_ranks import NCCL_UNKNOWN, plan_of_ranks
-from autofit.prediction.offered import Offered, offered
 from autofit.registry import load_strategies, resolve, strategies_of
 from autofit.space import Space
 from autofit.strategy import Strategy

@@ -97,8 +97,8 @@ class Pool:
         """Return every free block of at least `size` bytes, in the order of the search."""
         return [entry[2] for entry in self._free[bisect_left(self._free, (size,)) :]]
 
-    def add(self, block: Block) -> None:
-        """Make a block available, merged with free neighbours."""
+    def add(self, block: Block) -> Block:
+        """Make a block available; return it merged with its free neighbours."""
         following, before = block.next, block.previous
         if following is not None and following.available:
             self.remove(following)
@@ -109,6 +109,7 @@ class Pool:
             block = before
         block.available = True
         insort(self._free, (block.size, block.address, block))
+        return block
 
     def remove(self, block: Block) -> None:
         """Remove a free block from the list."""

@@ -33,7 +33,7 @@ class ExpandableSegments:
 
     def __init__(self, reserve: Callable[[int], bool], release: Callable[[int], None]) -> None:
         self._reserve, self._release = reserve, release
-        self._tails: dict[bool, Block] = {}
+        self._heads: dict[bool, Block] = {}
 
     def best_fit(self, pool: Pool, size: int) -> Block | None:
         """Remove and return the free block that should serve a request; None without one.
@@ -55,18 +55,17 @@ class ExpandableSegments:
     def grow(self, pool: Pool, size: int) -> Block | None:
         """Return a block of at least `size` bytes, newly mapped; None if there is no room."""
         block = self._room(pool, size)
-        if not block.mapped:
-            mapped = self._map(pool, block, min(block.size, size))
-            if mapped is None:
+        while block.size < size or not block.available:
+            unmapped = block if not block.mapped else block.next
+            assert unmapped is not None
+            missing = size - block.size * block.available
+            mapped_bytes = min(round_up(missing, pool.page_bytes), unmapped.size)
+            if not self._reserve(mapped_bytes):
                 return None
-            block = mapped
-        while block.size < size:
-            following = block.next
-            assert following is not None
-            mapped = self._map(pool, following, min(following.size, size - block.size))
-            if mapped is None:
-                return None
-            block = mapped
+            if mapped_bytes < unmapped.size:
+                unmapped.cut(mapped_bytes)
+            unmapped.mapped = True
+            block = pool.add(unmapped)
         pool.remove(block)
         return block
 
@@ -80,7 +79,9 @@ class ExpandableSegments:
 
     def _room(self, pool: Pool, size: int) -> Block:
         """Return the first block that begins `size` bytes of free or unmapped addresses."""
-        block: Block | None = self._head(pool)
+        address = _ADDRESSES_PER_SEGMENT * (1 + pool.small)
+        whole = Block(pool, address, _ADDRESSES_PER_SEGMENT, mapped=False)
+        block: Block | None = self._heads.setdefault(pool.small, whole)
         while block is not None:
             if not block.mapped:
                 before = block.previous
@@ -89,23 +90,6 @@ class ExpandableSegments:
                     return start
             block = block.next
         raise AssertionError("the addresses of a segment never end")
-
-    def _head(self, pool: Pool) -> Block:
-        """Return the first block of the pool's segment."""
-        if pool.small not in self._tails:
-            address = _ADDRESSES_PER_SEGMENT * (1 + pool.small)
-            self._tails[pool.small] = Block(pool, address, _ADDRESSES_PER_SEGMENT, mapped=False)
-        return self._tails[pool.small]
-
-    def _map(self, pool: Pool, block: Block, size: int) -> Block | None:
-        """Map the first `size` bytes of an unmapped block, in whole pages."""
-        mapped_bytes = min(round_up(size, pool.page_bytes), block.size)
-        if not self._reserve(mapped_bytes):
-            return None
-        if mapped_bytes < block.size:
-            block.cut(mapped_bytes)
-        block.mapped = True
-        return _added(pool, block)
 
     def _unmap(self, pool: Pool, block: Block, start: int, end: int) -> None:
         """Unmap the addresses from `start` to `end` of a free block."""
@@ -124,18 +108,9 @@ class ExpandableSegments:
             block.previous.absorb_next()
 
 
-def _added(pool: Pool, block: Block) -> Block:
-    """Add a block to its pool and return the free block that it is now part of."""
-    before = block.previous
-    merged = before if before is not None and before.available else block
-    pool.add(block)
-    return merged
-
-
 def _size_when_grown(block: Block) -> int:
     following = block.next
-    grows = following is not None and not following.mapped
-    return block.size + (following.size if grows and following is not None else 0)
+    return block.size + (0 if following is None or following.mapped else following.size)
 
 
 def _reach(block: Block | None, size: int) -> bool:

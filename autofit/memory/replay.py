@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from autofit.memory.allocator import CachingAllocator, OutOfBudget
-from autofit.memory.blocks import OWN_SEGMENT_ROUNDING_BYTES, ROUNDING_BYTES, Block, round_up
+from autofit.memory.blocks import OWN_SEGMENT_ROUNDING_BYTES, Block
 
 Event: TypeAlias = tuple[int, int]
 """(id, bytes) for an allocation, with ids from 1, and (-id, 0) for its release."""
@@ -149,14 +149,13 @@ def required_bytes(
         resolution: of the bisection, as a share of the limit; at least 2 MiB.
     """
     works = replay(recording, expandable_segments=expandable_segments).peak_reserved_bytes
-    fails = lowest = _indispensable_bytes(recording) - 1
-    limit, doubted = works, 0
-    while limit > lowest + 1:
-        limit = max(limit - max(int(limit * _DECREASE), OWN_SEGMENT_ROUNDING_BYTES), lowest + 1)
+    limit, fails, doubted = works, 0, 0
+    while limit > 0:
+        limit -= max(int(limit * _DECREASE), OWN_SEGMENT_ROUNDING_BYTES)
         held = _held(recording, limit, expandable_segments)
         if held is not None and not held.late_retries:
             limit, doubted = held.peak_reserved_bytes, max(doubted - 1, 0)
-            works, fails = (works, fails) if doubted else (limit, lowest)
+            works, fails = (works, fails) if doubted else (limit, 0)
             continue
         fails, doubted = max(fails, limit), _CONFIRMING_LIMITS
         if held is None or held.last_retries or recording.optional:
@@ -177,20 +176,6 @@ def _held(recording: Recording, limit_bytes: int, expandable: bool) -> Replay | 
         return replay(recording, limit_bytes=limit_bytes, expandable_segments=expandable)
     except OutOfBudget:
         return None
-
-
-def _indispensable_bytes(recording: Recording) -> int:
-    """Return the most bytes in live blocks if nothing optional is allocated."""
-    live: dict[int, int] = {}
-    held = most = 0
-    for event, size in recording.events[: recording.step_ends[-1]]:
-        if event < 0:
-            held -= live.pop(-event, 0)
-        elif event not in recording.optional:
-            live[event] = round_up(size, ROUNDING_BYTES)
-            held += live[event]
-            most = max(most, held)
-    return most
 
 
 def _renumbered(

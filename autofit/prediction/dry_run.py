@@ -22,6 +22,7 @@ import torch
 from autofit.devices.base import Environment
 from autofit.devices.cpu import TracedDevice
 from autofit.devices.gpus import Gpu
+from autofit.equivalence.strategy_context import StrategyContext
 from autofit.errors import (
     AutofitError,
     InvalidArgument,
@@ -31,7 +32,7 @@ from autofit.errors import (
     raised_here,
 )
 from autofit.memory.replay import Recording, replay
-from autofit.plan import Plan, ResolvedPlan
+from autofit.plan import Dimension, Plan, ResolvedPlan, Settings
 from autofit.prediction.breakdown import Labels
 from autofit.prediction.cuda.fake_cuda import fake_cuda
 from autofit.prediction.cuda.roofline import Cost, Operation, cost_on
@@ -43,10 +44,14 @@ from autofit.prediction.cuda.values import (
     is_number,
     is_unsupported,
 )
+from autofit.prediction.sharded import one_of_ranks, ranks_unlike_the_first
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
+from autofit.registry import collect_dimensions
 from autofit.snapshot.objects import live_objects, walk
 from autofit.snapshot.snapshot import preserved
-from autofit.strategy import ALONE, Capabilities, World
+from autofit.space import Space
+from autofit.strategy import Capabilities, Strategy, World
+from autofit.torch_private import gone_in
 from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.builder import TrainingBuilder
 from autofit.training.loss import LossSource
@@ -118,16 +123,13 @@ def dry_run(
         PredictionUnavailable: the user's step needs values; the message names the line.
         Exception: raised by the user's own code.
     """
+    size = resolved.plan.world_size
     run = partial(_run, workload, resolved, gpu, watching)
-    if resolved.plan.world_size == 1:
-        return run()
-    from autofit.prediction.sharded import largest_of_ranks
-
-    return largest_of_ranks(
-        resolved.plan.world_size,
-        run,
-        lambda found: replay(found.recording_on(gpu)).peak_allocated_bytes,
-    )
+    first, others = run(World(size=size))
+    runs = [first, *(run(World(rank=rank, size=size))[0] for rank in dict.fromkeys(others))]
+    if not others:
+        return first
+    return max(runs, key=lambda made: replay(made.recording_on(gpu)).peak_allocated_bytes)
 
 
 def _run(
@@ -135,29 +137,27 @@ def _run(
     resolved: ResolvedPlan,
     gpu: Gpu,
     watching: Watching | None,
-    world: World = ALONE,
-    others: list[int] | None = None,
-) -> DryRun:
-    """Run as one rank; append the ranks that may need more to `others`."""
+    world: World,
+) -> tuple[DryRun, list[int]]:
+    """Run as one rank; return also those that may need more, for the first rank."""
     tracer = CudaTracer(gpu)
     plan, labels = resolved.plan, Labels(tracer)
+    others: list[int] = []
     with ExitStack() as stack:
-        stack.enter_context(_as_rank(world, labels.note_sent))
+        stack.enter_context(one_of_ranks(world, note_sent=labels.note_sent))
         stack.enter_context(stage(tracer, not_copied(workload)))
         stack.enter_context(_explained(plan, tracer))
         copied = meta_copy(workload, tracer)
         builder = TrainingBuilder(lambda: copied, MetaDevice(tracer), seed=0, world=world)
         with builder.training(copied, resolved) as training, labels.watching(training):
             refuse_compiled(training.model)
-            if others is not None:
-                from autofit.prediction.sharded import ranks_unlike_the_first
-
-                others += ranks_unlike_the_first(training)
+            if world.size > 1 and world.rank == 0:
+                others = ranks_unlike_the_first(training)
             sizes = traced_sizes(plan, copied)
             with watching(labels, training) if watching else nullcontext():
                 _run_steps(training, meta_batch(copied, sum(sizes), tracer), tracer, labels)
     parameters = training.plain_model.parameters()
-    return DryRun(
+    made = DryRun(
         micro_batch=sizes[0],
         micro_batches=len(sizes),
         allocations=tracer.allocations,
@@ -168,26 +168,13 @@ def _run(
         has_stand_in_loss=training.loss_source is LossSource.STAND_IN,
         parameters=None if world.size > 1 else sum(each.numel() for each in parameters),
     )
-
-
-@contextmanager
-def _as_rank(world: World, note_sent: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Let this process be that rank; one alone is in no group."""
-    if world.size == 1:
-        yield
-        return
-    from autofit.prediction.sharded import one_of_ranks
-
-    with one_of_ranks(world, note_sent=note_sent):
-        yield
+    return made, others
 
 
 def _run_steps(training: Training, batch: Batch, tracer: CudaTracer, labels: Labels) -> None:
     steps = STEPS
-    if training.world.size > 1:
-        from autofit.prediction.sharded import steps_until_alike
-
-        steps = steps_until_alike(training)
+    if isinstance(training.model, torch.nn.parallel.DistributedDataParallel):
+        steps += 1  # the second lays out the buckets of gradients in the order of the first
     for step in range(steps):
         if step == steps - 1:
             tracer.operations = []
@@ -445,3 +432,77 @@ def _known_alone(tensor: torch.Tensor) -> torch.Tensor:
 def _stateful_parts(workload: Workload) -> dict[str, Any]:
     given = {name: getattr(workload, name) for name in _COPIED}
     return {name: part for name, part in given.items() if isinstance(part, _STATEFUL)}
+
+
+# What a strategy offers where there is no GPU: its dimensions on the meta device.
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The dimensions of a strategy on the meta device.
+
+    Values that can only be found by running the model (levels of checkpointing, say) are missing.
+
+    Attributes:
+        dimensions: by setting.
+        notes: of the strategy, for the reader of a result.
+        answers: what the GPU was asked, and its answers; another that answers alike has the same.
+    """
+
+    dimensions: Mapping[str, Dimension]
+    notes: tuple[str, ...] = ()
+    answers: Mapping[str, object] = field(default_factory=dict)
+
+    def check(self, settings: Settings) -> None:
+        """Refuse settings that are not among the dimensions.
+
+        Raises:
+            InvalidArgument: the strategy has no such setting or value on that GPU.
+            PredictionUnavailable: the value can only be found by running the model.
+        """
+        try:
+            Space(self.dimensions, sample_batch_size=1).complete(settings)
+        except InvalidArgument as error:
+            if self.notes:
+                raise _takes_a_run(f"{error}; {'; '.join(self.notes)}") from error
+            raise
+
+
+def offered(strategy: Strategy, workload: Workload, gpu: Gpu, world_size: int = 1) -> Offered:
+    """Return what a strategy offers for a workload on that many GPUs.
+
+    Raises:
+        PredictionUnavailable: the dimensions can only be found by running the model.
+    """
+    tracer = CudaTracer(gpu)
+    world, device = World(size=world_size), MetaDevice(tracer)
+    builder = TrainingBuilder(lambda: meta_copy(workload, tracer), device, seed=0, world=world)
+    context = StrategyContext(builder, [])
+    try:
+        with stage(tracer, not_copied(workload)):
+            dimensions = collect_dimensions([strategy], context)
+    except Exception as error:
+        own = str(error) if isinstance(error, PredictionUnavailable) else gone_in(error)
+        why = own or f"{type(error).__name__}: {error}"
+        raise _takes_a_run(
+            f"the meaning of a setting of {strategy.name!r} is unknown: {why}"
+        ) from error
+    return Offered(dimensions, tuple(context.notes), tracer.answers)
+
+
+def meta_dimensions(
+    strategy: Strategy, settings: Settings, workload: Workload, gpu: Gpu, world_size: int = 1
+) -> Mapping[str, Dimension]:
+    """Return the dimensions that a strategy offers on that many GPUs, among them these settings.
+
+    Raises:
+        InvalidArgument: the strategy has no such setting or value on that GPU.
+        PredictionUnavailable: the setting or the value can only be found by running the model.
+    """
+    found = offered(strategy, workload, gpu, world_size)
+    found.check(settings)
+    return found.dimensions
+
+
+def _takes_a_run(why: str) -> PredictionUnavailable:
+    return PredictionUnavailable(f"{why}. Pass the report that found them as plan=, or probe")

@@ -12,16 +12,16 @@ import atexit
 import importlib
 import os
 import pickle
+import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -65,7 +65,7 @@ def in_worker(
         Exception: raised by the function, or by the user's code in it.
     """
     call = _written(function, workload, arguments)
-    run = partial(_run, _Surroundings.here(), call, progress is not None)
+    run = partial(_run, _surroundings(), call, progress is not None)
     with _shared.lock:
         _shared.progress = progress
         try:
@@ -145,41 +145,35 @@ atexit.register(lambda: _shared.close())
 # In the worker.
 
 
-@dataclass(frozen=True)
-class _Surroundings:
-    """What code finds in its process besides its arguments."""
+def _surroundings() -> tuple[Any, ...]:
+    """Return what code finds in its process besides its arguments."""
+    folder = None
+    with suppress(OSError):  # it may have been removed
+        folder = os.getcwd()
+    return sys.path, dict(os.environ), folder, process.computing()
 
-    sys_path: tuple[str, ...]
-    environment: Mapping[str, str]
-    folder: str | None
-    computing: Mapping[str, Any]
 
-    @classmethod
-    def here(cls) -> _Surroundings:
-        folder = None
-        with suppress(OSError):  # it may have been removed
-            folder = os.getcwd()
-        return cls(tuple(sys.path), dict(os.environ), folder, process.computing())
-
-    def enter(self) -> None:
-        """Give this process the same."""
-        sys.path[:] = self.sys_path
-        for name in _sent_before - self.environment.keys():
-            os.environ.pop(name, None)
-        os.environ.update(self.environment)
-        _sent_before.clear()
-        _sent_before.update(self.environment)
-        if self.folder is not None:
-            with suppress(OSError):
-                os.chdir(self.folder)
-        process.restore(self.computing)
+def _enter(
+    path: Sequence[str], environment: Mapping[str, str], folder: Any, computing: Any
+) -> None:
+    """Give this process the surroundings of another."""
+    sys.path[:] = path
+    for name in _sent_before - environment.keys():
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    _sent_before.clear()
+    _sent_before.update(environment)
+    if folder is not None:
+        with suppress(OSError):
+            os.chdir(folder)
+    process.restore(computing)
 
 
 _sent_before: set[str] = set()
 
 
-def _run(surroundings: _Surroundings, call: bytes, tells: bool, session: Session) -> Any:
-    surroundings.enter()
+def _run(surroundings: tuple[Any, ...], call: bytes, tells: bool, session: Session) -> Any:
+    _enter(*surroundings)
     _forget_changed_modules()
     function, workload, arguments = pickle.loads(call)
     named = {"progress": session.on_stage} if tells else {}
@@ -213,21 +207,18 @@ def _immediate_exits_raised() -> Iterator[None]:
 _own_modules = frozenset(sys.modules)
 _files: dict[str, tuple[str, int]] = {}
 """By name of a module of the user's that was imported here: its file, and when that was written."""
+_INSTALLED = re.compile("site-packages|dist-packages")
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 
 
 def _note_modules() -> None:
     """Note the user's modules: those in no library and in no folder of installed packages."""
     for name, module in list(sys.modules.items()):
-        if name not in _own_modules and name not in _files and (found := _file_of(module)):
-            _files[name] = found, _written_at(found)
-
-
-def _file_of(module: ModuleType) -> str | None:
-    file = getattr(module, "__file__", None)
-    if not isinstance(file, str) or "site-packages" in file or "dist-packages" in file:
-        return None
-    return None if file.startswith(_LIBRARIES) else file
+        file = getattr(module, "__file__", None)
+        if name in _own_modules or not isinstance(file, str):
+            continue
+        if not file.startswith(_LIBRARIES) and not _INSTALLED.search(file):
+            _files.setdefault(name, (file, _written_at(file)))
 
 
 def _written_at(file: str) -> int:
@@ -240,16 +231,10 @@ def _written_at(file: str) -> int:
 def _forget_changed_modules() -> None:
     """Import the user's modules anew where one was edited, or another now bears its name."""
     importlib.invalidate_caches()
-    if any(_has_changed(name, *known) for name, known in _files.items()):
-        for name in _files:
-            sys.modules.pop(name, None)
-        _files.clear()
-
-
-def _has_changed(name: str, file: str, written_at: int) -> bool:
-    if _written_at(file) != written_at:
-        return True
-    if "." in name:
-        return False  # its package tells
-    found = PathFinder.find_spec(name)
-    return found is not None and found.origin != file
+    for name, (file, written_at) in _files.items():
+        found = None if "." in name else PathFinder.find_spec(name)  # its package tells
+        if _written_at(file) != written_at or (found is not None and found.origin != file):
+            for each in _files:
+                sys.modules.pop(each, None)
+            _files.clear()
+            return

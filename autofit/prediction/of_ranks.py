@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan, check_count
-from autofit.space import Space
 
 if TYPE_CHECKING:
     from autofit.training.workload import Workload
@@ -22,9 +21,9 @@ def plan_of_ranks(workload: Workload, plan: Plan | None, world_size: int | None)
         InvalidArgument: the plan says another number, or its samples cannot be shared by so many.
     """
     if plan is None:
-        ranks = 1 if world_size is None else check_count("world_size", world_size)
-        global_batch = workload.global_batch
-        return Space({}, workload.sample_batch_size, global_batch, world_size=ranks).baseline
+        return workload.plan(
+            world_size=1 if world_size is None else check_count("world_size", world_size)
+        )
     if world_size is None or check_count("world_size", world_size) == plan.world_size:
         return plan
     if plan.world_size > 1:

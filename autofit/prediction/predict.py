@@ -19,7 +19,7 @@ from autofit.notebook import shown
 from autofit.plan import Dimension, Plan, ResolvedPlan, settings_of
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.cuda.roofline import Cost
-from autofit.prediction.dry_run import dry_run
+from autofit.prediction.dry_run import dry_run, meta_dimensions
 from autofit.prediction.dry_run_worker import in_worker
 from autofit.prediction.needs import (
     MOST,
@@ -29,7 +29,6 @@ from autofit.prediction.needs import (
     told,
 )
 from autofit.prediction.of_ranks import NCCL_UNKNOWN, plan_of_ranks
-from autofit.prediction.offered import meta_dimensions
 from autofit.registry import load_strategies, resolve, strategies_of
 from autofit.space import Space
 from autofit.strategy import Phase, Strategy
@@ -204,7 +203,7 @@ class Calibration:
         non_torch_bytes: bytes that a process holds outside the allocator.
     """
 
-    non_torch_bytes: int
+    non_torch_bytes: Amount
 
     @classmethod
     def learn(cls, measurement: Measurement) -> Calibration:
@@ -233,16 +232,10 @@ class Calibration:
         Raises:
             InvalidArgument: the value is neither.
         """
-        if given is None or isinstance(given, Calibration):
-            return given
-        if isinstance(given, Mapping) and (not given or "non_torch_bytes" in given):
-            return cls(given["non_torch_bytes"]) if given else None
-        raise InvalidArgument(
-            f"calibration must be that of a report, or a Calibration, got {given!r}"
-        )
-
-    def __post_init__(self) -> None:
-        from_json(self.non_torch_bytes, Amount, "a calibration's non_torch_bytes")
+        if not given:
+            return None
+        data = to_json(given) if isinstance(given, Calibration) else given
+        return from_json(data, cls, "the calibration")
 
 
 def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Prediction:

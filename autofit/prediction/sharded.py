@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -26,7 +26,6 @@ _FSDP = "torch.distributed.fsdp._fully_shard"
 _WITH_HANDLES = ("_fsdp_collectives", "_fsdp_init", "_fsdp_param_group", "_fsdp_state")
 _HANDLE = "_get_device_handle"
 _META = torch.device("meta")
-_Run = TypeVar("_Run")
 
 
 @contextmanager
@@ -40,13 +39,16 @@ def one_of_ranks(
     Enter it before what replaces parts of torch: modules of torch are imported here.
 
     Args:
-        world: the rank, and how many there are.
+        world: the rank, and how many there are; one alone is in no group.
         device: what shards are on.
         note_sent: called with each tensor that ranks add up in place.
 
     Raises:
         PredictionUnavailable: this torch lacks a part that is used.
     """
+    if world.size == 1:
+        yield
+        return
     check("dry run of several ranks")
     hook = sys.excepthook  # which puts the rank before each line from now on
     torch.distributed.init_process_group(
@@ -63,22 +65,6 @@ def one_of_ranks(
     finally:
         torch.distributed.destroy_process_group()
         sys.excepthook = hook
-
-
-def largest_of_ranks(
-    size: int, run: Callable[[World, list[int]], _Run], need: Callable[[_Run], int]
-) -> _Run:
-    """Return the run of the rank that needs most.
-
-    Args:
-        size: how many ranks there are.
-        run: runs as a rank of the world; the first one appends further ranks that may need more.
-        need: what a run needs.
-    """
-    others: list[int] = []
-    runs = [run(World(size=size), others)]
-    runs += [run(World(rank=rank, size=size), []) for rank in dict.fromkeys(others)]
-    return max(runs, key=need)
 
 
 def ranks_unlike_the_first(training: Training) -> list[int]:
@@ -104,16 +90,6 @@ def ranks_unlike_the_first(training: Training) -> list[int]:
             ]
             ranks += [shares.index(max(shares)), size - 1]
     return [rank for rank in ranks if rank != 0]
-
-
-def steps_until_alike(training: Training) -> int:
-    """Return how many steps to run so that further ones repeat the last.
-
-    One more than on one device where the second lays out the buckets of gradients anew, in the
-    order in which the first made them.
-    """
-    replicated = isinstance(training.model, torch.nn.parallel.DistributedDataParallel)
-    return 3 if replicated else 2
 
 
 def _replacements(

@@ -57,7 +57,7 @@ def variant_lines(
     Nothing is raised: a variant that cannot be predicted has no line, and a note says why. Values
     that are costly to try are left out, and so are the last ones if `timeout_s` is too short.
     """
-    predict = _within(timeout_s, _dry_runs(workload, space, gpu, strategies))
+    predict = _dry_runs(workload, space, gpu, strategies, timeout_s)
     memory: dict[VariantKey, Line] = {}
     times: dict[VariantKey, Line] = {}
     notes: dict[str, None] = {}
@@ -189,37 +189,28 @@ def time_line(predictions: Sequence[Prediction]) -> Line | None:
 
 
 def _dry_runs(
-    workload: Workload, space: Space, gpu: Gpu, strategies: Sequence[Strategy]
+    workload: Workload, space: Space, gpu: Gpu, strategies: Sequence[Strategy], timeout_s: float
 ) -> _Predict:
+    """Return a function with a cache, which raises `_OutOfTime` if a call would take too long."""
     steps = 1 if space.global_batch is None else min(space.baseline.accumulation_steps, 2)
-
-    def predict(settings: Settings, micro_batch: int) -> Prediction:
-        plan = Plan(
-            micro_batch,
-            accumulation_steps=steps,
-            settings=settings,
-            world_size=space.world_size,
-        )
-        return predict_resolved(workload, resolve(plan, space, strategies), gpu)
-
-    return predict
-
-
-def _within(timeout_s: float, predict: _Predict) -> _Predict:
-    """Return the function with a cache, raising `_OutOfTime` if a call would take too long."""
-    began = time.monotonic()
-    longest = 0.0
+    began, longest = time.monotonic(), 0.0
     known: dict[tuple[VariantKey, int], Prediction] = {}
 
-    def timed(settings: Settings, micro_batch: int) -> Prediction:
+    def predict(settings: Settings, micro_batch: int) -> Prediction:
         nonlocal longest
         asked = variant_key(settings), micro_batch
         if asked not in known:
             start = time.monotonic()
             if start - began + longest > timeout_s:
                 raise _OutOfTime
-            known[asked] = predict(settings, micro_batch)
+            plan = Plan(
+                micro_batch,
+                accumulation_steps=steps,
+                settings=settings,
+                world_size=space.world_size,
+            )
+            known[asked] = predict_resolved(workload, resolve(plan, space, strategies), gpu)
             longest = max(longest, time.monotonic() - start)
         return known[asked]
 
-    return timed
+    return predict

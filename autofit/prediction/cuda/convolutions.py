@@ -16,6 +16,7 @@ that one, as `autofit.memory.replay` does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -171,20 +172,35 @@ def copied_operands(convolution: Convolution, operands: Any) -> list[int]:
     return [each.nbytes for each in operands if not each.is_contiguous(memory_format=layout)]
 
 
-def of_forward(args: Any, result: torch.Tensor) -> Convolution:
-    """Return the convolution that `aten::convolution` was called for."""
-    data, weight, _, stride, _, dilation, transposed, _, groups = args
-    if transposed:  # its forward pass is a data gradient, with result and data swapped
-        return _convolution(result, weight, data, stride, dilation, groups)
-    return _convolution(data, weight, result, stride, dilation, groups)
+def convolution_of(
+    name: str, args: Any, result: Any
+) -> tuple[Convolution, list[Direction], Sequence[torch.Tensor]]:
+    """Return what `aten::convolution` or its backward was called for, and its operands.
 
-
-def of_backward(args: Any) -> Convolution:
-    """Return the convolution that `aten::convolution_backward` was called for."""
-    gradient, data, weight, _, stride, _, dilation, transposed, _, groups = args[:10]
+    A transposed convolution is the gradient of another's data: data and result change places.
+    """
+    if name == "convolution":
+        data, weight, _, stride, _, dilation, transposed, _, groups = args
+        operands, directions = args[:2], [Direction.FORWARD]
+    else:
+        result, data, weight, _, stride, _, dilation, transposed, _, groups, wanted = args
+        pairs = zip((Direction.DATA, Direction.WEIGHT), wanted, strict=False)
+        operands, directions = args[:3], [direction for direction, wants in pairs if wants]
     if transposed:
-        return _convolution(gradient, weight, data, stride, dilation, groups)
-    return _convolution(data, weight, gradient, stride, dilation, groups)
+        data, result = result, data
+        swapped = {Direction.FORWARD: Direction.DATA, Direction.DATA: Direction.FORWARD}
+        directions = [swapped.get(direction, direction) for direction in directions]
+    convolution = Convolution(
+        tuple(data.shape),
+        tuple(weight.shape),
+        tuple(result.shape),
+        data.dtype,
+        _layout(data, weight) is not torch.contiguous_format,
+        tuple(stride),
+        tuple(dilation),
+        groups,
+    )
+    return convolution, directions, operands
 
 
 def _layout(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
@@ -192,12 +208,3 @@ def _layout(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
     last = CHANNELS_LAST.get(data.dim(), torch.contiguous_format)
     suggested = suggest_memory_format(data), suggest_memory_format(weight)
     return last if last in suggested else torch.contiguous_format
-
-
-def _convolution(
-    data: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, *options: Any
-) -> Convolution:
-    stride, dilation, groups = options
-    shapes = tuple(data.shape), tuple(weight.shape), tuple(result.shape)
-    channels_last = _layout(data, weight) is not torch.contiguous_format
-    return Convolution(*shapes, data.dtype, channels_last, tuple(stride), tuple(dilation), groups)

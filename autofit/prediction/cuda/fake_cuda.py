@@ -56,7 +56,7 @@ def fake_cuda(
         PredictionUnavailable: this torch lacks a part that is replaced.
     """
     mode = _CudaIsMeta(note, on_gpu)
-    patches = (_torch_cuda(gpu), _random(), _no_context(note), _reads(note), _amp(), _optimizers())
+    patches = (_torch_cuda(gpu), _random(), _no_context(note), _amp(), _optimizers())
     check("dry run")
     with ExitStack() as stack:
         stack.enter_context(_cuda_kernels(gpu))
@@ -331,26 +331,6 @@ class _HostGenerator(torch.Generator):
 
     def __new__(cls, device: Any = "cpu") -> _HostGenerator:
         return super().__new__(cls)
-
-
-def _reads(note: Callable[[Exception], None]) -> Iterator[Patch]:
-    """Note errors of reading a tensor's values in ways that are not torch functions."""
-
-    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            except Exception as error:
-                note(error)
-                raise
-
-        return call
-
-    for kind in (torch.UntypedStorage, torch.TypedStorage):
-        yield kind, "__getitem__", noted(kind.__getitem__)
-    packs: Any = torch.utils.dlpack
-    for module in (torch, packs):
-        yield module, "to_dlpack", noted(packs.to_dlpack)
 
 
 def _amp() -> Iterator[Patch]:

@@ -21,11 +21,9 @@ from autofit.memory.replay import Recording
 from autofit.memory.tracer import MemoryTracer, tensors_in
 from autofit.prediction.cuda import operators, rnn
 from autofit.prediction.cuda.convolutions import (
-    Direction,
+    convolution_of,
     copied_operands,
     in_layout_of_cudnn,
-    of_backward,
-    of_forward,
     workspace_bytes,
 )
 from autofit.prediction.cuda.operators import in_memory_of_all_losses, is_in_place
@@ -224,13 +222,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         Returns:
             The sizes of both.
         """
-        if name == "convolution":
-            directions, operands = [_direction(Direction.FORWARD, transposed=args[6])], args[:2]
-            convolution = of_forward(args, result)
-        else:
-            convolution, operands = of_backward(args), args[:3]
-            wanted = zip((Direction.DATA, Direction.WEIGHT), args[-1], strict=False)
-            directions = [_direction(each, transposed=args[7]) for each, wants in wanted if wants]
+        convolution, directions, operands = convolution_of(name, args, result)
         sizes: list[Size] = [*copied_operands(convolution, operands)]
         self.allocate_in_order(sizes)
         for direction in directions:
@@ -264,12 +256,6 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         if owner not in self._has_workspace:
             self._has_workspace.add(owner)
             self._allocate(size)
-
-
-def _direction(direction: Direction, *, transposed: bool) -> Direction:
-    """Return what cuDNN computes: a transposed convolution is the gradient of another's data."""
-    swapped = {Direction.FORWARD: Direction.DATA, Direction.DATA: Direction.FORWARD}
-    return swapped.get(direction, direction) if transposed else direction
 
 
 def in_backward() -> bool:
@@ -315,25 +301,17 @@ class ShapeCache:
 
     def check(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> None:
         """Raise what an in-place operator of other tensors raises for arguments of such shapes."""
-        if not any(True for _ in tensors_in(args[1:])):
+        if not tensors_in(args[1:]):
             return
-        try:
-            key = func, tuple(map(_key, args)), tuple((k, _key(v)) for k, v in kwargs.items())
-        except _CannotBeKept:
-            key = None
+        key = _call_key(func, args, kwargs)
         if key is None or key not in self._accepted:
             run(func, args, kwargs)
-        if key is not None:
             self._accepted.add(key)
 
     def result(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Return what `run(func, args, kwargs)` returns, or new tensors that look the same."""
-        if not _makes_new_tensors(func):
-            return run(func, args, kwargs)
-        try:
-            named = tuple((name, _key(value)) for name, value in kwargs.items())
-            key = func, torch.get_default_dtype(), tuple(map(_key, args)), named
-        except _CannotBeKept:
+        key = _call_key(func, args, kwargs) if _makes_new_tensors(func) else None
+        if key is None:
             return run(func, args, kwargs)
         if (known := self._looks.get(key)) is not None:
             kind, looks = known
@@ -346,6 +324,15 @@ class ShapeCache:
             looks = [None if tensor is None else _look(tensor) for tensor in tensors]
             self._looks[key] = type(result) if several else None, looks
         return result
+
+
+def _call_key(func: Any, args: Any, kwargs: Any) -> Hashable | None:
+    """Return what decides on an operator's result; None where that is more than shapes."""
+    try:
+        named = tuple((name, _key(value)) for name, value in kwargs.items())
+        return func, torch.get_default_dtype(), tuple(map(_key, args)), named
+    except _CannotBeKept:
+        return None
 
 
 @cache
