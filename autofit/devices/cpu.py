@@ -25,7 +25,7 @@ from autofit.strategy import Capabilities
 
 
 class TracedDevice:
-    """The memory of a device whose tensors pass a tracer into the simulated allocator."""
+    """A `Device` whose tensors pass a tracer into the simulated allocator."""
 
     exclusive_key: str | None = None
 
@@ -47,22 +47,18 @@ class TracedDevice:
         return self._tracer.aside()
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself."""
         return tensor
 
     def mark(self) -> float:
-        """Return the time of the host's monotonic clock."""
         return perf_counter()
 
     def seconds_between(self, earlier: float, later: float) -> float:
-        """Return the difference of two times."""
         return later - earlier
 
     def synchronize(self) -> None:
         """Do nothing: work is done when its call returns."""
 
     def read(self) -> MemoryReading:
-        """Return the simulated allocator's counters."""
         return MemoryReading(
             allocated_bytes=self._allocator.allocated_bytes,
             reserved_bytes=self._allocator.reserved_bytes,
@@ -73,27 +69,21 @@ class TracedDevice:
         )
 
     def allocated_bytes(self) -> int:
-        """Return bytes in live tracked tensors."""
         return self._allocator.allocated_bytes
 
     def reset_peaks(self) -> None:
-        """Restart the peaks at the current values."""
         self._allocator.reset_peaks()
 
     def release_cache(self) -> None:
-        """Release cached segments."""
         self._allocator.empty_cache()
 
     def foreign_bytes(self) -> int | None:
-        """Return 0: no other process allocates in the simulated allocator."""
         return 0
 
     def busy_percent(self) -> int | None:
-        """Return None: nobody counts."""
         return None
 
     def busy(self) -> str | None:
-        """Return None: no other process computes on a simulated device."""
         return None
 
     def close(self) -> None:
@@ -128,15 +118,14 @@ class CpuDevice(TracedDevice):
     @property
     def capabilities(self) -> Capabilities:
         """bfloat16 where the processor multiplies in it; the rest is for GPUs."""
-        return Capabilities(device_type="cpu", bfloat16=_multiplies_bfloat16())
+        flags = Path("/proc/cpuinfo").read_text()
+        return Capabilities("cpu", bfloat16="avx512_bf16" in flags or "amx_bf16" in flags)
 
     @property
     def environment(self) -> Environment:
-        """The host and versions."""
         return Environment("cpu", gpu=None, capability=None, total_bytes=self.total_bytes)
 
     def limit(self, vram_budget_bytes: int) -> None:
-        """Refuse segments beyond the budget."""
         self._allocator.limit_bytes = vram_budget_bytes
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -149,11 +138,9 @@ class CpuDevice(TracedDevice):
         return model
 
     def busy(self) -> str | None:
-        """Return the load of the host, if others use much of its cores."""
         return load_of_others()
 
     def check_health(self) -> None:
-        """Sum a small tensor."""
         total = float(torch.ones(1024, dtype=torch.float32, device="cpu").sum())
         if total != 1024.0:
             raise DeviceUnavailable(f"the CPU computed {total} as the sum of 1024 ones")
@@ -195,8 +182,3 @@ def _numbers(path: Path) -> dict[str, int]:
     """Return the first number of each line, by the line's first word."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0]: int(words[1]) for words in lines}
-
-
-def _multiplies_bfloat16() -> bool:
-    flags = Path("/proc/cpuinfo").read_text()
-    return "avx512_bf16" in flags or "amx_bf16" in flags

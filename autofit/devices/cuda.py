@@ -40,6 +40,7 @@ Loops that log their memory call these after each step, which would hide a probe
 _VALUES = "EMULATED_GPU_VALUES"
 """The variable that is "0" on an emulated GPU whose kernels are launched into nothing."""
 _NO_KERNEL = frozenset({98, 209, 222})  # invalid function, no kernel image, PTX that is too new
+_NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 _OUT_OF_MEMORY = 2
 _FULL_BYTES = 64 * 2**20  # with so little left, what runs out of memory may be the device
 
@@ -55,28 +56,8 @@ def why_none() -> str:
     return code[0] if code else re.split(r"\.\s+(?=[A-Z])", text, maxsplit=1)[0].rstrip(".")
 
 
-def _check_allocator() -> None:
-    """Refuse to work without the caching allocator, which counts and caps."""
-    name = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-    if name in os.environ:  # torch asks whether it is set, to whatever
-        raise DeviceUnavailable(
-            f"{name}={os.environ[name]!r} disables torch's caching allocator, so "
-            "memory cannot be counted or limited: unset it"
-        )
-
-
-def _no_kernel(device: torch.device) -> str:
-    major, minor = torch.cuda.get_device_capability(device)
-    return (
-        f"{device} ({torch.cuda.get_device_name(device)}) has compute capability "
-        f"{major}.{minor}, but torch {torch.__version__} only has kernels for "
-        f"{', '.join(torch.cuda.get_arch_list())}: install a torch build that "
-        "supports it, or choose another device"
-    )
-
-
 class CudaDevice:
-    """A GPU used by this process; the constructor creates the CUDA context.
+    """A `Device` on a GPU; the constructor creates the CUDA context.
 
     Args:
         name: "cuda:1"; without an index the current device of this process.
@@ -95,7 +76,11 @@ class CudaDevice:
                 'device="cpu", or check that a GPU is visible and that the driver '
                 "matches the torch build"
             )
-        _check_allocator()
+        if _NO_CACHING in os.environ:  # torch asks whether it is set, to whatever
+            raise DeviceUnavailable(
+                f"{_NO_CACHING}={os.environ[_NO_CACHING]!r} disables torch's caching allocator, so "
+                "memory cannot be counted or limited: unset it"
+            )
         self._makes_context = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
         self._current_before = 0 if self._makes_context else torch.cuda.current_device()
         index = torch.device(name).index
@@ -131,7 +116,6 @@ class CudaDevice:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The native features of the GPU."""
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         return Capabilities(
             device_type="cuda",
@@ -143,7 +127,6 @@ class CudaDevice:
 
     @property
     def environment(self) -> Environment:
-        """GPU, driver and versions."""
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         return Environment(
             device=str(self.torch_device),
@@ -172,7 +155,6 @@ class CudaDevice:
         return nullcontext()
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on the GPU."""
         return tensor.to(self.torch_device, non_blocking=True)
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -188,25 +170,20 @@ class CudaDevice:
             return tensor
 
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move the model to the GPU, and return it."""
         return model.to(self.torch_device)
 
     def mark(self) -> torch.cuda.Event:
-        """Record an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
         event.record()
         return event
 
     def seconds_between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
-        """Return the seconds between two events, once the device has passed both."""
         return float(earlier.elapsed_time(later)) / 1e3
 
     def synchronize(self) -> None:
-        """Wait for all work on the GPU."""
         torch.cuda.synchronize(self.torch_device)
 
     def read(self) -> MemoryReading:
-        """Return the caching allocator's statistics, and the process's bytes outside it."""
         statistics = self._statistics.read()
         reserved = int(statistics.get("reserved_bytes.all.current", 0))
         return MemoryReading(
@@ -223,7 +200,6 @@ class CudaDevice:
         return int(torch.cuda.memory_allocated(self.torch_device))
 
     def reset_peaks(self) -> None:
-        """Restart the peaks at the current values."""
         self._statistics.restart_peaks()
 
     def release_cache(self) -> None:
@@ -232,7 +208,6 @@ class CudaDevice:
         torch.cuda.empty_cache()
 
     def check_health(self) -> None:
-        """Sum a small tensor and synchronize."""
         total = torch.ones(1024, device=self.torch_device).sum()
         self.synchronize()
         if total.item() != 1024.0 and os.environ.get(_VALUES) != "0":
@@ -245,10 +220,18 @@ class CudaDevice:
         try:
             self.check_health()
         except torch.AcceleratorError as error:
-            code = getattr(error, "error_code", None)
+            code, device = getattr(error, "error_code", None), self.torch_device
             if code in _NO_KERNEL:
-                raise DeviceUnavailable(_no_kernel(self.torch_device)) from error
-            if code == _OUT_OF_MEMORY and (free := self._free_bytes()) > _FULL_BYTES:
+                major, minor = torch.cuda.get_device_capability(device)
+                raise DeviceUnavailable(
+                    f"{device} ({torch.cuda.get_device_name(device)}) has compute capability "
+                    f"{major}.{minor}, but torch {torch.__version__} only has kernels for "
+                    f"{', '.join(torch.cuda.get_arch_list())}: install a torch build that "
+                    "supports it, or choose another device"
+                ) from error
+            if code != _OUT_OF_MEMORY:
+                raise
+            if (free := int(torch.cuda.mem_get_info(device)[0])) > _FULL_BYTES:
                 raise DeviceUnavailable(
                     f"{self.torch_device} has {format_bytes(free)} free, but the driver cannot "
                     "allocate pinned host memory, which every copy to the host needs: free "
@@ -258,15 +241,12 @@ class CudaDevice:
             raise
 
     def foreign_bytes(self) -> int | None:
-        """Return the bytes used on the GPU less those of this process."""
         return max(self._used_bytes() - self._own_bytes(), 0)
 
     def busy_percent(self) -> int | None:
-        """Return NVML's utilization; None where it does not tell."""
         return self._nvml.busy_percent()
 
     def busy(self) -> str | None:
-        """Return how much other processes hold and compute on the GPU, if it is much."""
         percent, held = self._nvml.busy_percent() or 0, self.foreign_bytes() or 0
         parts = [f"other processes ran kernels for {percent} % of the time"] * (percent >= _BUSY)
         parts += [f"other processes hold {format_bytes(held)}"] * (
@@ -289,10 +269,6 @@ class CudaDevice:
             return used
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return int(total - free)
-
-    def _free_bytes(self) -> int:
-        """Return the bytes that nobody holds, as the driver counts them."""
-        return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def _reserved_bytes(self) -> int:
         return int(torch.cuda.memory_reserved(self.torch_device))

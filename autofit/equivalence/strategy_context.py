@@ -46,23 +46,19 @@ class StrategyContext:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
         return self._builder.device.torch_device
 
     @property
     def capabilities(self) -> Capabilities:
-        """The native abilities of the device."""
         return self._builder.device.capabilities
 
     @cached_property
     def samples_per_step(self) -> int:
-        """The global batch of the workload; without one, the samples of its sample batch."""
         workload = self._builder.fresh_workload()
         return workload.global_batch or workload.sample_batch_size
 
     @property
     def world(self) -> World:
-        """The ranks that train together."""
         return self._builder.world
 
     @cached_property
@@ -85,7 +81,6 @@ class StrategyContext:
         return self._training.model
 
     def with_training(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
-        """Return `run(training, batch)` of a plain training of a fresh model."""
         self._check_allowed(micro_batch)
         self.close()  # a large model fits on the device once
         self._builder.reclaim()
@@ -142,7 +137,6 @@ class StrategyContext:
         return self._comparer
 
     def note(self, text: str) -> None:
-        """Append the text to `notes`."""
         self.notes.append(text)
 
     def close(self) -> None:

@@ -57,7 +57,11 @@ def apply(
     from autofit.training.workload import check_lists_end
 
     functions = {name: value for name, value in given.items() if value is not None}
-    _check_has_loss(record, functions)
+    if record.lacks_loss and not functions.keys() & _LOSSES:  # any scalar shows memory and speed
+        raise InvalidArgument(
+            f"the search was given no loss and took {record.workload['loss']}, which is nothing to "
+            "train by: give report.apply loss_fn= or criterion="
+        )
     recipe = _recipe(record, workload, functions)
     device = _device_of(model)
     check_lists_end(model)
@@ -69,7 +73,11 @@ def apply(
         made = partial(build_optimizer, optimizer, place=None)
     else:
         _check_live(optimizer, model, has_training_step=recipe.training_step is not None)
-    _check_free(model, optimizer)
+    if any(training.holds(model, optimizer) for training in _TRAININGS):
+        raise InvalidArgument(  # the strategies would be applied to it twice
+            "this model or optimizer is in a training that has not ended: leave its with block, or "
+            "call its undo(), before you call report.apply again"
+        )
     training = Training(
         model,
         made,
@@ -93,19 +101,6 @@ def apply(
 
 _TRAININGS: WeakSet[Training] = WeakSet()
 """All that were returned, and that somebody still holds."""
-
-
-def _check_free(model: torch.nn.Module, optimizer: Any) -> None:
-    """Refuse what an open training has changed: the strategies would be applied to it twice.
-
-    Raises:
-        InvalidArgument: a training of the model or of one of the optimizers has not ended.
-    """
-    if any(training.holds(model, optimizer) for training in _TRAININGS):
-        raise InvalidArgument(
-            "this model or optimizer is in a training that has not ended: leave its with block, or "
-            "call its undo(), before you call report.apply again"
-        )
 
 
 def _samples(record: Record, batched: Iterable[str] | None) -> Samples:
@@ -153,18 +148,6 @@ def _world_of(plan: Plan) -> World:
             "report.apply"
         )
     return world
-
-
-def _check_has_loss(record: Record, functions: Mapping[str, Any]) -> None:
-    """Refuse to train on what stood in for a loss in a search without one.
-
-    Any scalar shows memory and speed, but nobody wants to train on it.
-    """
-    if record.lacks_loss and not functions.keys() & _LOSSES:
-        raise InvalidArgument(
-            f"the search was given no loss and took {record.workload['loss']}, which is nothing to "
-            "train by: give report.apply loss_fn= or criterion="
-        )
 
 
 def _recipe(record: Record, workload: Workload | None, functions: dict[str, Any]) -> Recipe:

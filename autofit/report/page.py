@@ -39,9 +39,8 @@ def page(record: Record, place: Place = IN_PYTHON) -> str:
         _section(counted(len(record.trials), "trial"), _trials(record), kind="long"),
         f'<div class="more">{"".join(_folded(record, place))}</div>',
         "</main>",
-        _footer(record.version),
     ]
-    return _document(answer.title, body)
+    return _document(answer.title, body, record.version)
 
 
 def page_of_charts(
@@ -65,12 +64,11 @@ def page_of_charts(
         f'<main><div class="cards">{cards}</div>',
         *map(_figure, drawn),
         "</main>",
-        _footer(version),
     ]
-    return _document(title, body)
+    return _document(title, body, version)
 
 
-def _document(title: str, body: Iterable[str]) -> str:
+def _document(title: str, body: Iterable[str], version: str) -> str:
     style, script = _resource("page.css"), _resource("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
@@ -81,7 +79,8 @@ def _document(title: str, body: Iterable[str]) -> str:
         '<meta name="color-scheme" content="light dark">'
         f"<title>autofit: {escape(title)}</title><style>{style}</style>"
     )
-    written = "\n".join(body)
+    footer = f"<footer>autofit {escape(version)}. This file loads nothing.</footer>"
+    written = "\n".join([*body, footer])
     return (
         f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n'
         f"<body>\n{written}\n<script>{script}</script>\n</body>\n</html>\n"
@@ -160,24 +159,20 @@ def _trial(trial: Trial, record: Record) -> str:
         "bad": not trial.ok,
         "vetoed": trial.kind is TrialKind.VETOED,
     }
-    values: dict[str, object] = {
+    values = {
         "trial": trial.number,
-        "samples/s": trial.samples_per_second,
-        "memory": measured.held_bytes,
-        "step": measured.step_time_s,
+        "samples/s": trial.samples_per_second or "",
+        "memory": measured.held_bytes or "",
+        "step": measured.step_time_s or "",
     }
     cells = zip(TRIAL_TITLES, trial_cells(trial, record), strict=True)
     written = "".join(
         f'<td class="{"number" * (name in _NUMBERS)}" data-label="{name}" '
-        f'data-value="{_value(values.get(name, text))}">{_breakable(text)}</td>'
+        f'data-value="{escape(str(values.get(name, text)))}">{_breakable(text)}</td>'
         for name, text in cells
     )
     kind = " ".join(name for name, is_so in kinds.items() if is_so)
     return f'<tr class="{kind}" data-outcome="{measured.outcome.value}">{written}</tr>'
-
-
-def _value(value: object) -> str:
-    return "" if value is None else escape(str(value))
 
 
 def _folded(record: Record, place: Place) -> Iterator[str]:
@@ -206,11 +201,7 @@ def _unfolded(section: Section) -> Iterator[str]:
         yield f'<table class="facts">{head}<tbody>{rows}</tbody></table>'
 
 
-def _footer(version: str) -> str:
-    return f"<footer>autofit {escape(version)}. This file loads nothing.</footer>"
-
-
-def _section(title: str, parts: Iterable[str], *, kind: str = "") -> str:
+def _section(title: str, parts: Iterable[str], *, kind: str) -> str:
     return f'<section class="{kind}"><h2>{escape(title)}</h2>{"".join(parts)}</section>'
 
 

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from autofit.codec import Amount, Count, DeviceName, Number, from_json, to_json
@@ -313,16 +314,6 @@ class Record:
         speeds = [(plan, speed) for plan in plans if (speed := self.compared_speed(plan))]
         return sorted(speeds, key=lambda each: -each[1])
 
-    @property
-    def scatter(self) -> float | None:
-        """Pooled standard deviation of a plan's log speeds; None: no plan ran two blocks."""
-        squares, degrees = 0.0, 0
-        for plan, _ in self.finalists:
-            logs = [math.log(trial.samples_per_second or 1.0) for trial in self.blocks(plan)]
-            squares += sum((log - statistics.fmean(logs)) ** 2 for log in logs)
-            degrees += len(logs) - 1
-        return math.sqrt(squares / degrees) if degrees else None
-
     def payloads(self, settings: Settings) -> dict[str, Any]:
         """Return the payloads of these values, by setting."""
         return payloads_of(self.dimensions, settings)
@@ -524,19 +515,11 @@ def one_a_plan(trials: Iterable[Trial]) -> list[Trial]:
     return [middle_of(blocks[plan]) if blocks[plan] else its[-1] for plan, its in of.items()]
 
 
-def _own_speed(trial: Trial) -> float | None:
-    return trial.samples_per_second
-
-
 def frontier(
-    trials: Iterable[Trial], speed_of: Callable[[Trial], float | None] = _own_speed
+    trials: Iterable[Trial],
+    speed_of: Callable[[Trial], float | None] = attrgetter("samples_per_second"),
 ) -> tuple[Trial, ...]:
-    """Return the Pareto frontier of speed and held bytes of `one_a_plan`, the fastest first.
-
-    Args:
-        trials: of a search.
-        speed_of: samples/s of a trial's plan; `Record.speed_of`, say.
-    """
+    """Return the Pareto frontier of speed and held bytes of `one_a_plan`, the fastest first."""
     by_speed = sorted(one_a_plan(trials), key=lambda trial: -(speed_of(trial) or 0.0))
     kept: list[Trial] = []
     for trial in by_speed:
