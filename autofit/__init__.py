@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autofit.checks.check import check as check
-    from autofit.checks.gpu_table import GpuTable as GpuTable
-    from autofit.checks.predict import predict as predict
+    from autofit.checks.predict import GpuTable as GpuTable, predict as predict
     from autofit.checks.probe import SoakResult as SoakResult, probe as probe
     from autofit.checks.verdict import Verdict as Verdict
     from autofit.errors import (
@@ -44,8 +43,7 @@ if TYPE_CHECKING:
     from autofit.training.workload import Workload as Workload
 
 _HOMES = {
-    "autofit.checks.gpu_table": ("GpuTable",),
-    "autofit.checks.predict": ("predict",),
+    "autofit.checks.predict": ("GpuTable", "predict"),
     "autofit.checks.probe": ("SoakResult", "probe"),
     "autofit.checks.check": ("check",),
     "autofit.errors": (

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from autofit.devices.cpu import CpuDevice
-from autofit.equivalence.strategy_context import StrategyContext
+from autofit.equivalence.steps import StrategyContext
 from autofit.plan import Plan, ResolvedPlan, payloads_of
 from autofit.registry import collect_dimensions, load_strategies
 from autofit.strategy import World
-from autofit.training.builder import TrainingBuilder
+from autofit.training.training import TrainingBuilder
 from autofit.training.workload import Workload
 from autofit.units import GIB
 

@@ -34,7 +34,6 @@ VOCABULARY = {
     "measurement",
     "space",
     "strategy",
-    "world",
     "torch_private",
 }
 """Every room above the vocabulary may import it."""
@@ -50,7 +49,6 @@ ALLOWED = {
     "measurement": {"plan", "codec", "units", "errors"},
     "space": {"codec", "plan", "units", "errors"},
     "strategy": {"plan", "errors"},
-    "world": {"strategy", "errors"},
     "registry": VOCABULARY,
     "planning": VOCABULARY,
     "memory": VOCABULARY,

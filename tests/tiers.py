@@ -20,7 +20,7 @@ import pytest
 
 import autofit
 from autofit.checks.doctor import diagnose
-from autofit.checks.gpu_table import predict_gpus
+from autofit.checks.predict import predict_gpus
 from autofit.cli.main import app, main
 from autofit.prediction.predict import predict
 from autofit.probing.probe import probe_if

@@ -20,8 +20,8 @@ import torch
 
 from autofit.devices.base import TRIED_TORCH, Environment
 from autofit.devices.cpu import host_memory, load_of_others
+from autofit.devices.cuda import notes_on_choice
 from autofit.devices.nvml import Nvml
-from autofit.devices.open import notes_on_choice
 from autofit.errors import AutofitError, release_exception
 from autofit.measurement import Measurement, Outcome
 from autofit.probing.messages import ProbeRequest

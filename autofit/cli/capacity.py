@@ -29,7 +29,7 @@ from autofit.cli.options import (
     read_budget,
 )
 from autofit.errors import InvalidArgument, PredictionUnavailable, users_code
-from autofit.world import world_of_environment
+from autofit.strategy import world_of_environment
 
 if TYPE_CHECKING:
     from autofit.checks.verdict import Regression, Verdict

@@ -33,7 +33,7 @@ from autofit.errors import (
 )
 from autofit.measurement import Outcome, Trial
 from autofit.report.safe_text import for_terminal
-from autofit.world import world_of_environment
+from autofit.strategy import world_of_environment
 
 if TYPE_CHECKING:
     from autofit.report.report import Report

@@ -30,17 +30,15 @@ from torch.overrides import TorchFunctionMode
 
 from autofit.equivalence.comparison import (
     GRADIENT,
-    StepTrace,
-    alike,
-    compare,
-    owners_of,
-    parameters_apart,
-)
-from autofit.equivalence.gradients import (
     SAMPLES_OF_A_COMPARISON,
     Around,
+    StepTrace,
     accumulated,
+    alike,
+    compare,
     compare_passes,
+    owners_of,
+    parameters_apart,
     run_pass,
     run_passes,
 )
@@ -56,8 +54,7 @@ from autofit.training.batch import (
     map_batched,
     tensors_of,
 )
-from autofit.training.builder import TrainingBuilder
-from autofit.training.training import Training
+from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload
 
 Repeated: TypeAlias = Callable[[], Iterable[StepTrace]]

@@ -18,8 +18,13 @@ from typing import Any
 
 import torch
 
-from autofit.equivalence.comparison import StepTrace, compare
-from autofit.equivalence.gradients import accumulated, batch_normalizing, run_pass
+from autofit.equivalence.comparison import (
+    StepTrace,
+    accumulated,
+    batch_normalizing,
+    compare,
+    run_pass,
+)
 from autofit.errors import InvalidArgument, Unsupported, blame, in_one_line, release_exception
 from autofit.plan import (
     Dimension,
@@ -32,9 +37,8 @@ from autofit.plan import (
 )
 from autofit.strategy import Comparison, Phase, Strategy
 from autofit.training.batch import Batch, pieces
-from autofit.training.builder import TrainingBuilder
 from autofit.training.ranks import Ranks
-from autofit.training.training import Training
+from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload
 
 _EACH = 3

@@ -22,7 +22,7 @@ import torch
 from autofit.devices.base import Environment
 from autofit.devices.cpu import TracedDevice
 from autofit.devices.gpus import Gpu
-from autofit.equivalence.strategy_context import StrategyContext
+from autofit.equivalence.steps import StrategyContext
 from autofit.errors import (
     AutofitError,
     InvalidArgument,
@@ -47,15 +47,13 @@ from autofit.prediction.cuda.values import (
 from autofit.prediction.sharded import one_of_ranks, ranks_unlike_the_first
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.registry import collect_dimensions
-from autofit.snapshot.objects import live_objects, walk
-from autofit.snapshot.snapshot import preserved
+from autofit.snapshot.snapshot import live_objects, preserved, walk
 from autofit.space import Space
 from autofit.strategy import Capabilities, Strategy, World
 from autofit.torch_private import gone_in
 from autofit.training.batch import Batch, map_tensors, tensors_of
-from autofit.training.builder import TrainingBuilder
 from autofit.training.loss import LossSource
-from autofit.training.training import Training
+from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload, compiled_part
 from autofit.units import GIB
 

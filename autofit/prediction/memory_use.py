@@ -22,8 +22,7 @@ from autofit.plan import ResolvedPlan
 from autofit.prediction.breakdown import KINDS as OF_A_PEAK, Labels
 from autofit.prediction.dry_run import STEPS, dry_run, traced_sizes
 from autofit.prediction.variant_lines import gpu_of
-from autofit.training.builder import TrainingBuilder
-from autofit.training.training import Training
+from autofit.training.training import Training, TrainingBuilder
 
 if TYPE_CHECKING:
     from autofit.probing.session import Session

@@ -11,7 +11,7 @@ from autofit.registry import names_of_ranks
 from autofit.strategy import Phase, Strategy
 
 if TYPE_CHECKING:
-    from autofit.training.builder import TrainingBuilder
+    from autofit.training.training import TrainingBuilder
 
 
 def check_ranks_alike(builder: TrainingBuilder, weights: float) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from autofit.devices.lock import DeviceLock
+from autofit.devices.base import DeviceLock
 from autofit.errors import SearchTimedOut, WorkerFailed
 from autofit.measurement import Outcome
 from autofit.probing.messages import (

@@ -25,8 +25,7 @@ from autofit.plan import Plan
 from autofit.probing.faults import has_moved, spilled
 from autofit.probing.messages import ProbeRequest
 from autofit.training.batch import Batch, map_tensors
-from autofit.training.builder import TrainingBuilder
-from autofit.training.training import Training
+from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload
 from autofit.units import counted, format_bytes
 

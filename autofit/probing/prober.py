@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from autofit.devices.lock import DeviceLock
-from autofit.devices.open import device_meant
+from autofit.devices.base import DeviceLock
+from autofit.devices.cuda import device_meant
 from autofit.devices.request import budget_bytes, check_budget
-from autofit.equivalence.gradients import compare_plans
+from autofit.equivalence.comparison import compare_plans
 from autofit.errors import (
     InvalidArgument,
     WorkerFailed,

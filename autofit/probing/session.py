@@ -25,7 +25,7 @@ from autofit.probing.faults import (
 from autofit.probing.measure import measure
 from autofit.probing.messages import Call, OnStage, ProbeRequest, Reply, ignore_stage
 from autofit.strategy import ALONE, Strategy, World
-from autofit.training.builder import TrainingBuilder
+from autofit.training.training import TrainingBuilder
 from autofit.training.workload import Workload
 
 _Read = TypeVar("_Read")

@@ -17,21 +17,20 @@ import torch
 
 from autofit.devices.base import Environment
 from autofit.equivalence.accumulation import compare_split_gradients
-from autofit.equivalence.strategy_context import StrategyContext
+from autofit.equivalence.steps import StrategyContext
 from autofit.errors import InvalidArgument, NoFeasiblePlan, release_exception, with_type
 from autofit.measurement import ACT, NOT_TRIED
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
 from autofit.registry import collect_dimensions
 from autofit.snapshot import process
-from autofit.snapshot.objects import live_objects
-from autofit.snapshot.snapshot import Snapshot
+from autofit.snapshot.snapshot import Snapshot, live_objects
 from autofit.space import Space
 from autofit.strategy import Comparison, Strategy
 from autofit.torch_private import gone_in
 from autofit.training.batch import describe
-from autofit.training.builder import TrainingBuilder
 from autofit.training.fingerprint import fingerprint
 from autofit.training.loss import LossSource
+from autofit.training.training import TrainingBuilder
 from autofit.training.workload import Workload, compiled_in_place, compiled_part
 from autofit.units import counted, format_bytes
 

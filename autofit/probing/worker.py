@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn
 import torch
 
 from autofit.devices.base import Device
-from autofit.devices.open import notes_on_choice, open_device
+from autofit.devices.cuda import notes_on_choice, open_device
 from autofit.errors import DeviceUnavailable
 from autofit.measurement import Outcome
 from autofit.probing.faults import fault_of, text_of

@@ -134,7 +134,7 @@ def _world_of(plan: Plan) -> World:
         InvalidArgument: they are as many as the plan was not found for, or they have no process
             group.
     """
-    from autofit.world import check_ranks, world_of_environment
+    from autofit.strategy import check_ranks, world_of_environment
 
     world = world_of_environment()
     if plan.world_size == 1:

@@ -7,7 +7,6 @@ Readers ignore unknown keys, so an earlier version can read a report of a later 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autofit.equivalence.strategy_context import PlainContext
+    from autofit.equivalence.steps import PlainContext
     from autofit.testing.conformance import NotConformant, check_strategy
     from autofit.testing.simulated import SimulatedProber
 
@@ -17,7 +17,7 @@ __all__ = ["NotConformant", "PlainContext", "SimulatedProber", "check_strategy"]
 
 _HOMES = {
     "NotConformant": "autofit.testing.conformance",
-    "PlainContext": "autofit.equivalence.strategy_context",
+    "PlainContext": "autofit.equivalence.steps",
     "SimulatedProber": "autofit.testing.simulated",
     "check_strategy": "autofit.testing.conformance",
 }

@@ -26,12 +26,10 @@ from torch import nn
 
 from autofit.codec import from_json, to_json
 from autofit.equivalence.comparison import MOST_NOISE, NoiseFloor, StepTrace, compare
-from autofit.equivalence.steps import gradients_noted, one_thread
-from autofit.equivalence.strategy_context import PlainContext
+from autofit.equivalence.steps import PlainContext, gradients_noted, one_thread
 from autofit.plan import Dimension, DimensionForm, Plan, ResolvedPlan, Scalar, Settings, payloads_of
 from autofit.registry import collect_dimensions, load_strategies
-from autofit.snapshot.objects import HOOKS
-from autofit.snapshot.snapshot import Digest, differences, digest
+from autofit.snapshot.snapshot import HOOKS, Digest, differences, digest
 from autofit.strategy import Capabilities, Numerics, Strategy
 from autofit.training.optimizers import Optimizers
 from autofit.training.training import Training

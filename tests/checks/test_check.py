@@ -111,7 +111,7 @@ def test_a_probe_opens_the_device_in_the_worker_alone(monkeypatch: pytest.Monkey
     def opened_here(name: str | None) -> None:
         raise AssertionError(f"{name} was opened in the caller's process")
 
-    monkeypatch.setattr("autofit.devices.open.open_device", opened_here)
+    monkeypatch.setattr("autofit.devices.cuda.open_device", opened_here)
     verdict = check(workload(), vram_budget=400 * MIB, device="cpu")
     assert verdict.fits
     assert verdict.vram_budget_bytes == 400 * MIB

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.checks.gpu_table import GpuTable, predict_gpus
+from autofit.checks.predict import GpuTable, predict_gpus
 from autofit.devices.gpus import Gpu, find_gpu
 from autofit.errors import InvalidArgument, PredictionUnavailable
 from autofit.plan import Dimension, Plan

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from autofit.devices.lock import DeviceLock
+from autofit.devices.base import DeviceLock
 from autofit.errors import DeviceUnavailable
 
 HOLDS = """
 import sys
-from autofit.devices.lock import DeviceLock
+from autofit.devices.base import DeviceLock
 lock = DeviceLock(sys.argv[1])
 print("held", flush=True)
 sys.stdin.read()
@@ -109,7 +109,7 @@ def test_another_user_takes_over_the_file_of_a_killed_search(key: str) -> None:
     program = f"""
 import os
 os.umask(0o077)
-from autofit.devices.lock import DeviceLock
+from autofit.devices.base import DeviceLock
 os.setuid(2001 + int(os.sys.argv[1]))
 DeviceLock({key!r})
 os.kill(os.getpid(), {int(signal.SIGKILL)})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.devices.open import device_meant, open_device
+from autofit.devices.cuda import device_meant, open_device
 from autofit.errors import DeviceUnavailable, InvalidArgument
 
 

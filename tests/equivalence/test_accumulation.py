@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autofit.equivalence.accumulation import SplitGradients, compare_split_gradients
-from autofit.equivalence.strategy_context import PlainContext
+from autofit.equivalence.steps import PlainContext
 from autofit.measurement import ACT
 from autofit.training.workload import Workload
 

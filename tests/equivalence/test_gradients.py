@@ -10,8 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.equivalence.comparison import NoiseFloor, StepTrace, compare
-from autofit.equivalence.gradients import accumulated, batch_normalizing
+from autofit.equivalence.comparison import (
+    NoiseFloor,
+    StepTrace,
+    accumulated,
+    batch_normalizing,
+    compare,
+)
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import Comparison

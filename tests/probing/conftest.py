@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from autofit.devices.open import open_device
+from autofit.devices.cuda import open_device
 from autofit.measurement import Measurement
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autofit.equivalence.gradients import compare_passes
+from autofit.equivalence.comparison import compare_passes
 from autofit.equivalence.ranks import compare_ranks
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan

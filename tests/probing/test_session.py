@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autofit.devices.cpu import CpuDevice
-from autofit.equivalence.gradients import compare_plans
+from autofit.equivalence.comparison import compare_plans
 from autofit.errors import InvalidArgument, is_users
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
@@ -21,7 +21,7 @@ from autofit.probing.session import Session
 from autofit.probing.survey import StrategyLost, take_survey
 from autofit.registry import load_strategies
 from autofit.strategy import Comparison
-from autofit.training.builder import TrainingBuilder
+from autofit.training.training import TrainingBuilder
 from autofit.training.workload import Workload
 from tests.classifier import CROSS_ENTROPY, classifier, labelled, session_of
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autofit.devices.cpu import CpuDevice
-from autofit.equivalence.gradients import compare_plans
+from autofit.equivalence.comparison import compare_plans
 from autofit.errors import InvalidArgument, NoFeasiblePlan
 from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.probing.messages import Call, ProbeRequest

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.snapshot.objects import reachable
+from autofit.snapshot.snapshot import reachable
 from autofit.training.workload import Workload
 
 CRITIC = nn.Linear(4, 1)

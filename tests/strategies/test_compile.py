@@ -20,7 +20,7 @@ from autofit.probing.probe import probe_if
 from autofit.registry import load_strategies
 from autofit.space import Space
 from autofit.testing import PlainContext
-from autofit.training.builder import TrainingBuilder
+from autofit.training.training import TrainingBuilder
 from autofit.training.workload import Workload
 from autofit.units import MIB
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autofit
-from autofit.equivalence.strategy_context import PlainContext
+from autofit.equivalence.steps import PlainContext
 from autofit.plan import Plan
 from autofit.testing.conformance import check_strategy
 from autofit.training.workload import Workload

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.equivalence.strategy_context import PlainContext
+from autofit.equivalence.steps import PlainContext
 from autofit.errors import Unsupported
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
 from autofit.registry import collect_dimensions, load_strategies
