@@ -72,7 +72,7 @@ ON_DEMAND = {
     ("report", "training", "apply"),
     ("report", "training", "_recipe"),
     ("report", "training", "_samples"),
-    ("report", "training", "_check_live"),
+    ("report", "training", "_made_optimizer"),
     ("searching", "cli", "showing"),
 }
 """(room, the room it reaches beside those, the function that does so when its user asks for it)."""

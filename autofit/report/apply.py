@@ -52,7 +52,6 @@ def apply(
         remembered: the strategies of the search; the installed ones are used for other names.
     """
     from autofit.training.batch import BatchWatch
-    from autofit.training.optimizers import build_optimizer, check_is_factory
     from autofit.training.training import Training
     from autofit.training.workload import check_lists_end
 
@@ -67,12 +66,8 @@ def apply(
     check_lists_end(model)
     _warn_of_another_size(record, model)
     world = _world_of(record.best.plan)
-    made = optimizer
-    if world.size > 1:
-        check_is_factory(optimizer, has_training_step=recipe.training_step is not None)
-        made = partial(build_optimizer, optimizer, place=None)
-    else:
-        _check_live(optimizer, model, has_training_step=recipe.training_step is not None)
+    has_training_step = recipe.training_step is not None
+    made = _made_optimizer(optimizer, model, world, has_training_step=has_training_step)
     if any(training.holds(model, optimizer) for training in _TRAININGS):
         raise InvalidArgument(  # the strategies would be applied to it twice
             "this model or optimizer is in a training that has not ended: leave its with block, or "
@@ -199,12 +194,27 @@ def _device_of(model: Any) -> torch.device:
     )
 
 
-def _check_live(optimizer: Any, model: torch.nn.Module, *, has_training_step: bool) -> None:
-    """Refuse now an optimizer that would fail in the first step, or train nothing."""
+def _made_optimizer(
+    optimizer: Any, model: torch.nn.Module, world: World, *, has_training_step: bool
+) -> Any:
+    """Return the optimizer, or what makes that of several ranks once the parameters are sharded.
+
+    Raises:
+        InvalidArgument: it would fail in the first step, or train nothing.
+    """
     import torch
 
-    from autofit.training.optimizers import by_name, check_has_training_step, check_trains
+    from autofit.training.optimizers import (
+        build_optimizer,
+        by_name,
+        check_has_training_step,
+        check_is_factory,
+        check_trains,
+    )
 
+    if world.size > 1:
+        check_is_factory(optimizer, has_training_step=has_training_step)
+        return partial(build_optimizer, optimizer, place=None)
     check_has_training_step(optimizer, has_training_step=has_training_step)
     for one in by_name(optimizer).values():
         if isinstance(one, type) or not callable(getattr(one, "step", None)):
@@ -214,3 +224,4 @@ def _check_live(optimizer: Any, model: torch.nn.Module, *, has_training_step: bo
             )
         if isinstance(one, torch.optim.Optimizer):
             check_trains(one, model)
+    return optimizer

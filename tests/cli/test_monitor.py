@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 import emulated_gpu
-from autofit.checks.monitor import Sample, Timeline
-from autofit.cli.monitor import _page
+from autofit.cli.monitor import Timeline
 from autofit.units import GIB, MIB
 from emulated_gpu import Machine, find_card
 from tests import browser
@@ -171,17 +170,17 @@ def test_what_cannot_be_watched_is_said() -> None:
 
 def test_a_long_timeline_keeps_the_most_bytes_and_the_mean_of_percents() -> None:
     count, high = 50_001, 31_417
-    timeline = Timeline("a", [], "now")
+    timeline = Timeline("a")
     for at in range(count):
         held = 7 * MIB if at == high else MIB
-        timeline.add(Sample(float(at), {"x_bytes": held, "y_percent": 100.0 * (at % 2)}))
-    kept = timeline.samples
+        timeline.add({"seconds": float(at), "x_bytes": held, "y_percent": 100.0 * (at % 2)})
+    kept = timeline.rows
     assert len(kept) <= 4001
-    assert timeline.seconds == kept[-1].seconds == count - 1
+    assert timeline.seconds == kept[-1]["seconds"] == count - 1
     assert timeline.totals()["x_bytes"] == 7 * MIB
     assert timeline.totals()["y_percent"] == pytest.approx(50, abs=0.1)
-    (peak,) = (sample for sample in kept if sample.values["x_bytes"] == 7 * MIB)
-    assert high <= peak.seconds < high + count / 1000
+    (peak,) = (row for row in kept if row["x_bytes"] == 7 * MIB)
+    assert high <= (peak["seconds"] or 0.0) < high + count / 1000
 
 
 ON_A_GPU = """
@@ -219,13 +218,13 @@ def test_the_memory_of_the_gpu_is_that_of_the_process(tmp_path: Path, machine: M
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="Chromium is not installed")
 def test_the_page_draws_its_charts_and_runs_no_name(tmp_path: Path) -> None:
     hostile = "<script>window.ran = 1</script><img src=x onerror='window.ran = 2'>"
-    timeline = Timeline(hostile, [hostile], "now")
+    timeline = Timeline(hostile, gpus=[hostile])
     for at in range(3):
         names = ("gpu0_process_bytes", "gpu0_used_bytes", "resident_bytes")
         percents = {"gpu0_busy_percent": 40 * at, "processor_percent": None if at == 0 else 90.0}
-        timeline.add(Sample(at, dict.fromkeys(names, MIB * (at + 1)) | percents))
+        timeline.add({"seconds": at, **dict.fromkeys(names, MIB * (at + 1)), **percents})
     page = tmp_path / "t.html"
-    page.write_text(_page(timeline))
+    page.write_text(timeline.page())
     with browser.opened() as tab:
         tab.open(page, width=390, phone=True)
         assert tab.run("document.querySelectorAll('svg[role=img]').length") == 4
