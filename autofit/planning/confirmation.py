@@ -28,7 +28,7 @@ from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.feasibility import MicroBatches
 from autofit.planning.least_squares import Array
 from autofit.planning.posterior import Posterior
-from autofit.planning.proposals import gain_of_repeating, leading, oom_cost
+from autofit.planning.proposals import gain_of_repeating, oom_cost
 from autofit.units import format_bytes, format_rate
 
 TIE = 0.005
@@ -407,7 +407,7 @@ def _why_not_run(posterior: Posterior, name: str, value: Scalar, sizes: MicroBat
     variants = np.flatnonzero(has_value & posterior.usable)
     if not len(variants):
         return None
-    leader = leading(posterior)
+    leader = posterior.leader
     fitting = variants[sizes[variants] >= 1]
     if not len(fitting) or leader is None:
         return _why_too_large(posterior, variants.tolist())

@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autofit.plan import Dimension, Settings
-from autofit.planning.least_squares import Array, Fitted, Readings, added, fit, nearest
+from autofit.planning.least_squares import MANY, Array, Fitted, Readings, fit, nearest
 from autofit.planning.line_prior import (
     Hints,
     LinePrior,
@@ -45,7 +46,7 @@ class Freedom:
     """How far lines may be from what their prior says, in some of the draws.
 
     Attributes:
-        power: of the sum of fixed and growing parts; see `autofit.planning.least_squares.added`.
+        power: of the sum of fixed and growing parts; see `autofit.planning.least_squares.Readings`.
         uneven: standard deviation of the effect on log y of an x that is not a multiple of
             `MULTIPLES`, one for each.
         fixed: by how much the deviations of the settings' effects on intercepts are multiplied.
@@ -89,7 +90,7 @@ class LineDraws:
     Attributes:
         intercept, slope: (draws, variants), their logarithms.
         uneven: (draws, multiples), the effect on log y of an x that is not such a multiple.
-        power: (draws, 1), the norm by which intercept and slope add up; see `added`.
+        power: (draws, 1), the norm by which intercept and slope add up; see `Readings`.
     """
 
     intercept: Array
@@ -102,13 +103,22 @@ class LineDraws:
         values: Array = np.exp(self.intercept) + np.exp(self.slope) * x
         return values
 
-    def log_values_of(self, points: Sequence[Point]) -> Array:
-        """Return (draws, points): log y of each point's variant at its x."""
-        variants = [point.variant for point in points]
-        x = np.array([point.x for point in points])
-        a, b = self.intercept[:, variants], self.slope[:, variants] + np.log(x)
-        values: Array = added(a, b, self.power) + self.unevenness(x)
+    def log_values_of(self, variants: NDArray[np.intp], x: Array) -> Array:
+        """Return (draws, n): log y of these variants at these x.
+
+        Args:
+            variants: (n), of each.
+            x: (n), the same in all draws, or (draws or 1, n).
+        """
+        fixed, growing = (each[:, variants] for each in self._parts)
+        total = fixed + growing * np.exp(self.power * np.log(x))
+        values: Array = np.log(total) / self.power + self.unevenness(x)
         return values
+
+    @cached_property
+    def _parts(self) -> tuple[Array, Array]:
+        """(draws, variants): the two parts of y at x = 1, to the power of their norm."""
+        return np.exp(self.power * self.intercept), np.exp(self.power * self.slope)
 
     def unevenness(self, x: Array) -> Array:
         """Return (draws, n): the effect on log y of x's not being multiples.
@@ -116,6 +126,8 @@ class LineDraws:
         Args:
             x: (n), the same in all draws, or (draws or 1, n).
         """
+        if not self.uneven.any():
+            return np.zeros(1)
         effect: Array = (self.uneven[:, None, :] * uneven_features(x)).sum(axis=-1)
         return effect
 
@@ -208,13 +220,17 @@ class LineFamily:
         weights, interactions, errors, uneven = map(np.vstack, zip(*drawn, strict=True))
         freedoms = [freedom for freedom, count, _ in parts for _ in range(count)]
         mean_a, mean_b = self._means(points)
+        parts = [part for part in parts if part[1]]
         if points:
             problem = _Problem(self, points, freedoms)
             seen = problem.seen
             prior = np.hstack(
                 [problem.reduced(weights), interactions[:, seen], uneven[:, : problem.uneven]]
             )
-            found = nearest(prior, problem.readings, errors[:, problem.order])
+            start = None
+            if len(points) >= MANY:
+                start = problem.likeliest([count for _, count, _ in parts])
+            found = nearest(prior, problem.readings, errors[:, problem.order], start)
             terms = prior.shape[1] - len(seen) - problem.uneven
             weights = weights + problem.restored(found[:, :terms] - prior[:, :terms])
             interactions[:, seen] = found[:, terms : terms + len(seen)]
@@ -302,14 +318,13 @@ class _Problem:
             precision=1 / (self._errors**2 + spread**2),
             mean_a=mean_a[self.seen],
             mean_b=mean_b[self.seen],
-            features_a=np.hstack([shared_a, of_a, np.zeros_like(of_b)]),
-            features_b=np.hstack([shared_b, np.zeros_like(of_a), of_b]),
+            features_a=np.hstack([of_a, shared_a, np.zeros_like(of_b)]),
+            features_b=np.hstack([np.zeros_like(of_a), shared_b, of_b]),
             features_y=uneven_features(x)[:, : self.uneven],
             scale=np.hstack(
                 [
-                    np.tile(ones, shared_a.shape[1]),
                     np.tile(fixed, of_a.shape[1]),
-                    np.tile(ones, of_b.shape[1]),
+                    np.tile(ones, shared_a.shape[1] + of_b.shape[1]),
                     np.tile(family._interaction * interaction, len(self.seen)),
                     np.tile(uneven, self.uneven),
                 ]
@@ -321,19 +336,21 @@ class _Problem:
         """Return the readings with these deviations around the lines, (draws, 1)."""
         return replace(self.readings, precision=1 / (self._errors**2 + spreads**2))
 
+    def likeliest(self, counts: Sequence[int]) -> Array:
+        """Return (draws, weights): the likeliest, for parts of so many draws of equal freedom."""
+        few = self.readings.of(np.cumsum([0, *counts[:-1]]))
+        return np.repeat(fit(few).weights, counts, axis=0)
+
     def reduced(self, weights: Array) -> Array:
         """Return the weights of the problem from all terms' weights, (draws, terms)."""
-        shared, on_a, on_b = self._split(weights, self._of_a.shape[1])
-        return np.hstack([shared, on_a @ self._of_a.T, on_b @ self._of_b.T])
+        shared, on_a, on_b = np.split(weights, [2, 2 + self._of_a.shape[1]], axis=1)
+        return np.hstack([on_a @ self._of_a.T, shared, on_b @ self._of_b.T])
 
     def restored(self, change: Array) -> Array:
         """Return the least change of all terms' weights that changes the problem's weights so."""
-        shared, on_a, on_b = self._split(change, len(self._of_a))
+        of_a = len(self._of_a)
+        on_a, shared, on_b = np.split(change, [of_a, of_a + 2], axis=1)
         return np.hstack([shared, on_a @ self._of_a, on_b @ self._of_b])
-
-    @staticmethod
-    def _split(weights: Array, of_a: int) -> list[Array]:
-        return np.split(weights, [2, 2 + of_a], axis=1)
 
 
 def _columns(freedoms: Sequence[Freedom], *names: str) -> list[Array]:

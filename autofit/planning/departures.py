@@ -81,10 +81,6 @@ class Departures:
         self._common_x, which = np.unique(log_x, return_inverse=True)
         self._common = np.bincount(which, drawn.mean(axis=1)) / np.bincount(which)
 
-    def at(self, log_x: Array) -> Array:
-        """Return (draws, variants): departures at logs of micro-batches, (draws or 1, variants)."""
-        return self.of(np.arange(len(self._sizes)), log_x)
-
     def of(self, variants: NDArray[np.intp], log_x: Array) -> Array:
         """Return (draws, plans): departures of plans of these variants at these sizes.
 

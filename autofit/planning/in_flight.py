@@ -19,7 +19,6 @@ import numpy as np
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
 from autofit.planning.posterior import Posterior
-from autofit.planning.proposals import leading
 
 
 def believing(posterior: Posterior, running: Sequence[tuple[Plan, TrialKind]]) -> Posterior:
@@ -47,7 +46,7 @@ def _forecast(posterior: Posterior, plan: Plan) -> Measurement:
     It is expected to fit, or the plan would not be running; but to fail like all others while
     nothing has fitted, so that the next worker tries another variant.
     """
-    leader = leading(posterior)
+    leader = posterior.leader
     if leader is None:
         return Measurement(Outcome.OOM, detail="in flight")
     measured = leader.measurement

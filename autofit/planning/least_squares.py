@@ -8,7 +8,6 @@ its size is that of the weights that lines share, and the work grows with the re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,17 +20,12 @@ Array: TypeAlias = NDArray[np.float64]
 
 _ITERATIONS = 12
 _LEAST_STEP = 1e-3  # of a weight, whose standard deviation is 1 beforehand
+MANY = 60
+"""From so many readings on, draws start at the likeliest weights, which takes a third of the steps:
+the readings leave no other way to explain them. Most searches have fewer probes."""
+
+_LEAST_GAIN = 0.1  # of a draw's cost: a step that is expected to gain less changes no decision
 _INACTIVE = 1e-6  # precision of a bound that holds: the reading then has no weight
-
-
-def added(log_fixed: Array, log_growing: Array, power: Array) -> Array:
-    """Return the log of the sum of two parts of a cost, in the norm of that power.
-
-    A power of 1 is the sum: one part follows the other. A large power is the larger of the two:
-    they overlap, as launching kernels and running them do.
-    """
-    total: Array = np.logaddexp(power * log_fixed, power * log_growing) / power
-    return total
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,9 @@ class Readings:
         features_y: (readings, features), derivatives of log y at given A and B.
         scale: (draws, weights), by which derivatives are multiplied; that of B by a line's own
             weight is the scale alone.
-        power: (draws, 1), see `added`.
+        power: (draws, 1), the norm by which the two parts of a cost add up. At 1 one part follows
+            the other. A large power is the larger of the two: they overlap, as launching kernels
+            and running them do.
     """
 
     starts: NDArray[np.intp]
@@ -89,7 +85,10 @@ class Readings:
             return self
         few = copy(self)  # with what was found of the features
         few.__dict__.update(
-            precision=self.precision[draws], scale=self.scale[draws], power=self.power[draws]
+            precision=self.precision[draws],
+            scale=self.scale[draws],
+            power=self.power[draws],
+            growing=self.growing[draws],
         )
         return few
 
@@ -106,25 +105,22 @@ class Readings:
         return squares.reshape(len(self.log_x), -1)
 
     @cached_property
-    def products(self) -> Sequence[tuple[NDArray[np.intp], Array]]:
-        """Products of two terms' derivatives: of A and A, of A and B both ways, of B and B.
+    def products(self) -> tuple[slice, slice, tuple[Array, Array, Array]]:
+        """The terms of A, those of B, and products of each two terms' derivatives.
 
-        Each is the places in a matrix of terms by terms, and (lines, places) there; most terms are
-        of A or B alone, so that most places are zero.
+        Products are of A and A, A and B, B and B: (lines, terms * terms) each. Most terms are of A
+        or of B alone.
         """
-        pairs = (
-            (self.features_a, self.features_a, 1),
-            (self.features_a, self.features_b, 2),
-            (self.features_b, self.features_b, 1),
-        )
-        found = []
-        for one, other, ways in pairs:
-            square = one[:, :, None] * other[:, None, :]
-            square = (square + square.transpose(0, 2, 1)) * (ways / 2)
-            square = np.triu(square).reshape(len(one), -1)
-            places = np.flatnonzero(square.any(axis=0))
-            found.append((places, square[:, places]))
-        return found
+        a, b = _span(self.features_a), _span(self.features_b)
+        of_a, of_b = self.features_a[:, a], self.features_b[:, b]
+        pairs = ((of_a, of_a), (of_a, of_b), (of_b, of_b))
+        aa, ab, bb = (np.einsum("li,lj->lij", *pair).reshape(len(of_a), -1) for pair in pairs)
+        return a, b, (aa, ab, bb)
+
+    @cached_property
+    def growing(self) -> Array:
+        """(draws, readings): x in the norm of `power`."""
+        return np.exp(self.power * self.log_x)
 
     def parts(self, weights: Array) -> tuple[Array, Array, Array]:
         """Return the columns of the terms, of the lines' own weights, and of the features."""
@@ -135,15 +131,15 @@ class Readings:
     def predicted(self, weights: Array) -> tuple[Array, Array]:
         """Return (draws, readings): log y, and the share of y that the intercept has.
 
-        The sum is that of `added`, with exponentials of each line alone. Far from the solution they
-        may overflow; log y is then no number.
+        Exponentials are of each line alone. Far from the solution they may overflow; log y is then
+        no number.
         """
         terms, own, features = self.parts(weights * self.scale)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             fixed = np.exp(self.power * (self.mean_a + terms @ self.features_a.T))
             slope = np.exp(self.power * (self.mean_b + terms @ self.features_b.T + own))
             fixed = fixed[:, self.line]
-            total = slope[:, self.line] * np.exp(self.power * self.log_x) + fixed
+            total = slope[:, self.line] * self.growing + fixed
             value = np.log(total) / self.power
             share = fixed / total
         if self.features_y.size:
@@ -178,8 +174,8 @@ class _System:
         """Return the system where readings have these shares and inverse variances."""
         of_a = precision * share
         of_b = precision - of_a
-        a, aa = readings.over_lines(of_a), readings.over_lines(of_a * share)
-        ab = a - aa
+        aa = readings.over_lines(of_a * share)
+        ab = readings.over_lines(of_a) - aa
         bb = readings.over_lines(of_b) - ab
         features_y = readings.features_y
         ya, yb = (
@@ -192,26 +188,24 @@ class _System:
         scale = np.hstack([of_terms, of_features])
         own = 1 + of_own**2 * bb
         left = of_own**2 / own  # by which elimination takes away products with B
-        count = readings.features_a.shape[1]
-        terms = np.zeros((len(aa), count * count))
+        a, b, products = readings.products
         sums = aa - left * ab**2, ab - left * ab * bb, bb - left * bb**2
-        for each, (places, products) in zip(sums, readings.products, strict=True):
-            terms[:, places] += each @ products
-        terms = terms.reshape(-1, count, count)
-        terms += np.triu(terms, 1).transpose(0, 2, 1)
+        of_aa, of_ab, of_bb = (each @ product for each, product in zip(sums, products, strict=True))
+        size = scale.shape[1]
+        others, terms = np.zeros((len(aa), size, size)), slice(readings.features_a.shape[1])
+        features = slice(terms.stop, size)
+        others[:, a, a] = of_aa.reshape(others[:, a, a].shape)
+        others[:, b, b] += of_bb.reshape(others[:, b, b].shape)
+        mixed = of_ab.reshape(others[:, a, b].shape)
+        others[:, a, b] += mixed
+        others[:, b, a] += mixed.transpose(0, 2, 1)
         mixed = readings.features_a.T @ (ya - (left * ab)[:, :, None] * yb)
         mixed += readings.features_b.T @ ((1 - left * bb)[:, :, None] * yb)
-        squares = (precision @ readings.squares_y).reshape(len(aa), *2 * features_y.shape[1:])
-        squares -= yb.transpose(0, 2, 1) @ (left[:, :, None] * yb)
-        others = np.concatenate(
-            [
-                np.concatenate([terms, mixed], axis=2),
-                np.concatenate([mixed.transpose(0, 2, 1), squares], axis=2),
-            ],
-            axis=1,
-        )
+        others[:, terms, features], others[:, features, terms] = mixed, mixed.transpose(0, 2, 1)
+        squares = (precision @ readings.squares_y).reshape(others[:, features, features].shape)
+        others[:, features, features] = squares - yb.transpose(0, 2, 1) @ (left[:, :, None] * yb)
         others *= scale[:, :, None] * scale[:, None, :]
-        diagonal = range(others.shape[1])
+        diagonal = range(size)
         others[:, diagonal, diagonal] += 1
         return cls(own, ab, bb, yb, others)
 
@@ -240,6 +234,12 @@ class _System:
         return determinant
 
 
+def _span(features: Array) -> slice:
+    """Return the columns from the first to the last that is not zero."""
+    at = np.flatnonzero(np.any(features, axis=0))
+    return slice(at[0], at[-1] + 1) if len(at) else slice(0)
+
+
 def nearest(prior: Array, readings: Readings, errors: Array, start: Array | None = None) -> Array:
     """Return, per draw, the weights nearest to its prior draw that explain its readings.
 
@@ -253,8 +253,10 @@ def nearest(prior: Array, readings: Readings, errors: Array, start: Array | None
         start: (draws, weights), where to begin; None: at the prior draws. From the likeliest
             weights all draws would end beside these, also where few readings leave other ways.
     """
+    least_gain = _LEAST_GAIN if len(readings.log_y) >= MANY else 0.0
     target = readings.log_y + errors / np.sqrt(readings.precision)
     weights, step = (prior if start is None else start).copy(), np.zeros_like(prior)
+    promise = np.zeros(len(prior))
     cost, length = np.full(len(prior), np.inf), np.ones(len(prior))
     moving = np.arange(len(prior))
     for _ in range(_ITERATIONS):
@@ -273,13 +275,17 @@ def nearest(prior: Array, readings: Readings, errors: Array, start: Array | None
         length[moving] = np.where(better, np.minimum(1.0, 2 * length[moving]), length[moving] / 4)
         if len(accepted):
             at = readings.of(accepted)
-            pull, share, precision = pull[better], share[better], precision[better]
+            if len(accepted) < len(better):
+                pull, share, precision = pull[better], share[better], precision[better]
             of_a = at.over_lines(pull * share)
             of_b = at.over_lines(pull) - of_a
             by_terms = of_a @ at.features_a + of_b @ at.features_b
             gradient = np.hstack([by_terms, of_b, pull @ at.features_y]) * at.scale + away[better]
             step[accepted] = _System.of(at, share, precision).solved(at, gradient)
-        moving = moving[np.abs(length[moving, None] * step[moving]).max(axis=1) >= _LEAST_STEP]
+            promise[accepted] = np.einsum("dw,dw->d", gradient, step[accepted])
+        ahead = length[moving, None] * step[moving]
+        is_long = np.abs(ahead).max(axis=1) >= _LEAST_STEP
+        moving = moving[is_long & (length[moving] * promise[moving] >= least_gain)]
         if not len(moving):
             break
     return weights

@@ -9,7 +9,6 @@ that take long to try come last, beside the leading plans alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +19,6 @@ from autofit.planning.least_squares import Array
 from autofit.planning.posterior import Mask, Posterior
 from autofit.planning.proposals import (
     VETO_RISK,
-    Proposal,
-    leading,
     likeliest_to_fit,
     new_plans,
     within_gap,
@@ -103,7 +100,7 @@ def decide(
 
 def _where_noisy(posterior: Posterior) -> str:
     """Say how noisy measurements are, where that bounds the gains that are looked for."""
-    leader = leading(posterior)
+    leader = posterior.leader
     noise = 0.0 if leader is None else posterior.noise(leader)
     return f", where measurements scatter by {noise:.0%}" if noise > _NOISY else ""
 
@@ -156,17 +153,18 @@ def propose(posterior: Posterior, allowed: Mask, *, seconds: Array | None = None
             decides. Then no probe is proposed that takes longer than what it is expected to save
             over the training, where the length of that is known.
     """
-    leader = leading(posterior)
+    leader = posterior.leader
     if leader is None:
         return likeliest_to_fit(posterior, allowed)
-    found = new_plans(posterior, leader, allowed, seconds)
-    in_flight = {trial.plan for trial in posterior.in_flight}
-    found = [proposal for proposal in found if proposal[1] not in in_flight]
-    if seconds is not None:
-        found = _per_second(posterior, leader, found, seconds)
-    worth, plan = max(found, key=lambda proposal: proposal[0], default=(-math.inf, None))
-    if seconds is not None and plan is not None:
-        worth *= float(seconds[posterior.index(plan)])
+    space, in_flight = posterior.spec.space, {trial.plan for trial in posterior.in_flight}
+    variants, sizes, worths = new_plans(posterior, leader, allowed)
+    rates = worths if seconds is None else _per_second(posterior, worths, seconds[variants])
+    worth, plan = -math.inf, None
+    for row in np.argsort(-rates, kind="stable")[: len(in_flight) + 1].tolist():
+        proposed = space.plan(int(sizes[row]), posterior.variants[variants[row]])
+        if proposed not in in_flight and rates[row] > -math.inf:
+            worth, plan = float(worths[row]), proposed
+            break
     least = _least_worth(posterior, leader)
     if worth <= least and seconds is None and allowed[posterior.index(leader.plan)]:
         gap = within_gap(posterior, leader)
@@ -186,7 +184,7 @@ def _least_worth(posterior: Posterior, leader: Trial) -> float:
 
 def _surprise(posterior: Posterior) -> Plan | None:
     """Return the leading plan, to repeat it, where nothing yet tells noise from odd step times."""
-    leader = leading(posterior)
+    leader = posterior.leader
     if leader is None or posterior.repeated or len(posterior.fitting) < _FEW:
         return None
     if any(trial.plan == leader.plan for trial in posterior.in_flight):
@@ -203,17 +201,11 @@ def _probe_seconds(posterior: Posterior) -> Array:
     return extra_s + (float(np.mean(usual)) if usual else 0.0)
 
 
-def _per_second(
-    posterior: Posterior, leader: Trial, found: Sequence[Proposal], seconds: Array
-) -> list[Proposal]:
-    """Return the worth per second of those probes that may pay within the training."""
-    samples = posterior.spec.planned_samples
+def _per_second(posterior: Posterior, worths: Array, seconds: Array) -> Array:
+    """Return the worths per second, -inf for probes that may not pay within the training."""
+    samples, leader = posterior.spec.planned_samples, posterior.leader
     training_s = math.inf
-    if samples is not None:
+    if samples is not None and leader is not None:
         training_s = samples / math.exp(posterior.mean_log_speed(leader.plan))
-    costs = [float(seconds[posterior.index(plan)]) for _, plan in found]
-    return [
-        (worth / cost_s, plan)
-        for (worth, plan), cost_s in zip(found, costs, strict=True)
-        if worth > 0 and worth * training_s > cost_s
-    ]
+    pays = (worths > 0) & (np.maximum(worths, 0) * training_s > seconds)
+    return np.where(pays, worths / seconds, -np.inf)

@@ -29,7 +29,7 @@ from autofit.planning.feasibility import (
     exclusions_of,
     trusted,
 )
-from autofit.planning.least_squares import Array, added
+from autofit.planning.least_squares import Array
 from autofit.planning.search_spec import SearchSpec
 from autofit.planning.shortlist import MOST_VARIANTS, SURVEY_DRAWS, shortlist
 
@@ -213,7 +213,9 @@ class Posterior:
     def departures(self) -> Departures:
         """Departures of step times from the lines of `time`."""
         points = self._time_points
-        residuals = np.log([point.y for point in points]) - self.time.log_values_of(points)
+        of = np.array([point.variant for point in points])
+        expected = self.time.log_values_of(of, np.array([point.x for point in points]))
+        residuals = np.log([point.y for point in points]) - expected
         return Departures(points, residuals, self.spread, len(self.variants), self.seed + 3)
 
     @property
@@ -221,23 +223,27 @@ class Posterior:
         """The seed of the random draws after these probes."""
         return 1000 * self.spec.seed + len(self.probes)
 
-    def log_speeds(self, micro_batches: MicroBatches) -> Array:
+    def log_speeds(
+        self, micro_batches: MicroBatches, variants: NDArray[np.intp] | None = None
+    ) -> Array:
         """(draws, variants): log of samples per second at those micro-batches.
 
         Args:
             micro_batches: one per variant, or one per draw and variant; the result is -inf at 0.
+            variants: the columns of the variants; None: all.
         """
+        if variants is None:
+            variants = np.arange(len(self.variants))
         size = np.maximum(micro_batches, 1)
         space = self.spec.space
         share = space.samples_per_rank or size  # of the rank with most, whose time counts
         steps = 1 if space.samples_per_rank is None else np.ceil(share / size)
         x = np.broadcast_to(share / steps, np.atleast_2d(size).shape)
-        log_x = np.log(x)
         log_samples = np.log((space.global_batch or size * space.world_size) / steps)
-        line = log_samples - added(self.time.intercept, self.time.slope + log_x, self.time.power)
+        line = log_samples - self.time.log_values_of(variants, x)
         if self._time_points:
-            line = line - self.departures.at(log_x) - self.time.unevenness(x)
-        line = self.over_training(line, self.start_up_s)
+            line = line - self.departures.of(variants, np.log(x))
+        line = self.over_training(line, self.start_up_s[variants])
         return np.where(micro_batches >= 1, line, -np.inf)
 
     def log_speed(self, plan: Plan) -> Array:
@@ -249,6 +255,14 @@ class Posterior:
         """Return the expected log of the plan's samples per second."""
         at = self._column_of.get(plan)
         return float(self.log_speed(plan).mean() if at is None else self._mean_of_fitting[at])
+
+    @cached_property
+    def leader(self) -> Trial | None:
+        """The trial whose plan, among those that ran and fit, is expected to be fastest.
+
+        Expected by the lines and all measurements: while a search goes on, one probe tells less.
+        """
+        return max(self.fitting, key=lambda t: self.mean_log_speed(t.plan), default=None)
 
     @cached_property
     def _column_of(self) -> Mapping[Plan, int]:
@@ -267,13 +281,8 @@ class Posterior:
 
     def _log_speeds_of(self, plans: Sequence[Plan]) -> Array:
         """Return (draws, plans): `log_speed` of each."""
-        points = [Point(self.index(plan), plan.mean_micro_batch, 1.0, 0.0) for plan in plans]
-        log_samples = np.log([plan.samples_per_step / plan.accumulation_steps for plan in plans])
-        variants = np.array([point.variant for point in points], dtype=np.intp)
-        log_x = np.log([point.x for point in points])
-        departures = self.departures.of(variants, log_x)
-        log_speeds = log_samples - self.time.log_values_of(points) - departures
-        return self.over_training(log_speeds, self.start_up_s[variants])
+        sizes = np.array([plan.micro_batch for plan in plans])
+        return self.log_speeds(sizes, np.array([self.index(plan) for plan in plans], dtype=np.intp))
 
     @cached_property
     def start_up_s(self) -> Array:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autofit.measurement import Trial
 from autofit.plan import Plan
@@ -64,14 +65,6 @@ _LEAST_OWN = 0.05  # the share of its variance that a second measurement adds at
 _HOPELESS = -3.0  # log speed beside the leader's of a variant that does not fit at all
 
 
-def leading(posterior: Posterior) -> Trial | None:
-    """Return the trial whose plan, among those that ran and fit, is expected to be fastest.
-
-    Expected by the lines and all measurements: while a search goes on, one probe tells less.
-    """
-    return max(posterior.fitting, key=lambda t: posterior.mean_log_speed(t.plan), default=None)
-
-
 def oom_cost(posterior: Posterior, risk: Array) -> Array:
     """Return the cost of such a risk of running out of memory after these probes.
 
@@ -89,58 +82,61 @@ def oom_cost(posterior: Posterior, risk: Array) -> Array:
 
 
 def new_plans(
-    posterior: Posterior, leader: Trial, allowed: Mask, seconds: Array | None
-) -> list[Proposal]:
-    """Return, per level of OOM risk, the best plan at that risk, per second where that counts."""
-    ahead = posterior.log_speed(leader.plan)[:, None]
-    reached = posterior.log_speeds(posterior.ceilings) - ahead
-    proposals: list[Proposal] = []
+    posterior: Posterior, leader: Trial, allowed: Mask
+) -> tuple[NDArray[np.intp], MicroBatches, Array]:
+    """Return the sizes of allowed variants that may be probed: variants, sizes, and worths."""
     halfway = _halfway(posterior)
     opening = _next_sizes(posterior, halfway)
-    between: list[MicroBatches] = []
-    if posterior.spread > _IRREGULAR:
-        between = _sizes_between(posterior, halfway)
-        before_drop = _before_drop(posterior, leader)
-        if before_drop is not None:
-            proposals.append(before_drop)
-    for number, sizes in enumerate([*opening, *between]):
-        fits = posterior.memory_limit >= sizes
-        log_speeds = posterior.log_speeds(sizes)
-        gain = (np.maximum(log_speeds - ahead, 0) * fits).mean(axis=0)
-        credit = POTENTIAL_CREDIT if number < len(opening) else 0.0
-        opened = credit * np.maximum(_opened(posterior, reached, log_speeds, sizes) - gain, 0)
-        chance = fits.mean(axis=0)
-        worth = gain + chance * opened - oom_cost(posterior, 1 - chance)
-        worth = np.where(allowed & (sizes >= 1), worth, -np.inf)
-        best = int(np.argmax(worth if seconds is None else worth / seconds))
-        if worth[best] > -np.inf:
-            plan = posterior.spec.space.plan(int(sizes[best]), posterior.variants[best])
-            proposals.append((float(worth[best]), plan))
-    return proposals
+    is_irregular = posterior.spread > _IRREGULAR
+    between = _sizes_between(posterior, halfway) if is_irregular else []
+    rows = np.array([*opening, *between])
+    row, variants = np.nonzero((rows >= 1) & allowed)
+    sizes = rows[row, variants]
+    first = np.unique(sizes * len(allowed) + variants, return_index=True)[1]
+    row, variants, sizes = row[first], variants[first], sizes[first]
+    ahead = posterior.log_speed(leader.plan)[:, None]
+    log_speeds = posterior.log_speeds(sizes, variants)
+    fits = posterior.memory_limit[:, variants] >= sizes
+    chance = fits.mean(axis=0)
+    gain = (np.maximum(log_speeds - ahead, 0) * fits).mean(axis=0)
+    opened = np.maximum(_opened(posterior, ahead, log_speeds, variants, sizes) - gain, 0)
+    credit = np.where(row < len(opening), POTENTIAL_CREDIT, 0.0)
+    worths = gain + chance * credit * opened - oom_cost(posterior, 1 - chance)
+    before_drop = _before_drop(posterior, leader) if is_irregular else None
+    if before_drop is not None:
+        variants = np.append(posterior.index(leader.plan), variants)
+        sizes, worths = np.append(before_drop[1], sizes), np.append(before_drop[0], worths)
+    return variants, sizes, worths
 
 
-def _opened(posterior: Posterior, reached: Array, log_speeds: Array, sizes: MicroBatches) -> Array:
-    """Return (variants): what is expected to be gained at the ceilings after probes of these sizes.
+def _opened(
+    posterior: Posterior,
+    ahead: Array,
+    log_speeds: Array,
+    variants: NDArray[np.intp],
+    sizes: MicroBatches,
+) -> Array:
+    """Return (plans): what is expected to be gained at the ceilings after probes of these plans.
 
     A probe tells of its ceiling as far as its step time and its bytes explain the speed there: a
     small micro-batch, whose time may be that of its launches, tells little.
 
     Args:
         posterior: of the search.
-        reached: (draws, variants), log speeds at the ceilings less that of the leader.
-        log_speeds: (draws, variants), log speeds at these sizes.
-        sizes: (variants), micro-batches; 0 for none.
+        ahead: (draws, 1), log speeds of the leader.
+        log_speeds: (draws, plans), log speeds of these plans.
+        variants, sizes: (plans), of each.
     """
-    reached = np.where(np.isfinite(reached), reached, _HOPELESS)
-    speeds = np.where(sizes >= 1, log_speeds, 0.0)
-    held = np.log(posterior.memory.value_at(np.maximum(sizes, 1)))
-    error = posterior.memory_error(posterior.spec.vram_budget_bytes)
-    change = _explained_deviation(reached, (speeds, posterior.typical_noise), (held, error))
+    reached = posterior.log_speeds(posterior.ceilings) - ahead
+    reached = np.where(np.isfinite(reached), reached, _HOPELESS)[:, variants]
+    held = posterior.memory.log_values_of(variants, sizes.astype(np.float64))
+    errors = posterior.typical_noise, posterior.memory_error(posterior.spec.vram_budget_bytes)
+    change = _explained_deviation(np.stack([reached, log_speeds, held]), *errors)
     return _knowledge_gradient(reached.mean(axis=0), change)
 
 
-def _before_drop(posterior: Posterior, leader: Trial) -> Proposal | None:
-    """Return a size between the leader's and a larger one of its variant that was slower.
+def _before_drop(posterior: Posterior, leader: Trial) -> tuple[float, int] | None:
+    """Return worth and size of a plan between the leader's size and a larger one that was slower.
 
     Where speed grew up to the leader, the drop is as likely beyond the middle as before it, and the
     speed would grow as far as there. No line tells so: it explains the drop by a flat speed.
@@ -165,7 +161,7 @@ def _before_drop(posterior: Posterior, leader: Trial) -> Proposal | None:
         plan.micro_batch / beside.plan.micro_batch
     )
     gain = min(max(rise, 0.0), 1.0) * math.log(size / plan.micro_batch)
-    return _DROP_LATER * gain, posterior.spec.space.plan(size, plan.settings)
+    return _DROP_LATER * gain, size
 
 
 def _next_sizes(posterior: Posterior, halfway: MicroBatches) -> list[MicroBatches]:
@@ -325,26 +321,22 @@ def _knowledge_gradient(mean: Array, change: Array) -> Array:
     return np.where(mean / change > z, mean, gain)
 
 
-def _explained_deviation(
-    unknown: Array, first: tuple[Array, float], other: tuple[Array, float]
-) -> Array:
-    """Return, per column, the standard deviation of the best linear guess of the unknown.
+def _explained_deviation(drawn: Array, noise: float, other_noise: float) -> Array:
+    """Return, per column, the standard deviation of the best linear guess of the first.
 
     Args:
-        unknown: (draws, columns), what is not measured.
-        first, other: (draws, columns), two things that are, and the noise of each.
+        drawn: (3, draws, columns), what is not measured, and two things that are.
+        noise, other_noise: of these two.
     """
-    one, two = _correlation(*first, unknown), _correlation(*other, unknown)
-    both = _correlation(*first, other[0])
+    drawn = drawn - drawn.mean(axis=1, keepdims=True)
+    products = np.einsum("idc,jdc->ijc", drawn, drawn) / drawn.shape[1]
+    deviation, _, other = np.sqrt(np.einsum("iic->ic", products))
+    noisy_first = np.sqrt(products[1, 1] + noise**2)
+    noisy_other = np.sqrt(products[2, 2] + other_noise**2)
+    one = products[0, 1] / np.maximum(noisy_first * deviation, _LEAST)
+    two = products[0, 2] / np.maximum(noisy_other * deviation, _LEAST)
+    both = products[1, 2] / np.maximum(noisy_first * other, _LEAST)
     own = np.maximum(1 - both**2, _LEAST_OWN)
     share = (one**2 + two**2 - 2 * one * two * both) / own
-    deviation: Array = np.sqrt(np.clip(share, 0.0, 1.0)) * unknown.std(axis=0)
-    return deviation
-
-
-def _correlation(x: Array, noise: float, y: Array) -> Array:
-    """Return (columns): the correlation of noisy x with y."""
-    x, y = x - x.mean(axis=0), y - y.mean(axis=0)
-    deviation = np.sqrt((x**2).mean(axis=0) + noise**2) * y.std(axis=0)
-    found: Array = (x * y).mean(axis=0) / np.maximum(deviation, _LEAST)
-    return found
+    explained: Array = np.sqrt(np.clip(share, 0.0, 1.0)) * deviation
+    return explained

@@ -7,6 +7,7 @@ import pytest
 
 from autofit.plan import Dimension, Scalar
 from autofit.planning.curves import LineDraws, LineFamily, Point
+from autofit.planning.least_squares import MANY
 from autofit.planning.line_prior import LinePrior
 
 DIMENSIONS = {"dtype": Dimension(("plain", "half", "other")), "level": Dimension((0, 1, 2, 3))}
@@ -41,6 +42,22 @@ def test_every_draw_agrees_with_the_points() -> None:
     for point in points:
         values = draws.value_at(point.x)[:, point.variant]
         assert np.abs(np.log(values / point.y)).max() < 5 * point.error
+
+
+def test_draws_from_many_points_agree_with_those_from_as_few_that_say_as_much() -> None:
+    """Many start at the likeliest lines, few at draws of the prior."""
+    where = [(variant, x) for variant in (0, 1, 5, 11) for x in (1, 4, 16)]
+    times = 6
+    few = [Point(v, x, _truth(v, x), 0.1 / times**0.5) for v, x in where]
+    many = [Point(v, x, _truth(v, x), 0.1) for v, x in where * times]
+    assert len(few) < MANY <= len(many)
+    for variant in range(len(VARIANTS)):
+        expected, found = (
+            np.log(_family().draws(points, 1000, seed=0).value_at(16.0)[:, variant])
+            for points in (few, many)
+        )
+        assert found.mean() == pytest.approx(expected.mean(), abs=0.15 * expected.std())
+        assert found.std() == pytest.approx(expected.std(), rel=0.15)
 
 
 def test_two_points_determine_a_line_beyond_them() -> None:

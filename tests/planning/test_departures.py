@@ -70,7 +70,7 @@ def test_a_variant_may_depart_where_others_do() -> None:
 def test_all_variants_at_once_are_as_one_by_one() -> None:
     departures = _departures((0, 8, -0.2), (0, 64, 0.5), (2, 8, 0.1))
     sizes = [8.0, 64.0, 16.0]
-    together = departures.at(np.broadcast_to(np.log([sizes]), (DRAWS, 3)))
+    together = departures.of(np.arange(3), np.broadcast_to(np.log([sizes]), (DRAWS, 3)))
     plans = departures.of(np.arange(3), np.log(sizes))
     for variant, size in enumerate(sizes):
         alone = _at(departures, variant, size)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autofit.planning.least_squares import Array, Readings, fit, nearest
+from autofit.planning.least_squares import MANY, Array, Readings, fit, nearest
 
 DRAWS = 50
 PRIOR = np.random.default_rng(0).standard_normal((DRAWS, 3))
@@ -49,6 +49,17 @@ def test_a_linear_problem_has_the_textbook_solution(sd: float) -> None:
     weights = nearest(PRIOR, _readings([np.log(5.0)], sd), np.zeros((DRAWS, 1)))
     expected = (PRIOR[:, 0] * sd**2 + np.log(5.0)) / (sd**2 + 1)
     assert np.allclose(weights[:, 0], expected)
+    assert np.allclose(weights[:, 1:], PRIOR[:, 1:])
+
+
+def test_many_readings_leave_a_draw_one_solution_wherever_it_starts() -> None:
+    """That of the textbook, near enough for a decision: each draw keeps its prior and errors."""
+    count, sd = 2 * MANY, 3.0
+    errors = np.random.default_rng(1).standard_normal((DRAWS, count))
+    weights = nearest(PRIOR, _readings([0.5] * count, sd), errors, np.full((DRAWS, 3), 2.0))
+    precision = count / sd**2
+    expected = (PRIOR[:, 0] + precision * (0.5 + sd * errors.mean(axis=1))) / (1 + precision)
+    assert np.abs(weights[:, 0] - expected).max() < 0.3 / np.sqrt(1 + precision)
     assert np.allclose(weights[:, 1:], PRIOR[:, 1:])
 
 
