@@ -339,8 +339,9 @@ class Dimension:
         trial_costs_s: the same of single values, in place of `trial_cost_s`. Below zero where a
             value makes what another setting costs cheaper.
         fresh_worker: a probe of a value other than the first wants a worker of its own.
-        needs_accumulation: with one accumulation step the other values are the same as the first,
-            so that they are tried with more alone.
+        accumulation: whether the other values go with accumulation. True: with one accumulation
+            step they are the same as the first, so that they are tried with more alone. False: they
+            are tried with one alone. None: with any number.
         relieves: which of `BOUNDS` its values shorten; a report names the dimension where that
             takes most of a step's time.
     """
@@ -352,7 +353,7 @@ class Dimension:
     trial_cost_s: float = field(default=0.0, kw_only=True)
     trial_costs_s: Mapping[Scalar, float] = field(default_factory=dict, kw_only=True)
     fresh_worker: bool = field(default=False, kw_only=True)
-    needs_accumulation: bool = field(default=False, kw_only=True)
+    accumulation: bool | None = field(default=None, kw_only=True)
     relieves: Sequence[str] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -430,7 +431,7 @@ class DimensionForm:
     trial_cost_s: Number = 0.0
     trial_costs_s: Sequence[Number | None] = ()
     fresh_worker: bool = False
-    needs_accumulation: bool = False
+    accumulation: bool | None = None
     relieves: Sequence[str] = ()
 
     @classmethod

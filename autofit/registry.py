@@ -224,6 +224,12 @@ def numerics_level(numerics: Numerics | str) -> Numerics:
         raise InvalidArgument(f"numerics must be one of {known}, got {numerics!r}") from None
 
 
+def numerics_of(strategy: Strategy, setting: str) -> Numerics:
+    """Return how far a setting may change the arithmetic."""
+    own: Mapping[str, Numerics] = getattr(strategy, "numerics_of", {})
+    return own.get(setting, strategy.numerics)
+
+
 def _installed(*groups: str) -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
     for entry in (entry for group in groups for entry in entry_points(group=group)):

@@ -93,13 +93,20 @@ class Space:
 
     def largest_micro_batch_of(self, settings: Settings) -> int:
         """Return the largest micro-batch of a variant's plans; 0 if it has none of its own."""
-        if not any(dimension.needs_accumulation for dimension in self._changed(settings)):
-            return self.largest_micro_batch
-        if self.global_batch is None or self.samples_per_rank is None:
+        allowed = {dimension.accumulation for dimension in self._changed(settings)}
+        if True not in allowed:
+            is_whole = self._plan(self.largest_micro_batch, {}).accumulation_steps == 1
+            return self.largest_micro_batch if is_whole or False not in allowed else 0
+        if self.global_batch is None or self.samples_per_rank is None or False in allowed:
             return 0
         half = min(self.largest_micro_batch, -(-self.samples_per_rank // 2))
         plan = self._split(self.global_batch, self.only_micro_batch or half, {})
         return plan.micro_batch if plan.accumulation_steps > 1 else 0
+
+    def smallest_micro_batch_of(self, settings: Settings) -> int:
+        """Return the smallest micro-batch of a variant's plans: the largest if it may not split."""
+        is_whole = any(each.accumulation is False for each in self._changed(settings))
+        return self.largest_micro_batch if is_whole and self.global_batch is not None else 1
 
     def plan(self, micro_batch: int, settings: Settings) -> Plan:
         """Return the variant's plan with the largest possible micro-batch up to this one.
@@ -108,19 +115,18 @@ class Space:
         """
         settled = self._settled(settings)
         plan = self._plan(micro_batch, settled)
-        if plan.accumulation_steps > 1:
-            return plan
-        return replace(plan, settings=self._settled(settled, accumulates=False))
+        accumulates = plan.accumulation_steps > 1
+        return replace(plan, settings=self._settled(settled, accumulates=accumulates))
 
-    def _settled(self, settings: Settings, *, accumulates: bool = True) -> Settings:
+    def _settled(self, settings: Settings, *, accumulates: bool | None = None) -> Settings:
         """Return the settings with those that may not differ from their first values at these."""
         settled, before = dict(settings), None
         while settled != before:  # what is reset may be what others depend on
             before = dict(settled)
             for name in settled.keys() & self.dimensions.keys():
                 dimension = self.dimensions[name]
-                needs_more = dimension.needs_accumulation and not accumulates
-                if needs_more or not dimension.allowed_with(settled):
+                fits = accumulates is None or dimension.accumulation in (None, accumulates)
+                if not fits or not dimension.allowed_with(settled):
                     settled[name] = dimension.values[0]
         return settled
 
@@ -145,7 +151,7 @@ class Space:
     def allows(self, settings: Settings) -> bool:
         """Return whether every setting that is not at its first value may have the other one.
 
-        Its `when` holds, and if it needs accumulation, some plan accumulates.
+        Its `when` holds, and some plan accumulates as it must, or does not.
         """
         fits = all(dimension.allowed_with(settings) for dimension in self._changed(settings))
         return fits and self.largest_micro_batch_of(settings) > 0

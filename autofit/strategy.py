@@ -320,6 +320,17 @@ class TrainingView(Protocol):
     ) -> Callable[[], None]:
         """Call `wrapper(step)` in place of the update; return the function that undoes it."""
 
+    def update_in_backward(
+        self, parameter: torch.Tensor, update: Callable[[], None]
+    ) -> Callable[[], None]:
+        """Call `update()` in the backward pass, once the parameter's gradient is whole.
+
+        Then the gradient is dropped. Where anything else uses it, nothing is called and it waits
+        for the update of all: with several micro-batches, `clip_grad_norm`, `before_step`, a
+        scaler, several ranks, hooks of an optimizer, and where the user's own code calls backward.
+        Return the function that undoes it.
+        """
+
     def wrap_optimizer_factory(
         self, wrapper: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]
     ) -> Callable[[], None]:
@@ -382,7 +393,8 @@ class Strategy(Protocol):
 
     It may have a method `unavailable(device_type) -> str | None` that says, without a model, what
     this machine lacks for it; `autofit doctor` shows that. With a method `within(numerics) ->
-    Strategy` it is asked for one that goes no further, where it would go too far. With an attribute
+    Strategy` it is asked for one that goes no further, where it would go too far. A mapping
+    `numerics_of` has the settings that go less far than its `numerics`. With an attribute
     `by_name_only` that is true it is used only by searches that name it.
     """
 

@@ -168,7 +168,7 @@ def test_the_planner_of_several_ranks_proposes_what_plans_can_be_split_into(
 def test_what_needs_accumulation_is_tried_where_there_is_some(
     geometry: dict[str, int], largest: int
 ) -> None:
-    shared = Dimension(["once", "each"], needs_accumulation=True)
+    shared = Dimension(["once", "each"], accumulation=True)
     space = Space({**DIMENSIONS, "parallel.accumulation": shared}, 4, **geometry)  # type: ignore[arg-type]  # as above
     assert from_json(to_json(DimensionForm.of(shared)), DimensionForm, "it").dimension() == shared
     each = {**space.default_settings, "parallel.accumulation": "each"}
@@ -184,10 +184,56 @@ def test_what_needs_accumulation_is_tried_where_there_is_some(
             assert plan.micro_batch <= largest
 
 
+@pytest.mark.parametrize(
+    ("geometry", "size"),
+    [
+        ({"global_batch": 13}, 13),
+        ({"global_batch": 13, "world_size": 2}, 7),
+        ({"global_batch": 2, "world_size": 2}, 1),
+        ({"global_batch": 13, "max_micro_batch": 5}, 0),
+        ({"global_batch": 12, "may_change_accumulation": False}, 0),
+        ({"global_batch": 4, "may_change_accumulation": False}, 4),
+    ],
+)
+def test_what_forbids_accumulation_is_tried_where_there_need_not_be_any(
+    geometry: dict[str, int], size: int
+) -> None:
+    whole = Dimension(["step", "backward"], accumulation=False)
+    space = Space({**DIMENSIONS, "update.when": whole}, 4, **geometry)  # type: ignore[arg-type]  # as above
+    assert from_json(to_json(DimensionForm.of(whole)), DimensionForm, "it").dimension() == whole
+    backward = {**space.default_settings, "update.when": "backward"}
+    assert space.largest_micro_batch_of(backward) == size
+    assert space.smallest_micro_batch_of(space.default_settings) == 1
+    assert len([v for v in space.variants() if v["update.when"] == "backward"]) == (
+        9 if size else 0
+    )
+    for wanted in range(1, 16):
+        plan = space.plan(wanted, backward)
+        is_split = plan.accumulation_steps > 1
+        assert plan.settings["update.when"] == ("step" if is_split else "backward")
+        assert is_split or plan.micro_batch >= space.smallest_micro_batch_of(backward)
+
+
+def test_without_a_global_batch_what_forbids_accumulation_has_every_size() -> None:
+    space = Space({"update.when": Dimension(["step", "backward"], accumulation=False)}, 4)
+    backward = {"update.when": "backward"}
+    assert space.smallest_micro_batch_of(backward) == 1
+    assert space.plan(3, backward).settings == backward
+
+
+def test_nothing_needs_accumulation_and_forbids_it() -> None:
+    dimensions = {
+        "update.when": Dimension(["step", "backward"], accumulation=False),
+        "parallel.accumulation": Dimension(["once", "each"], accumulation=True),
+    }
+    space = Space(dimensions, 4, global_batch=8)
+    assert len(list(space.variants())) == 3
+
+
 def test_what_depends_on_a_setting_that_needs_accumulation_goes_with_it() -> None:
     dimensions = {
         "parallel.bucket": Dimension(["small", "large"], when={"parallel.accumulation": ["each"]}),
-        "parallel.accumulation": Dimension(["once", "each"], needs_accumulation=True),
+        "parallel.accumulation": Dimension(["once", "each"], accumulation=True),
     }
     space = Space(dimensions, 8, global_batch=32)
     asked = {"parallel.bucket": "large", "parallel.accumulation": "each"}

@@ -435,8 +435,8 @@ class _Predictor:
             self.note(f"{setting} was left at {values[0]}: {why}; set it in the plan to predict it")
             values = values[:1]
         payloads = {value: load for value, load in dimension.payloads.items() if value in values}
-        needs = dimension.needs_accumulation
-        return Dimension(values, payloads=payloads, when=dimension.when, needs_accumulation=needs)
+        split = dimension.accumulation
+        return Dimension(values, payloads=payloads, when=dimension.when, accumulation=split)
 
     def _fit(self, settings: Settings, here: _Here) -> Fit:
         plan = replace(self.asked, settings=here.shown(settings, self.asked.settings))

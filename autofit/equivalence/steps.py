@@ -8,12 +8,11 @@ not put back, but their changes during a step are compared.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from itertools import count
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -199,13 +198,13 @@ def gradients_noted(training: Training, *, update: bool) -> Iterator[dict[str, t
     Without `update` the weights stay as they are.
     """
     noted: dict[str, torch.Tensor] = {}
-    updates = count(1)
+    updates: Counter[str] = Counter()
 
     def note(step: Callable[[], None]) -> None:
-        number = next(updates)
         for name, parameter in training.model.named_parameters():
             if parameter.grad is not None:
-                key = name + (f" at update {number}" if number > 1 else "")
+                updates[name] += 1
+                key = name + (f" at update {updates[name]}" if updates[name] > 1 else "")
                 noted[key] = _strided(parameter.grad.detach())
         if update:
             step()

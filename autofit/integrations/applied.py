@@ -269,6 +269,11 @@ class _ForeignTraining:
     ) -> Callable[[], None]:
         raise self._refused("wraps the optimizer's update")
 
+    def update_in_backward(
+        self, parameter: torch.Tensor, update: Callable[[], None]
+    ) -> Callable[[], None]:
+        raise self._refused("updates parameters in the backward pass")
+
     def add_notes(self, notes: Callable[[], Iterable[str]]) -> Callable[[], None]:
         return lambda: None  # there is no probe that would ask for them
 

@@ -125,7 +125,9 @@ class Posterior:
     @cached_property
     def sizes(self) -> Sizes:
         """The micro-batches that may be run."""
-        return Sizes(self.spec.space, [self.exclusions.least(v) for v in self.variants])
+        space, least = self.spec.space, self.exclusions.least
+        fewest = [max(least(each), space.smallest_micro_batch_of(each)) for each in self.variants]
+        return Sizes(space, fewest)
 
     @cached_property
     def bound(self) -> MicroBatches:
@@ -458,7 +460,7 @@ class _Survey(Posterior):
         beside = costly & self.beside(self.cheap_leaders(_SURVEYED_LEADERS))
         ran = [0, *(self.index(trial.plan) for trial in self.probes)]
         found = np.unique(np.concatenate([found, np.flatnonzero(beside), ran]))
-        return np.union1d(found, self._without_accumulation(found)).astype(np.intp)
+        return np.union1d(found, self._of_other_splits(found)).astype(np.intp)
 
     def _promise(self) -> Array:
         """(draws, variants): log speed at the ceiling; where nothing fits, how little is held."""
@@ -468,13 +470,14 @@ class _Survey(Posterior):
             promise = np.where(np.isfinite(speeds), speeds, promise)
         return np.where(self.usable, promise, -np.inf)
 
-    def _without_accumulation(self, columns: NDArray[np.intp]) -> list[int]:
-        """Return the variants that those become in a plan of one micro-batch."""
+    def _of_other_splits(self, columns: NDArray[np.intp]) -> list[int]:
+        """Return the variants that those become in a plan of one micro-batch, and of many."""
         space = self.spec.space
-        if not any(dimension.needs_accumulation for dimension in space.dimensions.values()):
+        if all(dimension.accumulation is None for dimension in space.dimensions.values()):
             return []
-        whole = [space.plan(space.largest_micro_batch, self.variants[at]) for at in columns]
-        return [self.index(plan) for plan in whole]
+        sizes = 1, space.largest_micro_batch
+        plans = [space.plan(size, self.variants[at]) for at in columns for size in sizes]
+        return [self.index(plan) for plan in plans]
 
 
 def _not_cheap(dimensions: Mapping[str, Dimension]) -> set[str]:

@@ -36,17 +36,25 @@ class Labels:
 
     @contextmanager
     def watching(self, training: Training) -> Iterator[None]:
-        """Note weights now, and gradients as they appear.
+        """Note weights now, and gradients as they appear, or before they are used.
 
         Sparse gradients are unsupported: whether PyTorch merges rows that repeat depends on values,
         and an optimizer that keeps them grows from step to step.
         """
+
+        def note_gradients(step: Callable[[], None]) -> None:
+            for name, parameter in training.model.named_parameters():
+                if parameter.grad is not None:
+                    self._note_gradient(name, parameter)
+            step()
+
         model = training.model
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._note("weights", name, tensor)
         with ExitStack() as stack:
             for name, parameter in training.model.named_parameters():
                 self._await_gradient(stack, name, parameter)
+            stack.callback(training.wrap_optimizer_step(note_gradients))
             if training.world.size > 1 and isinstance(self.tracer, CudaTracer):
                 self._watch_shards(training, self.tracer, stack)
             yield
@@ -58,7 +66,7 @@ class Labels:
             stack.callback(hook.remove)
 
     def _watch_shards(self, training: Training, tracer: CudaTracer, stack: ExitStack) -> None:
-        """Note what is gathered of sharded parameters, and gradients that no hook sees.
+        """Note what is gathered of sharded parameters.
 
         What wrapping made before the first forward is no activation.
         """
@@ -72,15 +80,9 @@ class Labels:
                     self._note("weights", f"{name}.{last}", parameter)
                     self._await_gradient(stack, f"{name}.{last}", parameter)
 
-        def note_all_gradients(step: Callable[[], None]) -> None:
-            for name, parameter in training.model.named_parameters():
-                self._note("gradients", name, parameter.grad)
-            step()
-
         for name, module in training.model.named_modules():
             hook = module.register_forward_pre_hook(partial(note_gathered, name))
             stack.callback(hook.remove)
-        stack.callback(training.wrap_optimizer_step(note_all_gradients))
         stack.callback(training.before_micro_batch(partial(self._note_survivors, tracer)))
 
     def note_sent(self, tensor: torch.Tensor) -> None:

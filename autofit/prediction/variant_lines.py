@@ -205,7 +205,7 @@ def _dry_runs(
                 raise _OutOfTime
             plan = Plan(
                 micro_batch,
-                accumulation_steps=steps,
+                accumulation_steps=steps if space.smallest_micro_batch_of(settings) == 1 else 1,
                 settings=settings,
                 world_size=space.world_size,
             )

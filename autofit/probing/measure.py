@@ -282,7 +282,7 @@ def _step(training: Training, device: Device, batch: Batch) -> tuple[torch.Tenso
         return loss, [*marks, device.mark()]
     undo = training.before_micro_batch(lambda is_last: marks.append(device.mark()))
     training.zero_grad()
-    loss = training.accumulate(batch)
+    loss = training.accumulate(batch, then_updates=True)
     undo()
     del marks[1]  # what precedes the first micro-batch belongs to it
     marks.append(device.mark())

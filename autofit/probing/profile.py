@@ -128,7 +128,7 @@ def _step(training: Training, batch: Batch) -> None:
         training.step(batch)
         return
     training.zero_grad()
-    training.accumulate(batch)
+    training.accumulate(batch, then_updates=True)
     with record_function(_UPDATE):
         training.optimizer_step()
 

@@ -22,7 +22,7 @@ from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.probing.together import owned_by_rank_0, ranks_meant
-from autofit.registry import Unnamed, load_strategies, numerics_level
+from autofit.registry import Unnamed, load_strategies, numerics_level, numerics_of
 from autofit.report.record import Record
 from autofit.report.report import Report
 from autofit.searching import events
@@ -421,8 +421,8 @@ def _named(strategies: Iterable[str | Strategy] | None) -> set[str]:
 
 def _numerics_of(space: Space, strategies: Sequence[Strategy]) -> dict[str, int]:
     """Return how far each setting may change the arithmetic."""
-    levels = {strategy.name: int(strategy.numerics) for strategy in strategies}
-    return {name: levels[name.partition(".")[0]] for name in space.dimensions}
+    own = {strategy.name: strategy for strategy in strategies}
+    return {name: int(numerics_of(own[name.partition(".")[0]], name)) for name in space.dimensions}
 
 
 def _workload(model: Any, sample_batch: Any, **given: Any) -> Workload:

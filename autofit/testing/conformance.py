@@ -28,7 +28,7 @@ from autofit.codec import from_json, to_json
 from autofit.equivalence.comparison import MOST_NOISE, NoiseFloor, StepTrace, compare
 from autofit.equivalence.steps import PlainContext, gradients_noted, one_thread
 from autofit.plan import Dimension, DimensionForm, Plan, ResolvedPlan, Scalar, Settings, payloads_of
-from autofit.registry import collect_dimensions, load_strategies
+from autofit.registry import collect_dimensions, load_strategies, numerics_of
 from autofit.snapshot.snapshot import HOOKS, Digest, differences, digest
 from autofit.strategy import Capabilities, Numerics, Strategy
 from autofit.training.optimizers import Optimizers
@@ -214,8 +214,11 @@ class Case:
 
     def is_plain(self, variant: ResolvedPlan) -> bool:
         """Return whether every setting is at its first value."""
+        return not self._changed(variant)
+
+    def _changed(self, variant: ResolvedPlan) -> list[str]:
         settings = variant.plan.settings
-        return all(settings[name] == d.values[0] for name, d in self._dimensions.items())
+        return [name for name, d in self._dimensions.items() if settings[name] != d.values[0]]
 
     def problems(self, variant: ResolvedPlan) -> list[str]:
         """Return every way in which the strategy breaks its contract with this variant."""
@@ -252,7 +255,8 @@ class Case:
 
     def _arithmetic_problems(self, variant: ResolvedPlan) -> Iterator[str]:
         run = self._steps(variant)
-        numerics = Numerics.EXACT if self.is_plain(variant) else self._strategy.numerics
+        levels = [numerics_of(self._strategy, name) for name in self._changed(variant)]
+        numerics = max(levels, default=Numerics.EXACT)
         if not all(torch.as_tensor(trace.loss).isfinite() for trace in run):
             yield f"losses are not finite: {[trace.loss for trace in run[:-1]]}"
         elif numerics < Numerics.REDUCED_PRECISION:

@@ -127,6 +127,14 @@ def check_steps_alone(optimizer: Optimizers) -> None:
             )
 
 
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether functions of the user's run before or after each step of an optimizer."""
+    return any(vars(optimizer).get(name) for name in _STEP_HOOKS)
+
+
 def check_trains(optimizer: torch.optim.Optimizer, model: Any) -> None:
     """Refuse the optimizer of another model: its step would update nothing.
 

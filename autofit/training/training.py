@@ -39,6 +39,7 @@ from autofit.training.optimizers import (
     by_name,
     check_steps_alone,
     fresh_casts,
+    has_step_hooks,
     holds_any,
 )
 from autofit.training.workload import Workload
@@ -152,6 +153,7 @@ class Training(AbstractContextManager["Training"]):
         self._micro_batch_observers: list[Callable[[bool], None]] = []
         self._notes: list[Callable[[], Iterable[str]]] = []
         self._loss_scale = LossScale()
+        self._is_last = self._is_whole = False
         self.loss_source: LossSource | None = None
         self.has_split = False
         """Whether any step so far split its batch; a training_step may not."""
@@ -274,6 +276,25 @@ class Training(AbstractContextManager["Training"]):
         self._step_wrappers.append(wrapper)
         return lambda: self._step_wrappers.remove(wrapper)
 
+    def update_in_backward(
+        self, parameter: torch.Tensor, update: Callable[[], None]
+    ) -> Callable[[], None]:
+        """Call `update()` once its gradient is whole; see `TrainingView.update_in_backward`."""
+
+        def on_gradient(of: torch.Tensor) -> None:
+            if self._is_whole and of.grad is not None:
+                self._call_wrapped(update)
+                of.grad = None
+
+        hook = parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]  # torch's
+        return lambda: hook.remove()
+
+    def _nothing_between(self) -> bool:
+        """Return whether nothing but the update uses the gradients of a whole step."""
+        recipe, hooked = self.recipe, map(has_step_hooks, self._optimizers(None))
+        is_read = recipe.clip_grad_norm is not None or recipe.before_step is not None
+        return self.ranks is None and self.scaler is None and not is_read and not any(hooked)
+
     def wrap_optimizer_factory(self, wrapper: FactoryWrapper) -> Callable[[], None]:
         """Make optimizers by `wrapper(factory)`; return a function that undoes this."""
         self._factory_wrappers.append(wrapper)
@@ -317,22 +338,28 @@ class Training(AbstractContextManager["Training"]):
         self.zero_grad()
         if self.recipe.training_step is not None:
             return self._users_step(self.recipe.training_step, batch)
-        loss = self.accumulate(batch)
+        loss = self.accumulate(batch, then_updates=True)
         self.optimizer_step()
         return loss
 
-    def accumulate(self, batch: Batch) -> torch.Tensor:
+    def accumulate(self, batch: Batch, *, then_updates: bool = False) -> torch.Tensor:
         """Run forward and backward of every micro-batch; return their detached mean loss.
 
-        It is the mean over all ranks.
+        It is the mean over all ranks. With `then_updates` the caller does nothing but
+        `optimizer_step` next, so that parameters may be updated before (`update_in_backward`).
         """
         total: torch.Tensor | None = None
         for micro_batch, weight in self.micro_batches(batch):
             with self.context():
                 loss, self.loss_source = self.recipe.loss_and_source(self.model, micro_batch)
+            is_only = total is None and self._is_last
             share = loss.detach() * weight if weight else torch.zeros_like(loss.detach())
             total = share if total is None else total + share
-            self.backward(loss, weight)
+            self._is_whole = then_updates and is_only and self._nothing_between()
+            try:
+                self.backward(loss, weight)
+            finally:
+                self._is_whole = False
             del loss, micro_batch  # else this graph stays alive during the next forward
         assert total is not None  # a batch has at least one sample
         return self._over_ranks(total)
@@ -427,6 +454,7 @@ class Training(AbstractContextManager["Training"]):
         return pieces(batch, sizes, self._samples_in(batch).places(batch))
 
     def _announce(self, *, is_last: bool) -> None:
+        self._is_last = is_last
         for notify in self._micro_batch_observers:
             notify(is_last)
 
@@ -510,9 +538,9 @@ class Training(AbstractContextManager["Training"]):
             recipe.before_step(self.model, optimizer)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        def update() -> None:
-            self._loss_scale.step(optimizer)
+        self._call_wrapped(lambda: self._loss_scale.step(optimizer))
 
+    def _call_wrapped(self, update: Callable[[], None]) -> None:
         for wrapper in self._step_wrappers:
             update = _wrapped(wrapper, update)
         update()

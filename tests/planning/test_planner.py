@@ -343,11 +343,24 @@ def test_a_drop_of_speed_below_every_measured_size_is_found() -> None:
     assert device.speed(result.best.plan) >= 0.9 * device.optimum()
 
 
+def test_settings_that_forbid_accumulation_are_probed_in_one_micro_batch(
+    make_device: MakeDevice,
+) -> None:
+    name = "update.when"
+    whole = {**DIMENSIONS, name: Dimension(("step", "backward"), accumulation=False)}
+    device = make_device(dimensions=whole, global_batch=24)
+    result = run_search(device.prober(), device.spec())
+    assert {trial.plan.accumulation_steps for trial in result.trials} > {1}
+    chosen = [trial.plan for trial in result.trials if trial.plan.settings[name] == "backward"]
+    assert chosen
+    assert all(plan.accumulation_steps == 1 for plan in chosen)
+
+
 @pytest.mark.slow
 def test_settings_that_need_accumulation_are_not_probed_without(make_device: MakeDevice) -> None:
     """Though there the value would look as fast as the one that it is the same as."""
     name = "parallel.accumulation"
-    shared = {**DIMENSIONS, name: Dimension(("once", "each"), needs_accumulation=True)}
+    shared = {**DIMENSIONS, name: Dimension(("once", "each"), accumulation=True)}
     plain, free, whole = (
         run_search(device.prober(), device.spec())
         for device in (

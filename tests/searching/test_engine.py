@@ -517,7 +517,7 @@ def test_another_sampler_may_propose_what_depends_on_accumulation(
     make_device: MakeDevice,
 ) -> None:
     dimensions = {
-        "parallel.accumulation": Dimension(["once", "each"], needs_accumulation=True),
+        "parallel.accumulation": Dimension(["once", "each"], accumulation=True),
         "parallel.bucket": Dimension(["small", "large"], when={"parallel.accumulation": ["each"]}),
     }
     other = make_device(dimensions=dimensions, global_batch=32)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autofit.equivalence.steps import gradients_noted
 from autofit.plan import Plan, Settings
-from autofit.registry import collect_dimensions, load_strategies, resolve
+from autofit.registry import collect_dimensions, load_strategies, numerics_of, resolve
 from autofit.space import Space
 from autofit.strategy import Capabilities, Numerics, Strategy
 from autofit.testing import PlainContext
@@ -157,21 +158,22 @@ WORKLOADS = {
 }
 
 
-def _stepped(build: Callable[[], Workload], space: Space, settings: Settings) -> dict[str, Tensor]:
-    """Return the gradients of an optimizer step of two micro-batches, and the loss, by name."""
+def _stepped(
+    build: Callable[[], Workload], space: Space, settings: Settings, size: int
+) -> dict[str, Tensor]:
+    """Return the gradients of an optimizer step in micro-batches of that size, and the loss."""
     workload, strategies = build(), load_strategies(list(BUILT_IN))
     model = workload.build_model()
-    plan = Plan.split(SAMPLES, SAMPLES // 2, settings={**space.default_settings, **settings})
+    plan = Plan.split(SAMPLES, size, settings=settings)
     resolved = resolve(plan, space, strategies)
     torch.manual_seed(1)
-    with Training(
-        model, workload.build_optimizer, workload.recipe, resolved, device=torch.device("cpu")
-    ) as training:
-        training.zero_grad()
-        loss = training.accumulate(workload.batch(SAMPLES))
-        named = model.named_parameters()
-        gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
-        training.optimizer_step()
+    with (
+        Training(
+            model, workload.build_optimizer, workload.recipe, resolved, device=torch.device("cpu")
+        ) as training,
+        gradients_noted(training, update=True) as gradients,
+    ):
+        loss = training.step(workload.batch(SAMPLES))
     return gradients | {"the loss": loss}
 
 
@@ -190,12 +192,17 @@ def test_every_pair_trains_like_plain_pytorch(name: str) -> None:
     context = PlainContext(build, "cpu", CPU)
     dimensions = collect_dimensions(list(strategies.values()), context)
     space = Space(dimensions, SAMPLES, global_batch=SAMPLES)
-    plain = _stepped(build, space, {})
+    plain = {
+        size: _stepped(build, space, space.default_settings, size)
+        for size in (SAMPLES // 2, SAMPLES)
+    }
     offered = [key for key, dimension in dimensions.items() if len(dimension.values) > 1]
     for pair in [(key,) for key in offered] + list(combinations(offered, 2)):
-        settings = {key: dimensions[key].values[1] for key in pair}
-        if not space.allows({**space.default_settings, **settings}):
+        settings = {**space.default_settings}
+        settings |= {key: dimensions[key].values[1] for key in pair}
+        if not space.allows(settings):
             continue  # they are never together
-        numerics = max(strategies[key.partition(".")[0]].numerics for key in pair)
-        apart = _apart(_stepped(build, space, settings), plain)
+        numerics = max(numerics_of(strategies[key.partition(".")[0]], key) for key in pair)
+        size = max(SAMPLES // 2, space.smallest_micro_batch_of(settings))
+        apart = _apart(_stepped(build, space, settings, size), plain[size])
         assert apart <= FARTHEST[Numerics(numerics)], f"{settings}: {apart:.1e}"

@@ -1,4 +1,4 @@
-"""Which of torch's implementations the user's own optimizer steps with.
+"""How the user's own optimizer steps: which of torch's implementations it takes, and when.
 
 `optimizer.implementation` starts at "default". "for_loop" updates one parameter after another,
 "foreach" many at once, with temporaries as large as the parameters, and "fused" all in one kernel
@@ -7,14 +7,18 @@ the flags of its groups change, as `foreach=` and `fused=` would set them where 
 
 What an update costs depends on no other setting, so it is measured before the search: an
 implementation that saves next to nothing, or raises, is not offered, and costs no probes.
+
+`optimizer.when` starts at "step", after the backward pass. "backward" updates each parameter within
+it (`optimizer.in_backward`); that is tried on one step before it is offered.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autofit.errors import release_exception, with_type
 from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
+
+from .in_backward import LINES, WHEN, share_held, updated_in_backward
 
 SETTING = "optimizer.implementation"
 FLAGS = {
@@ -36,6 +42,7 @@ FLAGS = {
 WORTH = 0.01
 """Least share of a step's time that an implementation must save to be offered."""
 _SAMPLES = 8
+_SAMPLES_OF_ONE_STEP = 2
 _STEPS = 3
 _KEPT = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 """What constructor and step of a fused optimizer set on it."""
@@ -44,14 +51,30 @@ _SAME_ACTIVATIONS = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.0)
 
 
 class OptimizerImplementation:
-    """How the optimizer's update is computed: one parameter at a time, in lists, or fused."""
+    """How the optimizer's update is computed, and when.
+
+    Args:
+        numerics: how far its settings may change the arithmetic.
+    """
 
     name = "optimizer"
     phase = Phase.OPTIMIZER
-    numerics = Numerics.ROUNDING
+    numerics_of: Mapping[str, Numerics] = MappingProxyType({WHEN: Numerics.EXACT})
     standard_terms = ("optimizer_implementation",)
 
+    def __init__(self, numerics: Numerics = Numerics.ROUNDING) -> None:
+        self.numerics = numerics
+
+    def within(self, numerics: Numerics) -> OptimizerImplementation:
+        """Return the strategy without settings that go further."""
+        return OptimizerImplementation(numerics)
+
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
+        """Return the implementations, and when the update may be, as steps show them."""
+        rounds = self.numerics >= Numerics.ROUNDING
+        return {**(self._implementations(context) if rounds else {}), **_times(context)}
+
+    def _implementations(self, context: Context) -> Mapping[str, Dimension]:
         """Return the implementations that the optimizer has on this device, found by stepping it.
 
         Without "foreach" where torch would not choose it itself: there (on a CPU) its functions
@@ -87,12 +110,8 @@ class OptimizerImplementation:
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
     ) -> AbstractContextManager[None]:
-        """Choose the implementation that the optimizer steps by; leaving the context undoes it."""
-        value = str(settings.get(SETTING, "default"))
-        if value == "default":
-            return nullcontext()
-        names = payloads[SETTING]["optimizers"]
-        return implemented([each for name, each in _named(training) if name in names], value)
+        """Choose how the optimizer steps, and when; leaving the context undoes it."""
+        return _applied(training, settings, payloads)
 
     def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
         """Return the setting in standard terms: an optimizer implementation."""
@@ -102,8 +121,9 @@ class OptimizerImplementation:
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         """Return the equivalent lines of a training script."""
         value = str(settings.get(SETTING, "default"))
+        in_backward = LINES if settings.get(WHEN, "step") == "backward" else []
         if value == "default":
-            return []
+            return [*in_backward]
         names = payloads[SETTING]["optimizers"]
         chosen = "[optimizer]" if names == [""] else f"[optimizer[name] for name in {names}]"
         flags = ", ".join(f"{name}={flag}" for name, flag in FLAGS[value].items())
@@ -111,7 +131,48 @@ class OptimizerImplementation:
             f"for each in {chosen}:  # before its first step, or give these where it is made",
             "    for group in each.param_groups:",
             f"        group.update({flags})",
+            *in_backward,
         ]
+
+
+@contextmanager
+def _applied(
+    training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+) -> Iterator[None]:
+    value = str(settings.get(SETTING, "default"))
+    with ExitStack() as stack:
+        if value != "default":
+            names = payloads[SETTING]["optimizers"]
+            chosen = [each for name, each in _named(training) if name in names]
+            stack.enter_context(implemented(chosen, value))
+        if settings.get(WHEN, "step") == "backward":
+            stack.enter_context(updated_in_backward(training, training.optimizer))
+        yield
+
+
+def _times(context: Context) -> Mapping[str, Dimension]:
+    """Return when the update may be: in the backward pass where it is as exact, and saves bytes."""
+    if context.world.size > 1:
+        return {}
+    samples = min(_SAMPLES_OF_ONE_STEP, context.samples_per_step, context.most_samples or _SAMPLES)
+    share = None
+    with suppress(torch.OutOfMemoryError):
+        share = context.with_training(partial(share_held, samples), samples)
+    if share is None:
+        return {}
+    hint = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.0, fixed_bytes=share)
+    dimension = Dimension(
+        ["step", "backward"],
+        hints={"backward": hint},
+        when={
+            "adam_state.format": ("default", None),
+            "compile.mode": ("off", None),
+            "precision.dtype": ("default", "tf32", "bfloat16", None),  # float16 has a scaler
+        },
+        accumulation=False,
+        relieves=("memory traffic",),
+    )
+    return {WHEN: dimension}
 
 
 @contextmanager

@@ -1,0 +1,324 @@
+"""optimizer.when: updates in the backward pass end as those after it, to the bit, and hold less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import autofit
+from autofit.integrations.applied import on_model
+from autofit.plan import Plan, ResolvedPlan
+from autofit.registry import collect_dimensions, load_strategies
+from autofit.testing import PlainContext, check_strategy
+from autofit.testing.conformance import attention, convolutions
+from autofit.training.loss import Recipe
+from autofit.training.training import Training
+from autofit.training.workload import Workload
+
+WHEN = "optimizer.when"
+(UPDATE,) = load_strategies(["optimizer"])
+WIDTH, LAYERS = 128, 12
+GRADIENT_BYTES = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
+
+
+class Tied(nn.Module):
+    """ids (n, 4) -> logits; one weight is used twice, one is frozen and one unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32)
+        self.head.weight = self.embedding.weight
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        self.unused = nn.Linear(2, 2)
+        self.layers[1].requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layers(self.embedding(ids))).flatten(0, 1)
+        return logits
+
+
+def tied(**given: Any) -> Workload:
+    torch.manual_seed(0)
+    ids = torch.randint(32, (2, 4))
+    return Workload(Tied(), (ids, ids), criterion=of_tokens, **given)
+
+
+def of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits, targets.flatten())
+
+
+def wide(**given: Any) -> Workload:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    batch = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    return Workload(layers, batch, criterion=functional.mse_loss, **given)
+
+
+def offered(build: Callable[[], Workload]) -> bool:
+    context = PlainContext(build, "cpu")
+    return WHEN in collect_dimensions([UPDATE], context)
+
+
+def test_conformance() -> None:
+    strategy = load_strategies(["optimizer"], numerics="exact")[0]
+    assert check_strategy(strategy, workloads=[wide, tied]) == 4
+
+
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "by lists": partial(torch.optim.AdamW, foreach=True, amsgrad=True),
+    "fused": partial(torch.optim.Adam, fused=True),
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adafactor": torch.optim.Adafactor,
+    "rmsprop": partial(torch.optim.RMSprop, momentum=0.5, centered=True),
+    "radam": torch.optim.RAdam,
+}
+
+
+def in_groups(make: Any, parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """The second half learns at another rate."""
+    half = len(parameters) // 2
+    groups = [{"params": parameters[:half]}, {"params": parameters[half:], "lr": 0.01}]
+    made: torch.optim.Optimizer = make(groups)
+    return made
+
+
+def trained(build: Any, make: Any, settings: dict[str, Any], batches: int = 1) -> dict[str, Any]:
+    """Return what three steps leave, with a scheduler between them."""
+    workload = build()
+    model = workload.build_model()
+    optimizer = in_groups(make, list(model.parameters()))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    size = workload.sample_batch_size // batches
+    plan = ResolvedPlan(Plan.split(size * batches, size, settings=settings), {}, (UPDATE,))
+    torch.manual_seed(1)
+    losses = []
+    with Training(model, optimizer, workload.recipe, plan, device=torch.device("cpu")) as live:
+        for _ in range(3):
+            losses.append(live.step(workload.sample_batch))
+            schedule.step()
+        notes = live.notes()
+    state = optimizer.state_dict()["state"]
+    return {"losses": losses, "model": model.state_dict(), "state": state, "notes": notes}
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("build", [tied, attention, convolutions])
+def test_three_steps_end_alike_to_the_bit(name: str, build: Any) -> None:
+    plain = trained(build, OPTIMIZERS[name], {})
+    other = trained(build, OPTIMIZERS[name], {WHEN: "backward"})
+    assert other.pop("notes") == plain.pop("notes") == ()
+    assert plain["model"].keys() == other["model"].keys()
+    assert_equal(other, plain)
+
+
+def test_with_accumulation_the_update_follows_all_micro_batches() -> None:
+    plain = trained(wide, torch.optim.AdamW, {}, batches=2)
+    other = trained(wide, torch.optim.AdamW, {WHEN: "backward"}, batches=2)
+    (note,) = other.pop("notes")
+    assert "no parameter was updated in the backward pass" in note
+    plain.pop("notes")
+    assert_equal(other, plain)
+
+
+def stepped(recipe: Recipe, settings: dict[str, Any], prepare: Any) -> dict[str, Tensor]:
+    workload = wide()
+    model = workload.build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = ResolvedPlan(Plan(4, settings=settings), {}, (UPDATE,))
+    with Training(model, optimizer, recipe, plan, device=torch.device("cpu")) as live:
+        prepare(live)
+        live.step(workload.sample_batch)
+    return model.state_dict()
+
+
+NORMS: list[float] = []
+
+
+def log_norm(model: nn.Module, optimizer: Any) -> None:
+    NORMS.append(sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None))
+
+
+def double(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.mul_(2)
+
+
+def scale(live: Training) -> None:
+    live.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+
+def hook(live: Training) -> None:
+    optimizer: Any = live.optimizer
+    optimizer.register_step_pre_hook(double)
+
+
+@pytest.mark.parametrize(
+    ("given", "prepare"),
+    [
+        ({"clip_grad_norm": 1e-3}, lambda live: None),
+        ({"before_step": log_norm}, lambda live: None),
+        ({}, scale),
+        ({}, hook),
+    ],
+)
+def test_what_uses_whole_gradients_gets_them(given: Any, prepare: Any) -> None:
+    recipe = Recipe(criterion=functional.mse_loss, **given)
+    NORMS.clear()
+    plain = stepped(recipe, {}, prepare)
+    assert_equal(stepped(recipe, {WHEN: "backward"}, prepare), plain)
+    assert len(set(NORMS)) == ("before_step" in given)
+
+
+def test_a_loop_of_the_users_own_has_whole_gradients() -> None:
+    workload = wide()
+    model = workload.build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = ResolvedPlan(Plan(4, settings={WHEN: "backward"}), {}, (UPDATE,))
+    with Training(model, optimizer, workload.recipe, plan, device=torch.device("cpu")) as live:
+        for batch, weight in live.micro_batches(workload.sample_batch):
+            live.backward(live.loss(batch), weight)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        live.optimizer_step()
+    assert norm > 0
+
+
+def test_hyperparameters_that_are_loaded_in_a_training_count() -> None:
+    def end(settings: dict[str, Any]) -> dict[str, Tensor]:
+        workload = wide()
+        model = workload.build_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        plan = ResolvedPlan(Plan(4, settings=settings), {}, (UPDATE,))
+        with Training(model, optimizer, workload.recipe, plan, device=torch.device("cpu")) as live:
+            live.step(workload.sample_batch)
+            saved = optimizer.state_dict()
+            saved["param_groups"][0]["lr"] = 0.5
+            optimizer.load_state_dict(saved)
+            live.step(workload.sample_batch)
+        return model.state_dict()
+
+    assert_equal(end({WHEN: "backward"}), end({}))
+
+
+class Nested(nn.Module):
+    """Checkpointed by torch's older way, which runs a backward within the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.inner, x, use_reentrant=True)
+        return x
+
+
+def nested() -> Workload:
+    batch = torch.randn(2, WIDTH), torch.randn(2, WIDTH)
+    return Workload(Nested, batch, criterion=functional.mse_loss)
+
+
+class Counting(torch.optim.AdamW):
+    """Keeps what is of all parameters."""
+
+
+def of_a_users_step(training: Any, batch: Any) -> Tensor:
+    loss: Tensor = training.loss(batch)
+    training.backward(loss)
+    training.optimizer_step()
+    return loss
+
+
+def test_it_is_offered_where_gradients_take_much() -> None:
+    assert offered(wide)
+    assert offered(tied)
+    assert not offered(convolutions)  # one more sample takes more
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        nested,
+        partial(wide, clip_grad_norm=1.0),
+        partial(wide, before_step=log_norm),
+        partial(wide, optimizer=Counting),
+        partial(wide, training_step=of_a_users_step),
+    ],
+)
+def test_it_is_not_offered_where_it_would_train_otherwise(build: Any) -> None:
+    assert not offered(build)
+
+
+def test_a_search_that_must_be_exact_has_it_alone() -> None:
+    (exact,) = load_strategies(["optimizer"], numerics="exact")
+    assert list(exact.dimensions(PlainContext(wide, "cpu"))) == [WHEN]
+
+
+def test_another_librarys_loop_refuses_it() -> None:
+    model = wide().build_model()
+    plan = ResolvedPlan(Plan(4, settings={WHEN: "backward"}), {}, (UPDATE,))
+    optimizer = torch.optim.SGD(model.parameters())
+    with (
+        pytest.raises(autofit.InvalidArgument, match="backward pass"),
+        on_model(plan, model, optimizer),
+    ):
+        pass
+
+
+def test_a_described_script_trains_alike() -> None:
+    """The lines that `describe` gives, in a plain loop."""
+
+    def end(lines: list[str]) -> dict[str, Tensor]:
+        workload = tied()
+        model = workload.build_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        exec("\n".join(lines), {"model": model, "optimizer": optimizer})
+        ids, targets = workload.batch(2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            of_tokens(model(ids), targets).backward()  # type: ignore[no-untyped-call]  # torch's
+            assert bool(lines) is (next(model.parameters()).grad is None)
+            optimizer.step()
+        return model.state_dict()
+
+    assert_equal(end(UPDATE.describe({WHEN: "backward"}, {})), end([]))
+
+
+def peaks(device: str, **options: Any) -> dict[str, int]:
+    found = {}
+    for value in ("step", "backward"):
+        plan = Plan(4, settings={WHEN: value, "optimizer.implementation": "default"})
+        workload = wide(optimizer=partial(torch.optim.AdamW, foreach=False))
+        trial = autofit.probe(workload, plan=plan, device=device, steps=3, **options)
+        assert trial.ok, trial.measurement.detail
+        found[value] = trial.measurement.peak_allocated_bytes or 0
+    return found
+
+
+def test_a_training_holds_less_by_most_of_its_gradients() -> None:
+    held = peaks("cpu", vram_budget="64MiB")
+    assert held["step"] - held["backward"] > 0.8 * GRADIENT_BYTES
+
+
+@pytest.mark.cuda
+def test_its_memory_is_predicted() -> None:
+    held = peaks("cuda")
+    for value, measured in held.items():
+        plan = Plan(4, settings={WHEN: value})
+        workload = wide(optimizer=partial(torch.optim.AdamW, foreach=False))
+        predicted = autofit.predict(workload, plan=plan, gpu=torch.cuda.get_device_name())
+        assert predicted.peak_allocated_bytes == pytest.approx(measured, rel=0.01)
+    assert held["step"] - held["backward"] > 0.8 * GRADIENT_BYTES
