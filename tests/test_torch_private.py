@@ -6,7 +6,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from autofit.registry import load_strategies
 from autofit.training.workload import Workload
 from tests.classifier import CROSS_ENTROPY, classifier, labelled, session_of
 from tests.probing.test_survey import _survey_of
-from tests.test_arrows import tree_of
+from tests.test_arrows import nodes_of
 
 ROOT = Path(__file__).parents[1]
 TABLE = frozenset(name for use in torch_private.USES.values() for name in use.names)
@@ -48,10 +49,10 @@ def is_private(part: str) -> bool:
     return part.startswith("_") and not part.startswith("__")
 
 
-def own_names(trees: list[ast.Module]) -> set[str]:
+def own_names(nodes: Iterable[ast.AST]) -> set[str]:
     """Return the private names that the project gives to attributes, functions and fields."""
     found: set[str] = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -76,9 +77,9 @@ def dotted(node: ast.expr) -> str | None:
     return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None
 
 
-def imported_from_torch(tree: ast.Module) -> Iterator[tuple[str, str, ast.stmt]]:
+def imported_from_torch(nodes: list[ast.AST]) -> Iterator[tuple[str, str, ast.stmt]]:
     """Yield (the name here, the name in torch, the statement)."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] == "torch":
@@ -89,15 +90,15 @@ def imported_from_torch(tree: ast.Module) -> Iterator[tuple[str, str, ast.stmt]]
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}", node
 
 
-def private_uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str, ast.AST]]:
+def private_uses(nodes: list[ast.AST], own: set[str]) -> Iterator[tuple[int, str, ast.AST]]:
     """Yield (line, a private name of torch, its node): with its path where that shows."""
     bound = {}
-    for here, there, statement in imported_from_torch(tree):
+    for here, there, statement in imported_from_torch(nodes):
         bound[here] = there
         if any(map(is_private, there.split("."))):
             yield statement.lineno, there, statement
     others = own | NOT_OF_TORCH
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Attribute):
             continue
         first, _, rest = (dotted(node) or "").partition(".")
@@ -119,19 +120,19 @@ def is_in_table(name: str) -> bool:
 
 
 def test_the_source_uses_no_private_name_of_torch_but_those_of_the_table() -> None:
-    trees = {path: tree_of(path) for path in sources()}
-    own = own_names(list(trees.values())) - {known.rpartition(".")[2] for known in TABLE}
+    own = own_names(chain.from_iterable(map(nodes_of, sources())))
+    own -= {known.rpartition(".")[2] for known in TABLE}
     unknown = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
-        for path, tree in trees.items()
+        for path in sources()
         if path.name != "torch_private.py"
-        for line, name, _ in private_uses(tree, own | set(HAS_SUCH_NAMES_ITSELF))
+        for line, name, _ in private_uses(nodes_of(path), own | set(HAS_SUCH_NAMES_ITSELF))
         if not is_in_table(name)
     ]
     assert unknown == []
 
 
-def at_import(tree: ast.Module) -> set[ast.AST]:
+def at_import(tree: ast.AST) -> set[ast.AST]:
     """Return the nodes that run when the module is imported."""
     found: set[ast.AST] = set()
 
@@ -151,11 +152,10 @@ def test_the_core_touches_none_while_it_is_imported() -> None:
     """What a class or a constant needs then comes from the table, which has words for its end."""
     touched = []
     for path in sources():
-        tree = tree_of(path)
-        nodes = at_import(tree)
+        nodes = at_import(nodes_of(path)[0])
         touched += [
             f"{path.relative_to(ROOT)}:{line}: {name}"
-            for line, name, node in private_uses(tree, set())
+            for line, name, node in private_uses(nodes_of(path), set())
             if node in nodes and "." in name and path.is_relative_to(ROOT / "autofit")
         ]
     assert touched == []
