@@ -1,13 +1,17 @@
-"""GPUs by name and by size."""
+"""GPUs by name and by size, devices by name, and budgets as people write them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from autofit.devices.gpus import find_gpu
-from autofit.errors import InvalidArgument
+from autofit.devices.cuda import device_meant, open_device
+from autofit.devices.request import budget_bytes
+from autofit.errors import DeviceUnavailable, InvalidArgument
 from autofit.units import GIB, MIB
 
 
@@ -77,3 +81,96 @@ def test_workspaces_of_cublas_follow_the_architecture() -> None:
     assert find_gpu("H100").cublas_workspace_bytes == 32 * MIB
     assert find_gpu("B200").cublas_workspace_bytes == 32 * MIB
     assert find_gpu("A100").cublas_workspace_bytes == 8 * MIB + 128 * 2**10
+
+
+# -- Devices by name
+
+
+def test_the_cpu_is_always_there() -> None:
+    assert open_device("cpu").torch_device == torch.device("cpu")
+    assert open_device(torch.device("cpu")).torch_device == torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_without_a_gpu_nothing_said_means_the_cpu_and_cuda_is_refused() -> None:
+    assert open_device(None).torch_device.type == "cpu"
+    for name in ("cuda", "cuda:1"):
+        with pytest.raises(DeviceUnavailable, match=name):
+            open_device(name)
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda:", "cuda:one", "cuda:-1", "cpu:0", "CUDA", "mps"])
+def test_what_is_no_device_is_refused_with_those_there_are(name: str) -> None:
+    with pytest.raises(InvalidArgument, match='"cuda:N"') as refusal:
+        open_device(name)
+    assert repr(name) in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda:1", torch.device("cuda", 3), None, "cuda"])
+def test_what_the_caller_said_stays_where_it_computes_on_no_gpu(name: Any) -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
+        pytest.skip("this process computes on a GPU")
+    assert device_meant(name, nn.Linear(2, 2)) == (None if name is None else str(name))
+
+
+@pytest.mark.cuda
+def test_a_gpu_without_an_index_is_the_callers() -> None:
+    last = torch.cuda.device_count() - 1
+    model = nn.Linear(2, 2).to(f"cuda:{last}")
+    assert device_meant("cuda:0", model) == "cuda:0"
+    assert device_meant("cpu", model) == "cpu"
+    assert device_meant(None, model) == device_meant("cuda", model) == f"cuda:{last}"
+    with torch.cuda.device(last):
+        assert device_meant("cuda", None) == f"cuda:{last}"
+
+
+# -- A VRAM budget as people write it
+
+
+def _budget(asked: Any, *, total: int = 80 * GIB, free: int = 70 * GIB) -> int:
+    return budget_bytes(asked, total_bytes=total, free_bytes=free)
+
+
+@pytest.mark.parametrize(
+    ("asked", "budget"),
+    [
+        ("24GiB", 24 * GIB),
+        ("80GiB", 80 * GIB),
+        (10 * GIB, 10 * GIB),
+        (2**20, 2**20),
+        (0.5, 40 * GIB),
+        (1.0, 80 * GIB),
+    ],
+)
+def test_text_bytes_and_fractions_of_the_device(asked: str | float, budget: int) -> None:
+    assert _budget(asked) == budget
+
+
+def test_without_one_it_is_what_is_free_less_a_margin() -> None:
+    assert _budget(None) == 70 * GIB - int(0.03 * 70 * GIB)
+    assert _budget(None, free=4 * GIB) == 4 * GIB - 256 * 2**20
+    assert _budget(None, free=GIB) == GIB - GIB // 10
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("81GiB", "81.0 GiB.*80.0 GiB"),
+        (81 * GIB, "81.0 GiB.*80.0 GiB"),
+        ("lots", "'lots'"),
+        (24, "24 bytes.*'24GiB'"),
+        ("24", "'24'.*'24GiB'"),
+        ("900KiB", "921600 bytes.*1MiB"),
+        (1e-9, "85 bytes"),
+        (0, "bytes.*0"),
+        (-5, "bytes.*-5"),
+        (0.0, r"\(0, 1\].*0\.0"),
+        (24e9, r"\(0, 1\]"),
+        (float("nan"), r"\(0, 1\].*nan"),
+        (True, "fraction.*True"),
+        ([24], "fraction"),
+    ],
+)
+def test_what_is_no_budget_is_refused(asked: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        _budget(asked)

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from autofit.memory.allocator import CachingAllocator, OutOfBudget
-from autofit.memory.blocks import Block
+from autofit.memory.blocks import Addresses, Block
+from autofit.memory.expandable import CONFIGURED_BY, expandable_segments
 from autofit.units import KIB, MIB
 
 
@@ -159,3 +160,51 @@ def test_no_two_live_blocks_overlap_and_the_books_balance(expandable: bool) -> N
         allocator.free(block)
     allocator.empty_cache()
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0)
+
+
+# -- Where segments lie: the rule that recorded trainings of an H200 show
+
+
+def test_new_segments_lie_below_the_others_and_small_ones_above() -> None:
+    large, small = Addresses(100, upwards=False), Addresses(100, upwards=True)
+    assert [large.take(20), large.take(30)] == [80, 50]
+    assert [small.take(2), small.take(2)] == [100, 102]
+
+
+def test_freed_addresses_are_given_again_from_the_lowest_up() -> None:
+    addresses = Addresses(100, upwards=False)
+    first, second, third, _ = (addresses.take(20) for _ in range(4))
+    addresses.give_back(first, 20)
+    addresses.give_back(third, 20)
+    assert addresses.take(10) == third
+    addresses.give_back(second, 20)
+    assert addresses.take(50) == third + 10, "the three gaps are one"
+    assert addresses.take(20) == 0
+
+
+def test_after_a_flush_a_segment_takes_the_lowest_free_address() -> None:
+    allocator = CachingAllocator()
+    high, kept, low = (allocator.allocate(20 * MIB) for _ in range(3))
+    allocator.free(high)
+    allocator.free(low)
+    allocator.empty_cache()
+    again = allocator.allocate(20 * MIB)
+    assert again.address == low.address < kept.address
+
+
+# -- Whether a process uses expandable segments: what its user chose
+
+
+@pytest.mark.parametrize("name", CONFIGURED_BY)
+def test_either_variable_chooses_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in CONFIGURED_BY:
+        monkeypatch.delenv(each, raising=False)
+    assert not expandable_segments()
+    monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
+    assert expandable_segments()
+
+
+def test_torch_reads_the_newer_variable_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    assert not expandable_segments()

@@ -1,8 +1,9 @@
-"""Scratch memory of kernels, against what recorded trainings show on an H200."""
+"""What CUDA ran and allocated in trainings recorded on an H200: operators, and scratch memory."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 from typing import Any
 
 import pytest
@@ -33,11 +34,16 @@ def taken(sizes: list[Size], gpu: Gpu = H200) -> list[int]:
 
 
 class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Notes the scratch memory of each call of an operator."""
+    """Notes each operator that runs, and the scratch memory of each call of one."""
 
     def __init__(self) -> None:
         super().__init__(H200)
+        self.operators: list[str] = []
         self.scratch: dict[str, list[list[int]]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(str(func))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def account(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func._schema.name.removeprefix("aten::")
@@ -46,14 +52,15 @@ class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own ho
         super().account(func, args, kwargs, result)
 
 
-def predicted(training: str) -> dict[str, list[list[int]]]:
+@cache
+def ran(training: str) -> _Listening:
     tracer = _Listening()
     with stage(tracer):
         steps = TRAININGS[training].steps("cuda")
         for _ in range(STEPS):
             next(steps)
         del steps
-    return tracer.scratch
+    return tracer
 
 
 def recorded(training: str, operator: str) -> list[list[int]]:
@@ -68,7 +75,7 @@ def recorded(training: str, operator: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("training", EXACT)
 def test_kernels_allocate_what_was_recorded(training: str) -> None:
-    found = predicted(training)
+    found = ran(training).scratch
     for operator in EXACT[training]:
         sizes = recorded(training, operator)
         assert any(sizes)
@@ -101,3 +108,36 @@ def test_a_larger_gpu_spreads_a_sum_over_more_blocks() -> None:
     rows = Reduction.of(torch.empty(2**16, 768, device="meta"), frozenset({0}))
     small, large = (rows.bytes_on(find_gpu(name)) for name in ("T4", "B200"))
     assert 0 < small < large
+
+
+# -- The emulation runs the very operators that CUDA ran, in the same order
+
+# Bookkeeping that touches no memory of the device, and moves between versions of torch.
+_IGNORED = ("profiler", "aten.lift_fresh", "aten.detach", "aten._local_scalar_dense")
+
+
+def counted(operators: list[str] | tuple[str, ...]) -> list[str]:
+    views = (operator.replace("aten._unsafe_view", "aten.view") for operator in operators)
+    return [operator for operator in views if not operator.startswith(_IGNORED)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *sorted(EXACT.keys() - {"lstm_fp32"}),  # cuDNN lays its weights out in one
+        pytest.param("gpt_fp16_scaler_clip", marks=pytest.mark.slow),
+        pytest.param("gpt_bf16_dropout", marks=pytest.mark.slow),
+        pytest.param("gpt_bf16_fused", marks=pytest.mark.slow),
+        pytest.param("gpt_pure_bf16", marks=pytest.mark.slow),
+        "lora_bf16",
+        "resnet_bf16_cl",
+        pytest.param(
+            "unet_bf16_cl",
+            marks=pytest.mark.skipif(
+                torch.__version__ >= "2.14", reason="group_norm copies in its kernel, if at all"
+            ),
+        ),
+    ],
+)
+def test_the_same_operators_run_in_the_same_order(name: str) -> None:
+    assert counted(ran(name).operators) == counted(RECORDED[name].operators)
