@@ -7,7 +7,6 @@ import re
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.searching.events import Event, ProbeFinished, ProbeStarted
+from autofit.searching.events import Event, ProbeFinished
 from autofit.units import format_bytes
 
 HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "32MiB"}
@@ -178,35 +177,7 @@ def test_a_loss_that_is_not_finite_on_the_baseline() -> None:
     assert sum(isinstance(event, ProbeFinished) for event in probes) == 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_cuda_device_where_there_is_none() -> None:
-    with pytest.raises(autofit.DeviceUnavailable, match="CUDA"):
-        autofit.search(model, batch(), device="cuda")
-
-
-def test_a_study_that_cannot_be_written_costs_no_probe(tmp_path: Path) -> None:
-    probes: list[Event] = []
-    nowhere = tmp_path / "no folder" / "study.log"
-    with pytest.raises(autofit.StudyError, match=r"no folder/study\.log"):
-        autofit.search(model, batch(), study=nowhere, progress=probes.append, **HERE)
-    assert not any(isinstance(event, ProbeStarted) for event in probes)
-
-
 # -- nothing fits -----------------------------------------------------------------------------
-
-
-def test_a_budget_smaller_than_the_weights_costs_no_probe() -> None:
-    probes: list[Event] = []
-    with pytest.raises(autofit.NoFeasiblePlan, match=r"4\.00 MiB.*1\.00 MiB") as caught:
-        autofit.search(
-            lambda: nn.Linear(1024, 1024),
-            torch.randn(4, 1024),
-            progress=probes.append,
-            **(HERE | {"vram_budget": "1MiB"}),
-        )
-    assert caught.value.required_bytes == 4 * (1024 * 1024 + 1024)
-    assert caught.value.allowed_bytes == 2**20
-    assert not any(isinstance(event, ProbeStarted) for event in probes)
 
 
 def test_when_nothing_fits_it_says_what_was_tried_needed_and_allowed() -> None:
@@ -316,16 +287,6 @@ def test_a_module_without_forward_is_told_of_loss_fn() -> None:
         autofit.predict(workload)
     loss_fn = lambda model, batch: model.training_step(batch, 0)  # noqa: E731 - as it is proposed
     assert autofit.predict(replace(workload, loss_fn=loss_fn)).required_bytes > 0
-
-
-def raising_factory() -> nn.Module:
-    raise OutOfCoffee("no model today")
-
-
-def test_what_a_factory_raises_reaches_the_user() -> None:
-    with pytest.raises(OutOfCoffee, match="no model today") as caught:
-        autofit.search(raising_factory, batch(), **HERE)
-    assert "raising_factory" in "".join(traceback.format_exception(caught.value))
 
 
 def test_what_an_optimizer_raises_reaches_the_user() -> None:

@@ -30,6 +30,7 @@ def test_importing_autofit_loads_nothing_beyond_python_itself() -> None:
     [
         "import autofit.cli.main",
         "import autofit.pytest_plugin",
+        "from autofit.checks.verdict import Verdict",
         "import autofit; autofit.Plan(8); autofit.load",
         "from autofit import registry; registry.installed_names()",
         "import autofit.report.export",

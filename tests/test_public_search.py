@@ -420,14 +420,6 @@ def test_ctrl_c_returns_the_report_of_what_was_measured() -> None:
     assert "Not confirmed: " in shown or "Not decided: " in shown
 
 
-def test_ctrl_c_before_anything_was_measured_is_ctrl_c() -> None:
-    def press_ctrl_c(event: Event) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        search_here(progress=press_ctrl_c)
-
-
 def hangs_in_a_worker(parent: int) -> nn.Module:
     if os.getpid() != parent:
         time.sleep(10_000)
@@ -529,28 +521,6 @@ def test_a_worker_killed_once_costs_a_worker_and_no_more(
     assert repeated == ["the worker was killed by SIGKILL"] * probes
 
 
-def test_progress_names_every_stage_from_the_first_to_the_last() -> None:
-    seen: list[Event] = []
-    report = search_here(strategies=["precision"], max_probes=2, progress=seen.append)
-    stages = [event.stage for event in seen if isinstance(event, StageStarted)]
-    assert stages == [
-        "starting a worker",
-        "looking the workload over",
-        "looking the workload over: its first samples",
-        "looking the workload over: precision",
-        "looking the workload over: split gradients",
-        "comparing the answer's gradients with the baseline's",
-        *(f"looking where the memory of the {key} plan goes" for key in report.record.memory),
-        "measuring what bounds a step",
-        "ending the worker",
-        "writing the report",
-    ]
-    assert isinstance(seen[0], StageStarted)
-    assert len([event for event in seen if isinstance(event, ProbeFinished)]) == len(report.trials)
-    elapsed = [event.progress.elapsed_s for event in seen]
-    assert elapsed == sorted(elapsed)
-
-
 def test_a_changed_workload_is_refused_an_old_study(tmp_path: Path) -> None:
     study = tmp_path / "study.log"
     search_here(study=study, max_probes=1)
@@ -560,32 +530,7 @@ def test_a_changed_workload_is_refused_an_old_study(tmp_path: Path) -> None:
         search_here(study=study, max_probes=1, numerics="exact")
 
 
-@pytest.mark.parametrize("level", ["exact", autofit.Numerics.EXACT])
-def test_numerics_limits_what_is_tried(level: autofit.Numerics | str) -> None:
-    report = search_here(numerics=level, strategies=None, max_probes=1)
-    assert all(strategy.numerics is autofit.Numerics.EXACT for strategy in report.strategies)
-    assert not any(name.startswith("precision.") for name in report.record.dimensions)
-
-
-def test_a_free_global_batch_is_said_to_have_changed() -> None:
-    options = autofit.SearchOptions(max_micro_batch=64)
-    report = search_here(global_batch=None, max_probes=6, options=options)
-    assert all(trial.plan.accumulation_steps == 1 for trial in report.trials)
-    assert report.best.plan.micro_batch > 4
-    size = report.best.plan.micro_batch
-    assert f"! The global batch changed from 4 to {size} samples" in str(report)
-
-
 # -- a single probe ---------------------------------------------------------------------------
-
-
-def test_a_probe_without_a_plan_runs_the_baseline() -> None:
-    workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
-    trial = autofit.probe(workload, **HERE)
-    assert trial.ok
-    assert trial.kind is autofit.TrialKind.BASELINE
-    assert trial.plan.micro_batch == 4
-    assert trial.measurement.micro_batches_run == 1
 
 
 def test_a_probe_runs_the_plan_it_is_given_in_full() -> None:

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-import autofit
 from autofit import torch_private
-from autofit.errors import PredictionUnavailable, Unsupported
+from autofit.errors import PredictionUnavailable
 from autofit.measurement import Outcome
 from autofit.probing.faults import fault_of
 from autofit.registry import load_strategies
@@ -271,10 +270,3 @@ def test_a_module_that_needs_one_to_be_imported_says_so(
         "except torch_private.Unsupported as error: print(error)\n",
     )
     assert re.search(r"with torch .*TorchDispatchMode", said.stdout), said.stderr
-
-
-def test_importing_autofit_touches_none() -> None:
-    code = "import autofit, sys; print('torch' in sys.modules, autofit.__name__)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert said.stdout.split() == ["False", autofit.__name__]
-    assert issubclass(Unsupported, autofit.AutofitError)

@@ -612,33 +612,8 @@ def test_a_report_that_cannot_be_written_is_printed_and_the_other_files_are_writ
     assert "gone/r.json: No such file" in ran.err.splitlines()[-1]
 
 
-CLOSED = [(0,), (1, 2)]  # the command below has none of the three
-WITHOUT = """
-import os, sys
-for number in {closed}:
-    os.close(number)
-    setattr(sys, ("stdin", "stdout", "stderr")[number], None)
-import torch
-import autofit
-report = autofit.search(
-    torch.nn.Linear(8, 3), torch.randn(4, 8), device="cpu", vram_budget="32MiB", max_probes=1,
-    progress=True,
-)
-report.save("{path}")
-"""
 
 
-@pytest.mark.parametrize("closed", CLOSED)
-def test_closed_standard_streams_cost_a_search_nothing(
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
-    tmp_path: Path,
-    closed: tuple[int, ...],
-) -> None:
-    path = tmp_path / "r.json"
-    ran = run_python("-c", WITHOUT.format(closed=closed, path=path), cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert json.loads(path.read_text())["best"]["outcome"] == "ok"
-    assert ran.stdout == ""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

@@ -50,11 +50,6 @@ def test_a_function_in_a_file_is_called(script: Path) -> None:
     assert load_target(f"{script}:make").global_batch == 12
 
 
-def test_a_workload_in_a_file_is_taken_as_it_is(script: Path) -> None:
-    assert load_target(f"{script}:ready").sample_batch_size == 3
-    assert load_target(f"{script}:Zoo.made").sample_batch_size == 3
-
-
 def test_a_module_is_found_in_the_current_folder(
     script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,12 +76,6 @@ def test_what_is_no_target_is_refused_with_what_is_wrong(
 ) -> None:
     with pytest.raises(InvalidArgument, match=words):
         load_target(target.format(script=script))
-
-
-def test_what_the_module_raises_reaches_the_user_as_it_is(script: Path) -> None:
-    script.write_text("import no_such_library_anywhere\n")
-    with pytest.raises(ModuleNotFoundError, match="no_such_library_anywhere"):
-        load_target(f"{script}:make")
 
 
 def test_a_module_whose_own_import_fails_is_not_said_to_be_missing(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.devices.gpus import find_gpu
 from autofit.devices.cuda import device_meant, open_device
+from autofit.devices.gpus import find_gpu
 from autofit.devices.request import budget_bytes
 from autofit.errors import DeviceUnavailable, InvalidArgument
 from autofit.units import GIB, MIB

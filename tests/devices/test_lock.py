@@ -47,11 +47,6 @@ def test_a_key_may_be_no_file_name(key: str) -> None:
         DeviceLock(f"MIG-GPU-{key}/1/0")
 
 
-def test_other_devices_are_free(key: str) -> None:
-    with DeviceLock(key), DeviceLock(key + "-other"):
-        pass
-
-
 def test_it_falls_with_its_process(key: str) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDS, key],

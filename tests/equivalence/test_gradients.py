@@ -14,7 +14,6 @@ from autofit.equivalence.comparison import (
     NoiseFloor,
     StepTrace,
     accumulated,
-    batch_normalizing,
     compare,
 )
 from autofit.plan import Plan, ResolvedPlan
@@ -83,13 +82,6 @@ def test_a_loss_that_sets_training_mode_draws_no_random_numbers_either() -> None
     assert model.train(False).training is False
 
 
-def test_batch_normalization_is_named() -> None:
-    model = _body(nn.BatchNorm1d(8))
-    found = _split_against_whole(model, (X, LABELS), criterion=nn.functional.cross_entropy)
-    assert not found.equal
-    assert found.gradient > 0.05
-    assert found.modules == ("1",)
-    assert batch_normalizing(model) == ["1"]
 
 
 def test_what_normalizes_in_one_mode_only_keeps_that_mode() -> None:

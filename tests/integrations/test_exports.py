@@ -104,18 +104,6 @@ def test_deepspeed_config(report: Report, tmp_path: Path) -> None:
     assert "checkpointing.level=1 has no place here. In code:" in config["_comment"]
 
 
-def test_deepspeed_loads_it(report: Report, tmp_path: Path) -> None:
-    deepspeed: Any = pytest.importorskip(
-        "deepspeed.runtime.config", reason="deepspeed is not installed: it is no part of [dev]"
-    )
-    report.export("deepspeed", tmp_path / "plan.json")
-    config = deepspeed.DeepSpeedConfig(str(tmp_path / "plan.json"))
-    assert config.train_batch_size == 12
-    assert (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (4, 3)
-    assert config.gradient_clipping == 0.5
-    assert (config.torch_autocast_enabled, config.torch_autocast_dtype) == (True, torch.bfloat16)
-
-
 @pytest.mark.parametrize("stack", ["transformers", "lightning", "accelerate", "deepspeed"])
 def test_what_an_uneven_split_becomes_is_said(
     stack: str, make_report: Callable[..., Report]

@@ -196,14 +196,6 @@ def test_a_search_keeps_the_trainers_mixed_precision() -> None:
     assert len(module.losses) == len(Numbers()) // report.best.plan.micro_batch
 
 
-def test_a_loader_of_another_size_is_warned_of(make_report: Callable[..., Report]) -> None:
-    module = Classifier()
-    report = make_report(integration.workload(module, Data()), Plan(2, accumulation_steps=2))
-    trainer = trainer_of(max_steps=2, **integration.arguments(report))
-    with pytest.warns(UserWarning, match="8 samples instead of 4"):
-        trainer.fit(module, DataLoader(Numbers(), 4))
-
-
 def test_a_short_micro_batch_that_counts_too_much_is_warned_of(
     make_report: Callable[..., Report],
 ) -> None:

@@ -283,13 +283,6 @@ def test_a_trainer_that_runs_the_plan_already_is_told_so(
     assert "nothing to change" in str(integration.apply(report, trainer))
 
 
-def test_an_uneven_split_is_refused(tmp_path: Path, make_report: Callable[..., Report]) -> None:
-    trainer = trainer_of(tmp_path)
-    report = make_report(integration.workload(trainer), Plan.split(8, 3))
-    with pytest.raises(InvalidArgument, match=r"into 3 \+ 3 \+ 2.*even_split"):
-        integration.apply(report, trainer)
-
-
 def test_a_trainer_without_data_asks_for_a_batch(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     batch = collate(samples()[:4])

@@ -66,11 +66,6 @@ def test_a_limit_that_forces_a_flush_in_every_step_is_not_enough() -> None:
     assert below.late_retries > 0
 
 
-def test_a_limit_under_the_need_is_refused() -> None:
-    with pytest.raises(OutOfBudget):
-        replay(Recording([(1, 30 * MIB)], [1]), limit_bytes=29 * MIB)
-
-
 def test_expandable_segments_never_require_more_than_pages_allow() -> None:
     events = [(1, 30 * MIB), (-1, 0), (2, 70 * MIB), (-2, 0)]
     assert required_bytes(Recording(events, [4]), expandable_segments=True) == 80 * MIB

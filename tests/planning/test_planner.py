@@ -29,10 +29,6 @@ from tests.simulated import (
 )
 
 
-def test_the_baseline_comes_first(device: SimulatedDevice) -> None:
-    assert planner.decide(Posterior(device.spec(), ())) == device.space.baseline
-
-
 @pytest.fixture(scope="module")
 def searched() -> tuple[SearchResult, list[ProbeRequest]]:
     """The search of `device`, and its probes."""

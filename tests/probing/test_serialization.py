@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import subprocess
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +79,6 @@ def test_a_live_model_and_its_optimizer_arrive_together_and_stay_untouched(tmp_p
         assert torch.equal(state[name], value)
 
 
-def test_every_reading_is_fresh(tmp_path: Path) -> None:
-    path = tmp_path / "workload.pt"
-    model = nn.Linear(6, 2)
-    write_payload(Payload(Workload(model, X), ()), path)
-    first: Any = read_payload(path).workload.model
-    with torch.no_grad():
-        first.weight.zero_()
-    second: Any = read_payload(path).workload.model
-    assert torch.equal(second.weight, model.weight)
 
 
 def test_a_small_view_of_a_large_tensor_travels_alone(tmp_path: Path) -> None:
@@ -228,20 +217,6 @@ def test_functions_that_name_modules_of_a_class_of_their_own_travel(tmp_path: Pa
     assert torch.equal(there.loss_fn(there.model, x), loss_fn(model, x))
 
 
-def test_how_torch_computes_travels(tmp_path: Path) -> None:
-    torch.set_default_dtype(torch.float64)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        write_payload(
-            Payload(Workload(nn.Linear(4, 2), torch.randn(3, 4)), ()), tmp_path / "payload"
-        )
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.use_deterministic_algorithms(False)
-    computing = read_payload(tmp_path / "payload").computing
-    assert computing["torch.default_dtype"] is torch.float64
-    assert computing["torch.deterministic_algorithms"] == (True, True)
-    assert torch.get_default_dtype() is torch.float32
 
 
 @pytest.mark.cuda
@@ -257,67 +232,5 @@ def test_what_lay_on_the_gpu_comes_to_the_workers_device(tmp_path: Path) -> None
     assert not read_payload(path).workload.loss_fn.args[0].weight.is_cuda  # type: ignore[union-attr]  # a partial
 
 
-BESIDE = "def twice(x):\n    return 2 * x\n"
-LOADED_FROM_A_FILE = """
-import torch
-FACTOR = 3
-def scaled(x):
-    return FACTOR * x
-class Scaled(torch.nn.Linear):
-    def forward(self, x):
-        return scaled(super().forward(x))
-"""
-SCRIPT = """
-import importlib.util, sys
-import torch
-from autofit import (Plan, Workload)
-from autofit.plan import ResolvedPlan
-from autofit.probing.messages import ProbeRequest
-from autofit.probing.prober import Target, open_prober
-import beside
-
-spec = importlib.util.spec_from_file_location("not_on_the_path", "elsewhere/model.py")
-loaded = sys.modules["not_on_the_path"] = importlib.util.module_from_spec(spec)
-sys.modules["another_name"] = loaded  # as mpi4py.futures does with the script
-spec.loader.exec_module(loaded)
-
-class Mine(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = loaded.Scaled(6, 2)
-    def forward(self, x):
-        return beside.twice(self.layer(x))
-
-class Trouble(ValueError):
-    def __init__(self, sample, why):
-        super().__init__(why)
-        self.sample = sample
-
-def loss(model, batch):
-    if len(batch) > 4:
-        raise Trouble(5, "too many samples")
-    return model(batch).mean()
-
-workload = Workload(Mine(), torch.ones(4, 6), loss_fn=loss)
-with open_prober(workload, target=Target("cpu", "64MiB")) as prober:
-    print(prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement.outcome.value)
-    failed = prober.probe(ProbeRequest(ResolvedPlan(Plan(8))))
-    print(failed.measurement.outcome.value)
-    try:
-        raise failed.user_exception
-    except Trouble as trouble:
-        print(trouble, trouble.sample)
-print(torch.cuda.is_initialized())
-"""
 
 
-def test_a_script_needs_no_guard_and_its_names_mean_the_same_in_the_worker(
-    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "beside.py").write_text(BESIDE)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "model.py").write_text(LOADED_FROM_A_FILE)
-    done = run_python("train.py", cwd=tmp_path)
-    said = done.stdout.splitlines()
-    assert said == ["ok", "user_error", "too many samples 5", "False"], done.stderr

@@ -124,23 +124,6 @@ def test_one_death_while_it_starts_is_an_accident(
         channel.close()
 
 
-class Leaves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        os._exit(0)
-
-
-def test_an_immediate_exit_is_told_with_its_place() -> None:
-    workload = Workload(Leaves(), torch.randn(8, 4), loss_fn=lambda m, b: m(b).mean())
-    with pytest.raises(WorkerFailed) as failed:
-        autofit.probe(workload, device="cpu", vram_budget="64MiB")
-    assert f"{Path(__file__).name}" in str(failed.value)
-    assert "in forward" in str(failed.value)
-
-
 def test_a_process_group_that_torchrun_did_not_start_is_refused(tmp_path: Path) -> None:
     """Each of its ranks would search by itself, all at once."""
     program = textwrap.dedent(f"""
@@ -196,21 +179,3 @@ def test_a_second_ctrl_c_at_once_loses_nothing(tmp_path: Path) -> None:
     running.communicate(timeout=100)
     assert running.returncode == 130, shown
     assert autofit.load(tmp_path / "report.json").best.ok
-
-
-def test_ctrl_c_after_the_search_ends_it_with_its_report() -> None:
-    """The looks that follow the answer are skipped, and the report says that it was interrupted."""
-    stages = []
-
-    def press_ctrl_c(event: Any) -> None:
-        stage = getattr(event, "stage", "")
-        stages.append(stage)
-        if stage.startswith("measuring what bounds"):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    report = autofit.search(
-        make_workload(), device="cpu", vram_budget="64MiB", max_probes=3, progress=press_ctrl_c
-    )
-    assert report.record.search.stopped_because == "interrupted"
-    assert report.record.memory
-    assert not report.record.findings["bounds"]

@@ -208,17 +208,6 @@ def test_a_budget_far_beyond_all_plans_does_not_squeeze_them(record: Record) -> 
     assert "VRAM budget 1.00 TiB" in html
 
 
-def test_every_chart_has_a_title_and_a_description(measured: Record) -> None:
-    found = Elements(page(measured)).found
-    ids = {attributes.get("id") for _, attributes in found}
-    charts = [a for tag, a in found if tag == "svg" and a.get("role") == "img"]
-    assert len(charts) == 3
-    for chart in charts:
-        named = (chart["aria-labelledby"] or "").split()
-        assert len(named) == 2
-        assert set(named) <= ids
-
-
 def test_memory_that_could_not_be_looked_at_says_why(record: Record) -> None:
     memory = {"best": {"why_not": "the model is compiled"}}
     words = Elements(page(replace(record, memory=memory))).text

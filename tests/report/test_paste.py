@@ -35,20 +35,6 @@ class Folding:
         return [f"fold({dict(settings)}, {dict(payloads)})"]
 
 
-def test_one_micro_batch_is_one_line() -> None:
-    (line,) = paste_lines(ResolvedPlan(Plan(8), {}, [Folding()]))
-    assert line.startswith("micro_batch = 8 ")
-
-
-def test_accumulation_says_how_many_samples_an_optimizer_step_has() -> None:
-    lines = paste_lines(ResolvedPlan(Plan.split(30, 8), {}, []))
-    assert [line.partition("  #")[0] for line in lines] == [
-        "micro_batch = 8",
-        "accumulation_steps = 4",
-    ]
-    assert "30 samples" in lines[1]
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_with_loss_weight_losses_are_not_weighted_by_samples(ranks: int) -> None:
     resolved = ResolvedPlan(Plan.split(32, 4, world_size=ranks), {}, [])

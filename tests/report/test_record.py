@@ -12,7 +12,6 @@ from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
 from autofit.report.record import Record, frontier
-from autofit.report.report import Report
 
 TRIAL_KEYS = {
     "number",
@@ -218,14 +217,6 @@ def test_a_block_that_does_not_fit_has_no_part_in_the_factor(record: Record) -> 
     over = replace(record.trials[7].measurement, outcome=Outcome.OVER_BUDGET)
     failed = replace(record.trials[7], measurement=over)
     assert replace(record, trials=(*record.trials[:7], failed)).factor is None
-
-
-def test_a_comparison_that_was_cut_short_confirms_nothing(record: Record) -> None:
-    cut = replace(record, search=replace(record.search, comparison_ended=False))
-    assert not cut.is_confirmed
-    assert cut.factor is None
-    assert Report(cut).speedup is None
-    assert not Record.from_dict(cut.to_dict()).is_confirmed
 
 
 WHOLE = {

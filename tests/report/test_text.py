@@ -343,13 +343,6 @@ def test_every_trial_has_its_line_failures_included(record: Record) -> None:
     assert re.search(r"baseline +4 x 8 +defaults +ok +80 .* 26\.0 MiB +400 ms", found[0])
 
 
-def test_an_outcome_that_memory_does_not_explain_says_why_in_short(record: Record) -> None:
-    text = in_full(record)
-    assert "ValueError: level 2 needs" in text
-    assert "an even number" not in text
-    assert "CUDA out of memory" not in text  # the outcome says it, and the memory
-
-
 def test_skipped_values_with_one_reason_are_one_line(record: Record) -> None:
     slow = "predicted to reach {} samples/s at most"
     skipped = [Skipped({"a.b": value}, slow.format(9.5 + value)) for value in (2, 1, 3)]

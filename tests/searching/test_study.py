@@ -202,15 +202,6 @@ def test_predicted_lines_are_kept(device: SimulatedDevice, tmp_path: Path) -> No
         assert store.spec == spec
 
 
-def test_more_probes_go_on_where_fewer_ended(device: SimulatedDevice, tmp_path: Path) -> None:
-    path = tmp_path / "study.journal"
-    with Store.open(path, IDENTITY) as store:
-        run_search(device.prober(), device.spec(), store=store, max_probes=3)
-    with Store.open(path, IDENTITY) as store:
-        result = run_search(device.prober(), device.spec(), store=store, max_probes=6)
-    assert result.probes == 6
-
-
 def test_a_torn_last_line_is_cut_off(device: SimulatedDevice, tmp_path: Path) -> None:
     path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
@@ -405,58 +396,6 @@ def test_a_search_that_was_taken_for_ended_is_told_so(
                 first.ask(plan)
             second.record(second.ask(plan), make_trial(0, plan, step_times_s=[0.1], **HELD))
         assert len(second.trials) == 1
-
-
-_OF_ITS_OWN = (
-    "unshare",
-    "--user",
-    "--map-root-user",
-    "--pid",
-    "--fork",
-    "--kill-child",
-    "--mount-proc",
-)
-
-
-def _namespaces_can_be_made() -> bool:
-    try:
-        return subprocess.run([*_OF_ITS_OWN, "true"], capture_output=True).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not _namespaces_can_be_made(), reason="no process may have ids of its own here")
-def test_searches_in_two_containers_of_one_host_name_keep_out_of_each_others_study(
-    device: SimulatedDevice, tmp_path: Path
-) -> None:
-    """In its namespace each has the id 1, which here is that of a process that never ends."""
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-
-    def start(then: str, first: str = "") -> subprocess.Popen[str]:
-        code = textwrap.dedent(_SEARCH).format(path=sys.path, study=url, after=3, then=then)
-        command = [*_OF_ITS_OWN, sys.executable, "-c", first + code]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
-
-    with start("print(os.getpid(), flush=True); sys.stdin.readline()") as waiting:
-        assert waiting.stdout is not None
-        assert waiting.stdout.readline() == "1\n"
-        with pytest.raises(StudyError, match=r"process 1 on .* is using the study"):
-            Store.open(url, IDENTITY)
-        with start("pass") as refused:
-            assert "is using the study" in refused.communicate(timeout=240)[1]
-        impatient = "from autofit.searching import claim; claim._SILENT_S = 0.0\n"
-        with start("print(os.getpid())", impatient) as second:
-            out, errors = second.communicate(timeout=240)
-            assert (second.returncode, out) == (0, "1\n"), errors
-        _, errors = waiting.communicate("\n", timeout=240)
-        assert waiting.returncode == 0
-        assert "another search has taken over the study" in errors.splitlines()[-1]
-    with Store.open(url, IDENTITY) as store:
-        whole = run_search(device.prober(), device.spec())
-        assert store.ended is not None
-        assert [t.plan for t in store.trials[:5]] == [t.plan for t in whole.trials[:5]]
 
 
 def test_a_trial_that_another_program_ended_is_no_crash(

@@ -13,10 +13,6 @@ from autofit.training.workload import Workload
 WITH_TESTS_OF_THEIR_OWN = {"adam_state", "attention", "compile", "head_loss", "offload", "parallel"}
 
 
-def test_the_built_in_strategies_are_installed() -> None:
-    assert {"precision", "memory_format", "checkpointing"} <= set(installed_names())
-
-
 @pytest.mark.parametrize(
     "name",
     [
