@@ -140,11 +140,6 @@ def test_payloads_of_a_report_are_used() -> None:
         predict_gpus(decoder(), gpus=["L4"], plan=plan)
 
 
-def test_a_size_may_stand_for_a_gpu() -> None:
-    (row,) = predict_gpus(decoder(), gpus=["8GiB"]).gpus
-    assert all(fit.fits and fit.largest for fit in row.fits)
-
-
 def test_where_one_sample_does_not_fit_there_is_no_largest() -> None:
     found = predict_gpus(decoder(), gpus=[with_memory("L4", 640 * MIB)])
     assert [(fit.fits, fit.largest) for fit in found.gpus[0].fits] == [(False, None)] * 4

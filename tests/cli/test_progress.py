@@ -118,11 +118,31 @@ def test_a_log_gets_a_line_at_a_slow_rhythm_and_the_first_probe_at_once(
     assert len(every) == len([e for e in STORY if not isinstance(e, ProbeStarted)])
 
 
-def test_a_line_says_the_best_the_probes_and_the_time_left() -> None:
-    (line,) = lines_of([STORY[2]])
-    assert line.split(" | ")[1:] == ["best 40.0 samples/s", "probe 1 of 20", "at most 1:59 left"]
-    (failed,) = lines_of([ProbeFinished(BASELINE, progress(2, BASELINE, 1))])
-    assert "probe 2 of 20, 1 out of memory" in failed
+@pytest.mark.parametrize(
+    ("trial", "told", "words"),
+    [
+        (
+            BASELINE,
+            progress(1, BASELINE),
+            "best 40.0 samples/s | probe 1 of 20 | at most 1:59 left",
+        ),
+        (BASELINE, progress(2, BASELINE, 1), "probe 2 of 20, 1 out of memory"),
+        (
+            ran(TrialKind.BASELINE, Plan(4), Outcome.OOM),
+            progress(1, None, 1),
+            "| nothing fits yet |",
+        ),
+        (BASELINE, Progress(1, 0, BASELINE, 5.0, None, None), "samples/s | 1 probe"),
+        (BASELINE, progress(4, BASELINE), "folding.level=0, precision.dtype=default"),
+    ],
+    ids=["all", "out of memory", "nothing fits", "no limits", "resumed"],
+)
+def test_a_line_says_the_best_the_probes_and_the_time_left(
+    trial: Trial, told: Progress, words: str
+) -> None:
+    (line,) = lines_of([ProbeFinished(trial, told)])
+    assert words in line
+    assert ("left" in line) is (told.seconds_left is not None)
 
 
 def test_the_time_left_is_by_the_probes_where_they_end_sooner() -> None:
@@ -139,24 +159,6 @@ def test_the_time_left_is_by_the_probes_where_they_end_sooner() -> None:
     assert "about 0:20 left" in words.standing(story[-1].progress, waited_s=10.0)
     limited = replace(story[-1].progress, seconds_left=20.0)
     assert "at most 0:20 left" in words.standing(limited)
-
-
-def test_as_long_as_nothing_fits_it_says_so() -> None:
-    failed = ran(TrialKind.BASELINE, Plan(4), Outcome.OOM)
-    (line,) = lines_of([ProbeFinished(failed, progress(1, None, 1))])
-    assert "out of memory" in line
-    assert "| nothing fits yet |" in line
-
-
-def test_without_limits_no_time_is_promised() -> None:
-    free = Progress(1, 0, BASELINE, 5.0, None, None)
-    (line,) = lines_of([ProbeFinished(BASELINE, free)])
-    assert "left" not in line
-
-
-def test_a_resumed_search_shows_settings_in_full() -> None:
-    (line,) = lines_of([ProbeFinished(BASELINE, progress(4, BASELINE))])
-    assert "folding.level=0, precision.dtype=default" in line
 
 
 @contextmanager

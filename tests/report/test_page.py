@@ -202,12 +202,6 @@ def test_what_did_not_fit_is_never_drawn_inside_the_budget(
     assert max(x for x, _, _ in fits) < budget_of(html)
 
 
-def test_a_budget_far_beyond_all_plans_does_not_squeeze_them(record: Record) -> None:
-    html = page(replace(record, vram_budget_bytes=2**40))
-    assert max(x for x, _, _ in points_of(html, "best")) > 50
-    assert "VRAM budget 1.00 TiB" in html
-
-
 def test_memory_that_could_not_be_looked_at_says_why(record: Record) -> None:
     memory = {"best": {"why_not": "the model is compiled"}}
     words = Elements(page(replace(record, memory=memory))).text

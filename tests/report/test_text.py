@@ -14,7 +14,7 @@ import autofit
 from autofit.measurement import ACT, NOT_TRIED, Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
 from autofit.report.page import page
-from autofit.report.record import Record, Skipped
+from autofit.report.record import Record
 from autofit.report.report import Report
 from autofit.report.summary import MOST_LINES, Place, pay_off, summary
 from autofit.report.text import render
@@ -323,15 +323,6 @@ def test_a_bottleneck_of_the_loader_is_to_be_acted_on(record: Record) -> None:
     assert "loader" not in render(kept, 200)
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_in_full_all_but_code_keeps_to_the_width(record: Record, width: int) -> None:
-    pasted = {f"    {line}" for line in record.paste[6]}
-    found = in_full(record, width).splitlines()
-    assert pasted <= set(found)
-    assert max(len(line) for line in found if line not in pasted) <= width
-    assert all(line == line.rstrip() for line in found)
-
-
 def test_every_trial_has_its_line_failures_included(record: Record) -> None:
     table = in_full(record).partition("8 trials")[2].partition("Skipped")[0]
     found = [line for line in table.splitlines() if re.match(r" *\d", line)]
@@ -341,16 +332,6 @@ def test_every_trial_has_its_line_failures_included(record: Record) -> None:
         vetoed = trial.kind is TrialKind.VETOED
         assert ("not run:" if vetoed else trial.measurement.outcome.value) in row
     assert re.search(r"baseline +4 x 8 +defaults +ok +80 .* 26\.0 MiB +400 ms", found[0])
-
-
-def test_skipped_values_with_one_reason_are_one_line(record: Record) -> None:
-    slow = "predicted to reach {} samples/s at most"
-    skipped = [Skipped({"a.b": value}, slow.format(9.5 + value)) for value in (2, 1, 3)]
-    others = [Skipped({"a.b": 4}, "it raises"), Skipped({"a.b": 1, "c": 2}, "level 3 is known")]
-    text = in_full(replace(record, skipped=(*skipped, *others)))
-    lines = text.partition("Skipped\n\n")[2].splitlines()[:3]
-    assert re.match(r"a\.b=2, 1, 3: .*11\.5 samples/s", lines[0])
-    assert [line.partition(":")[0] for line in lines[1:]] == ["a.b=4", "a.b=1, c=2"]
 
 
 @pytest.mark.parametrize(
@@ -367,14 +348,6 @@ def test_what_was_measured_faster_than_the_best_plan_is_explained(
     """Trial 5 took 260 ms; trial 3, of the best plan's own, 190."""
     assert re.search(why, in_full(compared(record, **blocks)))
     assert "Trial 5: " not in in_full(record)
-
-
-def test_a_faster_plan_that_did_not_fit_again(record: Record) -> None:
-    slow = compared(record, best=[270], baseline=[400])
-    over = replace(slow.trials[5].measurement, outcome=Outcome.OVER_BUDGET)
-    again = replace(slow.trials[5], number=8, kind=TrialKind.CONFIRMATION, measurement=over)
-    failed = in_full(replace(slow, trials=(*slow.trials, again)))
-    assert "Trial 5: over_budget when it ran again (trial 8)" in failed
 
 
 def test_only_a_terminal_gets_control_characters(record: Record) -> None:

@@ -72,7 +72,13 @@ def test_another_length_of_the_training_goes_on_where_a_search_ended(
 def test_a_study_has_the_whole_specification(make_device: MakeDevice, tmp_path: Path) -> None:
     meant = Dimension((0, 1, 2), payloads={1: {"names": ("a", "b")}, 2: None})
     spec = make_device(dimensions={"folding.level": meant}).spec()
-    spec = replace(spec, space=replace(spec.space, fixed={"only.one": "value"}))
+    plain = spec.space.baseline.variant
+    spec = replace(
+        spec,
+        space=replace(spec.space, fixed={"only.one": "value"}),
+        predicted_lines={plain: (3e8, 2e8)},
+        predicted_times={plain: (2e-3, 1e-4)},
+    )
     path = tmp_path / "study.journal"
     for _ in range(2):
         with Store.open(path, IDENTITY) as store:

@@ -190,18 +190,6 @@ def test_a_study_may_be_resumed_with_another_effort(
         assert store.spec.effort is effort
 
 
-def test_predicted_lines_are_kept(device: SimulatedDevice, tmp_path: Path) -> None:
-    plain = device.space.baseline.variant
-    spec = replace(
-        device.spec(), predicted_lines={plain: (3e8, 2e8)}, predicted_times={plain: (2e-3, 1e-4)}
-    )
-    path = tmp_path / "study.journal"
-    with Store.open(path, IDENTITY) as store:
-        run_search(device.prober(), spec, store=store, max_probes=3)
-    with Store.open(path, IDENTITY) as store:
-        assert store.spec == spec
-
-
 def test_a_torn_last_line_is_cut_off(device: SimulatedDevice, tmp_path: Path) -> None:
     path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
