@@ -18,10 +18,6 @@ def test_headroom() -> None:
     assert UNKNOWN.headroom_bytes is None
 
 
-
-
-
-
 def test_the_name_of_a_file_stays_one_piece_of_code_in_markdown() -> None:
     heading, *_ = markdown("a`|\n<img src=x>.py:make", FITS, None).splitlines()
     _, name, after = heading.split("`")

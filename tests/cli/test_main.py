@@ -612,10 +612,6 @@ def test_a_report_that_cannot_be_written_is_printed_and_the_other_files_are_writ
     assert "gone/r.json: No such file" in ran.err.splitlines()[-1]
 
 
-
-
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_device_that_is_not_there_exits_with_4(forked: Callable[..., Ran]) -> None:
     ran = forked("search", "models.py:small", "--device", "cuda")

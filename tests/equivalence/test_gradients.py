@@ -82,8 +82,6 @@ def test_a_loss_that_sets_training_mode_draws_no_random_numbers_either() -> None
     assert model.train(False).training is False
 
 
-
-
 def test_what_normalizes_in_one_mode_only_keeps_that_mode() -> None:
     model = _body(nn.BatchNorm1d(8), nn.Dropout(0.5))
     modes = [module.training for module in model.modules()]

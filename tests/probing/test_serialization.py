@@ -79,8 +79,6 @@ def test_a_live_model_and_its_optimizer_arrive_together_and_stay_untouched(tmp_p
         assert torch.equal(state[name], value)
 
 
-
-
 def test_a_small_view_of_a_large_tensor_travels_alone(tmp_path: Path) -> None:
     large = torch.zeros(2**22)
     copy = _copied(Workload(nn.Linear(4, 2), large[8:24].view(4, 4)), tmp_path)
@@ -217,8 +215,6 @@ def test_functions_that_name_modules_of_a_class_of_their_own_travel(tmp_path: Pa
     assert torch.equal(there.loss_fn(there.model, x), loss_fn(model, x))
 
 
-
-
 @pytest.mark.cuda
 def test_what_lay_on_the_gpu_comes_to_the_workers_device(tmp_path: Path) -> None:
     teacher = nn.Linear(6, 2).cuda()
@@ -230,7 +226,3 @@ def test_what_lay_on_the_gpu_comes_to_the_workers_device(tmp_path: Path) -> None
     assert not copy.model.weight.is_cuda
     assert not copy.sample_batch.is_cuda
     assert not read_payload(path).workload.loss_fn.args[0].weight.is_cuda  # type: ignore[union-attr]  # a partial
-
-
-
-
