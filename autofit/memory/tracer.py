@@ -71,6 +71,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     Attributes:
         allocator: the allocator.
         events: the events so far, if they are recorded.
+        forward: numbers of allocations made with gradients enabled, outside a backward pass.
         resized: number of a storage whose size was set -> its number before.
     """
 
@@ -84,6 +85,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.allocator = allocator or CachingAllocator()
         self.events: list[Event] = []
+        self.forward: set[int] = set()
         self.resized: dict[int, int] = {}
         self._device_type = device_type
         self._record = record
@@ -295,6 +297,8 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             block = self.allocator.allocate(nbytes)
             if self._record:
                 self.events.append((number, nbytes))
+                if torch.is_grad_enabled() and not in_backward():
+                    self.forward.add(number)
         finally:
             self._busy = False
         self._release_collected()
@@ -340,6 +344,11 @@ def _set_size_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 """The end of `torch.tensor`: its argument was just created, out of the mode's sight."""
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _unwraps_itself(kind: type) -> bool:

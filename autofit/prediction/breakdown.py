@@ -141,14 +141,14 @@ class Labels:
 
     def kind_of(self, number: int) -> str:
         """Return the kind of an allocation; those of the forward pass count as activations."""
-        is_forward = isinstance(self.tracer, CudaTracer) and number in self.tracer.forward
-        return self.noted(number, ("activations" if is_forward else "temporaries", ""))[0]
+        return self.noted(number, "")[0]
 
-    def noted(self, number: int, other: tuple[str, str]) -> tuple[str, str]:
-        """Return the kind of an allocation and the module that owns it; `other` where unknown."""
+    def noted(self, number: int, module: str) -> tuple[str, str]:
+        """Return the kind of an allocation and the module that owns it, else the one given."""
+        kind = "activations" if number in self.tracer.forward else "temporaries"
         while number not in self._noted and number in self.tracer.resized:
             number = self.tracer.resized[number]
-        return self._noted.get(number, other)
+        return self._noted.get(number, (kind, module))
 
     def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad

@@ -19,7 +19,7 @@ from autofit.devices.cpu import CpuDevice
 from autofit.errors import PredictionUnavailable
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.plan import ResolvedPlan
-from autofit.prediction.breakdown import KINDS as OF_A_PEAK, Labels
+from autofit.prediction.breakdown import KINDS, Labels
 from autofit.prediction.dry_run import STEPS, dry_run, traced_sizes
 from autofit.prediction.variant_lines import gpu_of
 from autofit.training.training import Training, TrainingBuilder
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from autofit.probing.session import Session
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-KINDS = (*OF_A_PEAK, "rest")
-"""Activations are made in a forward and kept for its backward; temporaries are made and released
-within a phase, recomputed activations among them; the rest (workspaces) outlives its step."""
 MOMENTS = 240
 """Moments of a step that are kept; each is the largest of its part of the step."""
 MOST_PARTS = 12
@@ -119,11 +116,9 @@ class Owners:
         self._labels, self._tracer = labels, labels.tracer
         self._classes: dict[str, str] = {}
         self._running: list[str] = []
-        self._phase = FORWARD
         self._phases: list[tuple[int, str]] = [(0, FORWARD)]
-        # Which module was running, and in which phase, from a certain allocation on.
-        self._first_numbers = [0]
-        self._scopes = [("", FORWARD)]
+        # Which module was running from a certain allocation on.
+        self._first_numbers, self._modules = [0], [""]
 
     @contextmanager
     def watching(self, training: Training) -> Iterator[None]:
@@ -159,9 +154,7 @@ class Owners:
             delattr(training, name)
 
     def _begin(self, phase: str) -> None:
-        self._phase = phase
         self._phases.append((len(self._tracer.events), phase))
-        self._mark()
 
     def _enter(self, name: str, *_: Any) -> None:
         self._running.append(name)
@@ -172,9 +165,13 @@ class Owners:
         self._mark()
 
     def _mark(self) -> None:
-        running = self._running[-1] if self._running else ""
         self._first_numbers.append(self._tracer.last_number + 1)
-        self._scopes.append((running, self._phase))
+        self._modules.append(self._running[-1] if self._running else "")
+
+    def _owner(self, number: int) -> tuple[str, str]:
+        """Return kind and module of an allocation."""
+        running = self._modules[bisect_right(self._first_numbers, number) - 1]
+        return self._labels.noted(number, running)
 
     def to_dict(self, how: str) -> dict[str, Any]:
         """Return the memory over the last step, as a report holds it.
@@ -184,7 +181,7 @@ class Owners:
         """
         events, ends = self._tracer.events, self._tracer.recording.step_ends
         begin, end = ends[-2], ends[-1]
-        owner = self._owners(end)
+        owner = {event: self._owner(event) for event, _ in events[:end] if event > 0}
         parts = min(MOMENTS, end - begin)
         held = dict.fromkeys(KINDS, 0)
         live: dict[int, int] = {}
@@ -217,26 +214,6 @@ class Owners:
             "peak": peak,
             "modules": divided(by_module, self._classes),
         }
-
-    def _owners(self, end: int) -> dict[int, tuple[str, str]]:
-        """Return kind and module of every allocation."""
-        ends = self._tracer.recording.step_ends
-        backwards = [at for at, phase in self._phases if phase == BACKWARD]
-        released = {-event: at for at, (event, _) in enumerate(self._tracer.events) if event < 0}
-        owners: dict[int, tuple[str, str]] = {}
-        for at, (event, _) in enumerate(self._tracer.events[:end]):
-            if event < 0:
-                continue
-            module, phase = self._scopes[bisect_right(self._first_numbers, event) - 1]
-            later = backwards[bisect_right(backwards, at) :]
-            until = released.get(event, end)
-            kind = "temporaries"
-            if until >= min((each for each in ends if each > at), default=end):
-                kind = "rest"
-            elif phase == FORWARD and later and until > later[0]:
-                kind = "activations"
-            owners[event] = self._labels.noted(event, (kind, module))
-        return owners
 
     def _phases_of(self, begin: int, end: int, moments: int) -> list[dict[str, Any]]:
         """Return the phases of the step that have any moment, with the first of each."""

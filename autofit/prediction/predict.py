@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from autofit.codec import Amount, from_json, to_json
 from autofit.devices.gpus import Gpu, find_gpu
-from autofit.errors import InvalidArgument, PredictionUnavailable, hides_own_frames
-from autofit.measurement import Measurement
+from autofit.errors import PredictionUnavailable, hides_own_frames
 from autofit.memory.expandable import expandable_segments
 from autofit.memory.replay import replay
 from autofit.notebook import shown
@@ -45,7 +44,7 @@ def predict(
     gpu: str | int | Gpu | None = None,
     strategies: Iterable[str | Strategy] | None = None,
     payloads: Mapping[str, Any] | None = None,
-    calibration: Calibration | Mapping[str, Any] | None = None,
+    calibration: Mapping[str, Any] | None = None,
     world_size: int | None = None,
 ) -> Prediction:
     """Predict the memory of a plan on a GPU, without a GPU.
@@ -78,9 +77,9 @@ def predict(
     check_arguments(workload, plan, payloads)
     chosen = plan_of_ranks(workload, plan, world_size)
     found = find_gpu(gpu)
-    learned = Calibration.of(calibration)
-    if learned is not None:
-        found = replace(found, context_bytes=learned.non_torch_bytes, context_margin_bytes=0)
+    if calibration:
+        learned = from_json(calibration, Calibration, "the calibration").non_torch_bytes
+        found = replace(found, context_bytes=learned, context_margin_bytes=0)
     own = strategies_of(chosen) if strategies is None else load_strategies(strategies)
     told = in_worker(_predict, workload, chosen, found, own, payloads or {})
     return replace(told, _workload=workload)
@@ -194,7 +193,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured constants of a GPU, its driver and torch.
+    """Measured constants of a GPU, its driver and torch, as a report holds them.
 
     Adding the error of one plan's predicted peak to the predictions of other plans makes them no
     better (benchmarks/results/prediction-ablation), so only the context is kept.
@@ -204,38 +203,6 @@ class Calibration:
     """
 
     non_torch_bytes: Amount
-
-    @classmethod
-    def learn(cls, measurement: Measurement) -> Calibration:
-        """Return the constants that any plan's measurement shows.
-
-        Raises:
-            InvalidArgument: no memory was measured, as after an out-of-memory error.
-        """
-        if measurement.non_torch_bytes is None:
-            raise InvalidArgument(
-                f"a probe that ended as {measurement.outcome} measured no memory: "
-                "calibrate with one that ran"
-            )
-        return cls(measurement.non_torch_bytes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, for the report's "calibration"."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, given: Calibration | Mapping[str, Any] | None) -> Calibration | None:
-        """Return the given calibration, or that of a report; None if it is empty.
-
-        Keys of other versions are ignored.
-
-        Raises:
-            InvalidArgument: the value is neither.
-        """
-        if not given:
-            return None
-        data = to_json(given) if isinstance(given, Calibration) else given
-        return from_json(data, cls, "the calibration")
 
 
 def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Prediction:

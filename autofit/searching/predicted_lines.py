@@ -96,6 +96,4 @@ def learned(survey: Survey, baseline: Trial) -> Mapping[str, Any]:
     """Return the calibration that the baseline's probe on a GPU teaches; {} where there is none."""
     if survey.environment.gpu is None or baseline.measurement.non_torch_bytes is None:
         return {}
-    from autofit.prediction.predict import Calibration
-
-    return Calibration.learn(baseline.measurement).to_dict()
+    return {"non_torch_bytes": baseline.measurement.non_torch_bytes}

@@ -12,10 +12,9 @@ from torch import nn
 
 from autofit.devices.gpus import find_gpu
 from autofit.errors import InvalidArgument, PredictionUnavailable
-from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.prediction.needs import MOST_LOOKS, largest_that_fits
-from autofit.prediction.predict import Calibration, predict
+from autofit.prediction.predict import predict
 from autofit.training.workload import Workload
 from autofit.units import GIB, MIB
 from benchmarks.traces.models import GPT
@@ -149,17 +148,14 @@ def test_expandable_segments_where_the_environment_asks_for_them(
 
 def test_a_probe_teaches_the_bytes_outside_the_allocator() -> None:
     first = predict(gpt(), gpu="A100")
-    measured = Measurement(Outcome.OK, peak_allocated_bytes=1, non_torch_bytes=400 * MIB)
-    learned = Calibration.learn(measured)
+    learned = {"non_torch_bytes": 400 * MIB}
     again = predict(gpt(), gpu="A100", calibration=learned)
     assert again.peak_allocated_bytes == first.peak_allocated_bytes
     assert again.breakdown["non_torch"] == 400 * MIB
-    of_an_older_report = learned.to_dict() | {"residual_bytes": 5 * MIB}
+    of_an_older_report = learned | {"residual_bytes": 5 * MIB}
     as_reported = predict(gpt(), gpu="A100", calibration=of_an_older_report)
     assert as_reported.required_bytes == again.required_bytes
     assert predict(gpt(), gpu="A100", calibration={}).required_bytes == first.required_bytes
-    with pytest.raises(InvalidArgument, match="oom"):
-        Calibration.learn(Measurement(Outcome.OOM))
 
 
 def looks(need: Callable[[int], int], budget: int, start: int) -> tuple[int | None, list[int]]:

@@ -18,7 +18,7 @@ import torch
 from autofit.devices.gpus import AskedGpu, Gpu
 from autofit.memory.blocks import Block
 from autofit.memory.replay import Recording
-from autofit.memory.tracer import MemoryTracer, tensors_in
+from autofit.memory.tracer import MemoryTracer, in_backward, tensors_in
 from autofit.prediction.cuda import operators, rnn
 from autofit.prediction.cuda.convolutions import (
     convolution_of,
@@ -76,7 +76,6 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
     Attributes:
         gpu: the GPU; it notes what it is asked.
         by_card: the allocations whose size the GPU decides, by their numbers.
-        forward: numbers of allocations made with gradients enabled, outside a backward pass.
         unsupported: the first thing that could not be done, also if the user's code caught it.
         known: the values of tensors that are known.
         operations: while it is a list, the work of operators is added to it.
@@ -88,7 +87,6 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         self.gpu = cast(Gpu, self._asked)
         self.by_card: dict[int, ByCard] = {}
         self._given = gpu
-        self.forward: set[int] = set()
         self.unsupported: Unsupported | None = None
         self.known = KnownValues()
         self.operations: list[Operation] | None = None
@@ -241,8 +239,6 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
             self.by_card[number] = nbytes
             if block is None:
                 self.events.append((number, 0))
-        if torch.is_grad_enabled() and not in_backward():
-            self.forward.add(number)
         return number, block
 
     def _release(self, number: int, block: Block | None) -> None:
@@ -256,11 +252,6 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         if owner not in self._has_workspace:
             self._has_workspace.add(owner)
             self._allocate(size)
-
-
-def in_backward() -> bool:
-    """Return whether autograd runs a backward pass on this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _on_device(value: Any) -> bool:

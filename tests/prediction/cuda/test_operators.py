@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 
 from autofit.devices.gpus import find_gpu
+from autofit.memory.tracer import in_backward
 from autofit.prediction.cuda import operators
-from autofit.prediction.cuda.tracer import CudaTracer, in_backward
+from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import stage
 
 ROWS, WIDTH = 1024, 1024
