@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -110,28 +109,35 @@ def operation_of(
         result: of the call.
         sizes: memory that its kernels take for themselves.
     """
-    operator = _operator(func)
-    if operator.is_view:
+    name = func._schema.name.removeprefix("aten::")
+    if func.is_view or name in _NO_KERNEL:
         return None
     read = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_meta]
-    changed = operator.written(args, kwargs, result)
+    changed = result if result is not None else _changed(func, args)
     written = [tensor for tensor in tensors_in(changed) if tensor.is_meta]
     if not read and not written:
         return None
-    if operator.name in _WRITE_ONLY:
+    if name in _WRITE_ONLY:
         read = read[1:]
     own = [size for size in sizes if isinstance(size, int)]
     traffic = sum(map(_nbytes, read)) + sum(map(_nbytes, written)) + 2 * sum(own)
-    if operator.name in _BATCH_NORMS:
-        traffic += _read_again(operator.name, args)
+    if name in _BATCH_NORMS:
+        traffic += _read_again(name, args)
     by_card = tuple(size for size in sizes if not isinstance(size, int))
-    if operator.flops is None:
+    count = _FLOPS.get(name) or flop_registry.get(func._overloadpacket)
+    if count is None:
         return Operation(0, traffic, by_card)
     flops, dtype = 0, read[0].dtype
     with suppress(Exception):  # an estimate of time must not cost a prediction of memory
-        flops = operator.flops(*args, **kwargs, out_val=result)
-    tf32 = dtype == torch.float32 and tf32_allowed(cudnn=operator.name in _CUDNN)
+        flops = count(*args, **kwargs, out_val=result)
+    tf32 = dtype == torch.float32 and tf32_allowed(cudnn=name in _CUDNN)
     return Operation(flops, traffic, by_card, dtype, tf32)
+
+
+def _changed(func: Any, args: Any) -> list[Any]:
+    """Return the arguments that an operator on lists changes."""
+    pairs = zip(args, func._schema.arguments, strict=False)
+    return [arg for arg, told in pairs if told.alias_info and told.alias_info.is_write]
 
 
 def tf32_allowed(*, cudnn: bool) -> bool:
@@ -152,43 +158,6 @@ def tf32_allowed(*, cudnn: bool) -> bool:
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of dimensions."""
 _CUDNN = frozenset({"convolution", "convolution_backward", "_cudnn_rnn", "_cudnn_rnn_backward"})
-
-
-@dataclass(frozen=True)
-class _Operator:
-    """What an operator's schema tells, and its floating-point operations where it multiplies."""
-
-    name: str
-    is_view: bool
-    written_positions: tuple[int, ...]
-    written_names: tuple[str, ...]
-    makes_results: bool
-    flops: Callable[..., int] | None
-
-    def written(self, args: Any, kwargs: Any, result: Any) -> list[Any]:
-        """Return the arguments and results that its kernel writes."""
-        values = [args[at] for at in self.written_positions if at < len(args)]
-        values += [kwargs[name] for name in self.written_names if name in kwargs]
-        return [*values, result] if self.makes_results else values
-
-
-@cache
-def _operator(func: Any) -> _Operator:
-    schema = func._schema
-    name = schema.name.removeprefix("aten::")
-    changed = [
-        at
-        for at, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return _Operator(
-        name,
-        func.is_view or name in _NO_KERNEL,
-        tuple(changed),
-        tuple(schema.arguments[at].name for at in changed),
-        all(returned.alias_info is None for returned in schema.returns),
-        _FLOPS.get(name) or flop_registry.get(func._overloadpacket),
-    )
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
