@@ -23,8 +23,7 @@ from autofit.devices.request import budget_bytes
 from autofit.errors import InvalidArgument, PredictionUnavailable, hides_own_frames
 from autofit.measurement import Outcome, Trial
 from autofit.plan import Plan, check_count
-from autofit.prediction.of_ranks import plan_of_ranks
-from autofit.prediction.predict import Prediction, predict
+from autofit.prediction.predict import Prediction, plan_of_ranks, predict
 from autofit.probing.prober import Target
 from autofit.probing.together import owned_by_rank_0
 from autofit.registry import load_strategies

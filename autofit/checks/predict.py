@@ -13,7 +13,7 @@ from typing import Any, overload
 
 from autofit.checks.tuned import AskedPlan
 from autofit.codec import to_json
-from autofit.devices.gpus import Gpu, answers_alike, find_gpu, known_gpus
+from autofit.devices.gpus import NCCL_BYTES, NCCL_UNKNOWN, Gpu, answers_alike, find_gpu, known_gpus
 from autofit.errors import InvalidArgument, PredictionUnavailable, Unsupported, hides_own_frames
 from autofit.plan import Dimension, Plan, ResolvedPlan, Settings, VariantKey, settings_of, unlike
 from autofit.prediction import predict as one_gpu
@@ -21,14 +21,12 @@ from autofit.prediction.dry_run import Offered, offered
 from autofit.prediction.dry_run_worker import in_worker
 from autofit.prediction.needs import (
     MOST,
-    NCCL_BYTES,
     Need,
     SharedRuns,
     guess_from,
     largest_that_fits,
 )
-from autofit.prediction.of_ranks import NCCL_UNKNOWN, plan_of_ranks
-from autofit.prediction.predict import Prediction
+from autofit.prediction.predict import Prediction, plan_of_ranks
 from autofit.registry import load_strategies, resolve, strategies_of
 from autofit.report.report import Report
 from autofit.space import Space

@@ -16,11 +16,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 from autofit.codec import Amount, from_json, read_json, to_json
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpus import NCCL_UNKNOWN, find_gpu
 from autofit.errors import InvalidArgument
 from autofit.notebook import shown
 from autofit.plan import Plan, Settings
-from autofit.prediction.of_ranks import NCCL_UNKNOWN
 from autofit.report.record import Record
 from autofit.units import format_bytes, kind_of
 

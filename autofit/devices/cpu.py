@@ -18,8 +18,7 @@ import torch
 
 from autofit.devices.base import Environment, MemoryReading
 from autofit.errors import DeviceUnavailable
-from autofit.memory.allocator import CachingAllocator
-from autofit.memory.expandable import expandable_segments
+from autofit.memory.allocator import CachingAllocator, expandable_segments
 from autofit.memory.tracer import CompiledMemoryTracer, MemoryTracer
 from autofit.strategy import Capabilities
 

@@ -19,6 +19,9 @@ from typing import Any
 from autofit.errors import InvalidArgument
 from autofit.units import GIB, KIB, MIB, check_size, format_bytes, parse_bytes
 
+NCCL_BYTES = 2 * GIB
+"""Room to leave for what NCCL holds on each of several ranks: no measurement says how much."""
+NCCL_UNKNOWN = "unknown, counted as 0"
 MEASURED_CONTEXT_BYTES = 620 * MIB
 CONTEXT_MARGIN_BYTES = MEASURED_CONTEXT_BYTES // 2
 """How far off the context of a GPU may be that was not measured: an assumption, half either way."""

@@ -72,6 +72,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         allocator: the allocator.
         events: the events so far, if they are recorded.
         forward: numbers of allocations made with gradients enabled, outside a backward pass.
+        step_ends: for each optimizer step, the number of events at its end.
         resized: number of a storage whose size was set -> its number before.
     """
 
@@ -89,7 +90,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self.resized: dict[int, int] = {}
         self._device_type = device_type
         self._record = record
-        self._step_ends: list[int] = []
+        self.step_ends: list[int] = []
         self._optional: dict[int, Hashable] = {}
         self._storages: dict[int, _Storage] = {}
         self._last_number = _FOREIGN
@@ -167,12 +168,12 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def end_step(self) -> None:
         """Mark the end of an optimizer step (see `recording`)."""
-        self._step_ends.append(len(self.events))
+        self.step_ends.append(len(self.events))
 
     @property
     def recording(self) -> Recording:
         """The events recorded so far, and where steps ended."""
-        return Recording(self.events, tuple(self._step_ends), self._optional)
+        return Recording(self.events, tuple(self.step_ends), self._optional)
 
     @property
     def last_number(self) -> int:

@@ -179,7 +179,7 @@ class Owners:
         Args:
             how: "dry run" or "real steps".
         """
-        events, ends = self._tracer.events, self._tracer.recording.step_ends
+        events, ends = self._tracer.events, self._tracer.step_ends
         begin, end = ends[-2], ends[-1]
         owner = {event: self._owner(event) for event, _ in events[:end] if event > 0}
         parts = min(MOMENTS, end - begin)

@@ -8,15 +8,14 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from autofit.devices.gpus import Gpu, answers_alike
+from autofit.devices.gpus import NCCL_BYTES, Gpu, answers_alike
 from autofit.errors import PredictionUnavailable
+from autofit.memory.allocator import expandable_segments
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
-from autofit.memory.expandable import expandable_segments
 from autofit.memory.replay import Recording, required_bytes
 from autofit.plan import ResolvedPlan
 from autofit.prediction.dry_run import DryRun, dry_run, traced_sizes
 from autofit.training.workload import Workload
-from autofit.units import GIB
 
 MARGIN = 0.05
 """Margin around required bytes, as a fraction of them, where workspaces or kernels were not seen.
@@ -27,8 +26,6 @@ RECORDED_MARGIN = 0.02
 """The same for all else on a GPU that trainings were recorded on.
 
 The largest error of the 16 trainings without cuDNN that an H200 recorded is 0.8 %."""
-NCCL_BYTES = 2 * GIB
-"""Room to leave for what NCCL holds on each of several ranks, which is not known."""
 WORKSPACE_MARGIN = 0.1
 """Largest margin for cuDNN workspaces of unknown size, as a fraction of required bytes."""
 

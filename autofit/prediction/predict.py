@@ -10,12 +10,12 @@ from functools import cached_property
 from typing import Any
 
 from autofit.codec import Amount, from_json, to_json
-from autofit.devices.gpus import Gpu, find_gpu
-from autofit.errors import PredictionUnavailable, hides_own_frames
-from autofit.memory.expandable import expandable_segments
+from autofit.devices.gpus import NCCL_UNKNOWN, Gpu, find_gpu
+from autofit.errors import InvalidArgument, PredictionUnavailable, hides_own_frames
+from autofit.memory.allocator import expandable_segments
 from autofit.memory.replay import replay
 from autofit.notebook import shown
-from autofit.plan import Dimension, Plan, ResolvedPlan, settings_of
+from autofit.plan import Dimension, Plan, ResolvedPlan, check_count, settings_of
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.cuda.roofline import Cost
 from autofit.prediction.dry_run import dry_run, meta_dimensions
@@ -27,7 +27,6 @@ from autofit.prediction.needs import (
     need_of,
     told,
 )
-from autofit.prediction.of_ranks import NCCL_UNKNOWN, plan_of_ranks
 from autofit.registry import load_strategies, resolve, strategies_of
 from autofit.space import Space
 from autofit.strategy import Phase, Strategy
@@ -83,6 +82,25 @@ def predict(
     own = strategies_of(chosen) if strategies is None else load_strategies(strategies)
     told = in_worker(_predict, workload, chosen, found, own, payloads or {})
     return replace(told, _workload=workload)
+
+
+def plan_of_ranks(workload: Workload, plan: Plan | None, world_size: int | None) -> Plan:
+    """Return the plan for so many ranks; None: the baseline, and as many as the plan says.
+
+    Raises:
+        InvalidArgument: the plan says another number, or its samples cannot be shared by so many.
+    """
+    if plan is None:
+        return workload.plan(
+            world_size=1 if world_size is None else check_count("world_size", world_size)
+        )
+    if world_size is None or check_count("world_size", world_size) == plan.world_size:
+        return plan
+    if plan.world_size > 1:
+        raise InvalidArgument(
+            f"world_size={world_size}, but the plan is of {plan.world_size} ranks: leave one out"
+        )
+    return plan.on(world_size)
 
 
 @dataclass(frozen=True)
@@ -246,8 +264,23 @@ def _predict(
     strategies: Sequence[Strategy],
     payloads: Mapping[str, Any],
 ) -> Prediction:
-    resolved = _resolved(workload, plan, gpu, strategies, payloads)
-    return predict_resolved(workload, resolved, gpu)
+    """Predict a plan with the dimensions that its strategies offer on the meta device.
+
+    Strategies whose payloads are given are not asked: they may have found them by measuring.
+
+    Raises:
+        InvalidArgument: a setting or a value that the GPU does not have.
+        PredictionUnavailable: the payload of a setting can only be found by running the model.
+    """
+    dimensions: dict[str, Dimension] = {}
+    for strategy in strategies:
+        settings = settings_of(strategy.name, plan.settings)
+        if settings_of(strategy.name, payloads):
+            dimensions |= {name: Dimension([value]) for name, value in settings.items()}
+        elif settings or (plan.world_size > 1 and strategy.phase is Phase.PARALLEL):
+            dimensions |= meta_dimensions(strategy, settings, workload, gpu, plan.world_size)
+    space = Space(dimensions, workload.sample_batch_size)
+    return predict_resolved(workload, resolve(plan, space, strategies, payloads), gpu)
 
 
 def _largest_micro_batch(
@@ -274,28 +307,3 @@ def _largest_micro_batch(
     most = MOST if plan.global_batch is None else space.largest_micro_batch
     found = largest_that_fits(needed, vram_budget_bytes, start=plan.micro_batch, most=most)
     return None if found is None else at(found).micro_batch
-
-
-def _resolved(
-    workload: Workload,
-    plan: Plan,
-    gpu: Gpu,
-    strategies: Sequence[Strategy],
-    payloads: Mapping[str, Any],
-) -> ResolvedPlan:
-    """Resolve a plan with the dimensions that its strategies offer on the meta device.
-
-    Strategies whose payloads are given are not asked: they may have found them by measuring.
-
-    Raises:
-        InvalidArgument: a setting or a value that the GPU does not have.
-        PredictionUnavailable: the payload of a setting can only be found by running the model.
-    """
-    dimensions: dict[str, Dimension] = {}
-    for strategy in strategies:
-        settings = settings_of(strategy.name, plan.settings)
-        if settings_of(strategy.name, payloads):
-            dimensions |= {name: Dimension([value]) for name, value in settings.items()}
-        elif settings or (plan.world_size > 1 and strategy.phase is Phase.PARALLEL):
-            dimensions |= meta_dimensions(strategy, settings, workload, gpu, plan.world_size)
-    return resolve(plan, Space(dimensions, workload.sample_batch_size), strategies, payloads)

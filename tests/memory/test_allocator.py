@@ -7,9 +7,13 @@ from itertools import pairwise
 
 import pytest
 
-from autofit.memory.allocator import CachingAllocator, OutOfBudget
+from autofit.memory.allocator import (
+    CONFIGURED_BY,
+    CachingAllocator,
+    OutOfBudget,
+    expandable_segments,
+)
 from autofit.memory.blocks import Addresses, Block
-from autofit.memory.expandable import CONFIGURED_BY, expandable_segments
 from autofit.units import KIB, MIB
 
 

@@ -18,10 +18,10 @@ from torch import nn
 
 import autofit
 from autofit import Plan, Workload
+from autofit.devices.gpus import NCCL_BYTES
 from autofit.errors import InvalidArgument, PredictionUnavailable, Unsupported
 from autofit.plan import Scalar
 from autofit.prediction import sharded
-from autofit.prediction.needs import NCCL_BYTES
 from autofit.prediction.predict import Prediction, predict as prediction_of
 from autofit.strategy import World
 from autofit.units import MIB

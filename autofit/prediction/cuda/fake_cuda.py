@@ -28,7 +28,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autofit.devices.gpus import Gpu
-from autofit.prediction.cuda import attention, autocast, operators, rnn
+from autofit.prediction.cuda import attention, autocast, operators
 from autofit.torch_private import check
 
 Patch = tuple[Any, str, Any]
@@ -98,7 +98,7 @@ def _register_kernels() -> list[Any]:
     spare, *_ = autocast.spare_key()
     others, aten = library.Library("_", "IMPL"), library.Library("aten", "IMPL")
     others.fallback(library.fallthrough_kernel, spare)
-    kernels = autocast.kernels() | attention.KERNELS | operators.KERNELS | rnn.KERNELS
+    kernels = autocast.kernels() | attention.KERNELS | operators.KERNELS
     for name, kernel in kernels.items():
         aten.impl(name, kernel, spare)
     return [others, aten]

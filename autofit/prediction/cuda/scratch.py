@@ -14,13 +14,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, compress
 from math import inf, prod
 from typing import Any, TypeAlias
 
 import torch
 
 from autofit.devices.gpus import Gpu
-from autofit.memory.replay import Event, Recording
+from autofit.memory.replay import Recording
 from autofit.units import KIB
 
 
@@ -137,17 +138,14 @@ def bytes_on(gpu: Gpu, size: Size) -> int:
 def recording_on(gpu: Gpu, recording: Recording, by_card: Mapping[int, ByCard]) -> Recording:
     """Return a recording with the sizes that the GPU decides as they are on this one."""
     sizes = {number: size.bytes_on(gpu) for number, size in by_card.items()}
-    events: list[Event] = []
-    ends, start = [], 0
-    for end in (*recording.step_ends, len(recording.events)):
-        events += (
-            (number, sizes.get(number, nbytes))
-            for number, nbytes in recording.events[start:end]
-            if sizes.get(abs(number), 1)
-        )
-        start = end
-        ends.append(len(events))
-    return replace(recording, events=tuple(events), step_ends=tuple(ends[:-1]))
+    is_kept = [bool(sizes.get(abs(number), 1)) for number, _ in recording.events]
+    kept = [0, *accumulate(is_kept)]
+    events = (
+        (number, sizes.get(number, nbytes))
+        for number, nbytes in compress(recording.events, is_kept)
+    )
+    ends = tuple(kept[end] for end in recording.step_ends)
+    return replace(recording, events=tuple(events), step_ends=ends)
 
 
 _MOST_THREADS = 512

@@ -19,14 +19,13 @@ from autofit.devices.gpus import AskedGpu, Gpu
 from autofit.memory.blocks import Block
 from autofit.memory.replay import Recording
 from autofit.memory.tracer import MemoryTracer, in_backward, tensors_in
-from autofit.prediction.cuda import operators, rnn
 from autofit.prediction.cuda.convolutions import (
     convolution_of,
     copied_operands,
     in_layout_of_cudnn,
     workspace_bytes,
 )
-from autofit.prediction.cuda.operators import in_memory_of_all_losses, is_in_place
+from autofit.prediction.cuda.operators import STAND_INS, in_memory_of_all_losses, is_in_place
 from autofit.prediction.cuda.roofline import Operation, operation_of
 from autofit.prediction.cuda.scratch import (
     ByCard,
@@ -48,7 +47,6 @@ from autofit.prediction.cuda.values import (
 from autofit.units import MIB
 
 CUBLASLT_WORKSPACE_BYTES = 1 * MIB
-_STAND_INS = {**operators.STAND_INS, **rnn.STAND_INS}
 _HOST = torch.device("cpu")
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "addmv"})
 _OF_CUDNN = frozenset({"convolution", "_cudnn_rnn"})
@@ -149,8 +147,8 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         return result
 
     def _shapes(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        if name in _STAND_INS and _on_device(args[0]):
-            result, self._order = _STAND_INS[name](args)
+        if name in STAND_INS and _on_device(args[0]):
+            result, self._order = STAND_INS[name](args)
             return result
         if _on_device(args[0] if args else None):
             if name in _IN_PLACE or is_in_place(name, args):
