@@ -1,8 +1,8 @@
 """Memory that CUDA kernels allocate for themselves while an operator runs.
 
 A trace of tensors shows what operators return. Kernels also take buffers that are gone when they
-return. `RULES` holds those that required bytes need: partial results of sums, and the products in
-the backward pass of an attention that is computed step by step, which are as large as its scores.
+return. `RULES` holds those that required bytes need: partial results of sums, and what the backward
+passes of attention take: as much as its scores where it is computed step by step, else its queries.
 The others that a GPU allocates (`benchmarks/results`) are small beside what is live then, and left
 to the margin of a prediction. All sizes are bytes, in the order of allocation.
 """
@@ -186,7 +186,21 @@ def _sum(args: Any) -> list[Size]:
     return [Reduction.of(tensor, dims)]
 
 
+def _efficient_attention_backward(args: Any) -> list[Size]:
+    """Return row sums of `grad * out`, and float32 gradients of the queries in blocks of 64.
+
+    For float32 the row sums are computed before the kernel (attention_backward.cu).
+    """
+    query = args[1]
+    batch, heads, length, width = query.shape
+    rows, blocks = 4 * batch * heads * length, -(-length // 64)
+    accumulators = 4 * batch * heads * blocks * (64 * (-(-width // 64) * 64) + 4)
+    before = [rows * width, rows] if query.dtype == torch.float32 else []
+    return [*before, rows, accumulators]
+
+
 RULES: dict[str, Sizes] = {
+    "_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
     "sum": _sum,
     "mean": _sum,  # the same kernel
     "_softmax_backward_data": lambda args: [args[0].nbytes],

@@ -20,6 +20,7 @@ from autofit.memory.blocks import Block
 from autofit.memory.replay import Recording
 from autofit.memory.tracer import MemoryTracer, in_backward, tensors_in
 from autofit.prediction.cuda.convolutions import (
+    Direction,
     convolution_of,
     copied_operands,
     in_layout_of_cudnn,
@@ -223,8 +224,11 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         self.allocate_in_order(sizes)
         for direction in directions:
             nbytes = workspace_bytes(convolution, direction, self.gpu)
+            # A backward pass ends with that of the first layer, when most memory is free again.
+            is_first = directions == [Direction.WEIGHT]
+            purpose = None if is_first else (convolution, direction)
             if nbytes:
-                self.allocate_in_order([nbytes], optional_for=(convolution, direction))
+                self.allocate_in_order([nbytes], optional_for=purpose)
                 sizes.append(nbytes)
         if name == "convolution_backward" and args[-1][2]:
             but_channels = frozenset(range(args[0].dim())) - {1}
@@ -253,9 +257,8 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
 
 
 def _on_device(value: Any) -> bool:
-    """Return whether a value, or the first of several, is a tensor of the meta device."""
-    first = value[0] if isinstance(value, (list, tuple)) and value else value
-    return isinstance(first, torch.Tensor) and first.is_meta
+    """Return whether a value, or the first tensor of several, is one of the meta device."""
+    return any(tensor.is_meta for tensor in tensors_in(value)[:1])
 
 
 def _name(func: Any) -> str:

@@ -19,7 +19,7 @@ from benchmarks.traces.trainings import TRAININGS
 H200 = find_gpu("H200")
 RECORDED = {recorded.name: recorded for recorded in recorded_trainings()}
 EXACT = {
-    "gpt_fp32": ["sum"],
+    "gpt_fp32": ["_scaled_dot_product_efficient_attention_backward", "sum"],
     "gpt_bf16_b24": ["sum"],
     "gpt_bf16_math": ["_softmax_backward_data"],
     "gpt_wide_bf16": ["sum"],
@@ -79,7 +79,9 @@ def test_kernels_allocate_what_was_recorded(training: str) -> None:
     for operator in EXACT[training]:
         sizes = recorded(training, operator)
         assert any(sizes)
-        assert found[operator] == [each[:1] for each in sizes]  # the second holds semaphores
+        if operator == "sum":  # the second holds semaphores, which are left out
+            sizes = [each[:1] for each in sizes]
+        assert found[operator] == sizes
 
 
 def test_every_rule_is_tested_against_a_recording() -> None:
