@@ -257,8 +257,9 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
 
 
 def _on_device(value: Any) -> bool:
-    """Return whether a value, or the first tensor of several, is one of the meta device."""
-    return any(tensor.is_meta for tensor in tensors_in(value)[:1])
+    """Return whether a value, or one of several, is a tensor of the meta device."""
+    parts = value if isinstance(value, (list, tuple)) else (value,)
+    return any(isinstance(part, torch.Tensor) and part.is_meta for part in parts)
 
 
 def _name(func: Any) -> str:
