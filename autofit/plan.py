@@ -342,6 +342,7 @@ class Dimension:
         accumulation: whether the other values go with accumulation. True: with one accumulation
             step they are the same as the first, so that they are tried with more alone. False: they
             are tried with one alone. None: with any number.
+        opt_in: its values other than the first are only tried where the strategy is named.
         relieves: which of `BOUNDS` its values shorten; a report names the dimension where that
             takes most of a step's time.
     """
@@ -354,6 +355,7 @@ class Dimension:
     trial_costs_s: Mapping[Scalar, float] = field(default_factory=dict, kw_only=True)
     fresh_worker: bool = field(default=False, kw_only=True)
     accumulation: bool | None = field(default=None, kw_only=True)
+    opt_in: bool = field(default=False, kw_only=True)
     relieves: Sequence[str] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -432,6 +434,7 @@ class DimensionForm:
     trial_costs_s: Sequence[Number | None] = ()
     fresh_worker: bool = False
     accumulation: bool | None = None
+    opt_in: bool = False
     relieves: Sequence[str] = ()
 
     @classmethod

@@ -110,8 +110,9 @@ class Survey:
 
         As in searches: so that plans of reports, which may lack such settings, stay the same.
         """
-        named = {setting.partition(".")[0] for setting in (plan.settings if plan else ())}
-        return self.without_costly(named).space()
+        settings = plan.settings if plan else {}
+        named = {setting.partition(".")[0] for setting in settings}
+        return self.without_costly(named).without_opt_in(settings).space()
 
     def with_accumulation_free(self) -> Survey:
         """Return the survey of a search that may change the accumulation steps in any case."""
@@ -135,6 +136,15 @@ class Survey:
                 dimensions[name] = Dimension(dimension.values[:1])
         notes.append(f"{NOT_TRIED}{', '.join(sorted(left_out))} (pass planned_steps=)")
         return replace(self, dimensions=dimensions, notes=tuple(notes))
+
+    def without_opt_in(self, asked_for: Collection[str]) -> Survey:
+        """Return the survey without what has to be asked for, by its name or its strategy's."""
+        left_out = {
+            name: Dimension(dimension.values[:1])
+            for name, dimension in self.dimensions.items()
+            if dimension.opt_in and not {name, name.partition(".")[0]} & set(asked_for)
+        }
+        return replace(self, dimensions={**self.dimensions, **left_out})
 
 
 def check_weights_fit(survey: Survey) -> None:

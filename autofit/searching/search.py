@@ -276,7 +276,7 @@ class _Course:
 
     def _inspect(self, prober: Prober) -> Survey:
         """Return what a worker says of the workload and the device."""
-        survey = prober.survey()
+        survey = prober.survey().without_opt_in(self._asked.named)
         if self._asked.planned_steps is None:
             survey = survey.without_costly(self._asked.named)
         if self._asked.options.allow_accumulation_change:

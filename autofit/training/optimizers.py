@@ -132,7 +132,8 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether functions of the user's run before or after each step of an optimizer."""
-    return any(vars(optimizer).get(name) for name in _STEP_HOOKS)
+    hooks = [hook for name in _STEP_HOOKS for hook in vars(optimizer).get(name, {}).values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("autofit.") for hook in hooks)
 
 
 def check_trains(optimizer: torch.optim.Optimizer, model: Any) -> None:

@@ -26,12 +26,17 @@ _NOT_IN_FORCE = (
 )
 
 
-def step_of(optimizer: Optimizer, number: int, parameter: Tensor) -> None:
+def step_of(
+    optimizer: Optimizer,
+    number: int,
+    parameter: Tensor,
+    step: Callable[[Any], object] = lambda optimizer: optimizer.step(),
+) -> None:
     """Let an optimizer step one parameter, of the group of that number, and no other."""
     groups = optimizer.param_groups
     optimizer.param_groups = [{**groups[number], "params": [parameter]}]
     try:
-        optimizer.step()
+        step(optimizer)
     finally:
         optimizer.param_groups = groups
 
@@ -62,7 +67,7 @@ def _is_trained(parameter: Tensor) -> bool:
 
 
 def share_held(samples: int, training: TrainingView, batch: Any) -> float | None:
-    """Return the bytes held between steps with updates in the backward pass, beside those without.
+    """Step; return the bytes held between steps with updates in the backward, beside those without.
 
     None where the update is not by each parameter alone, something else uses whole gradients, one
     backward adds to a gradient more than once, or they take less than one more sample does.
@@ -73,7 +78,8 @@ def share_held(samples: int, training: TrainingView, batch: Any) -> float | None
         batch: for a step.
     """
     optimizer = training.optimizer
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if not str(type(optimizer).__module__).startswith("torch.optim."):
+        training.step(batch)
         return None  # others may keep what is of all parameters
     with updated_in_backward(training, optimizer) as updates:
         training.step(batch)

@@ -8,6 +8,10 @@ the flags of its groups change, as `foreach=` and `fused=` would set them where 
 What an update costs depends on no other setting, so it is measured before the search: an
 implementation that saves next to nothing, or raises, is not offered, and costs no probes.
 
+`optimizer.state` starts at "default", the type of the parameters. "bfloat16" holds it in half the
+bytes (`optimizer.state`), which no comparison of one step can judge: it is offered only to who
+names this strategy.
+
 `optimizer.when` starts at "step", after the backward pass. "backward" updates each parameter within
 it (`optimizer.in_backward`); that is tried on one step before it is offered.
 """
@@ -17,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +35,7 @@ from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 from .in_backward import LINES, WHEN, share_held, updated_in_backward
+from .state import STATE, shares_held, state_in_bfloat16
 
 SETTING = "optimizer.implementation"
 FLAGS = {
@@ -59,10 +65,12 @@ class OptimizerImplementation:
 
     name = "optimizer"
     phase = Phase.OPTIMIZER
-    numerics_of: Mapping[str, Numerics] = MappingProxyType({WHEN: Numerics.EXACT})
+    numerics_of: Mapping[str, Numerics] = MappingProxyType(
+        {SETTING: Numerics.ROUNDING, WHEN: Numerics.EXACT}
+    )
     standard_terms = ("optimizer_implementation",)
 
-    def __init__(self, numerics: Numerics = Numerics.ROUNDING) -> None:
+    def __init__(self, numerics: Numerics = Numerics.REDUCED_PRECISION) -> None:
         self.numerics = numerics
 
     def within(self, numerics: Numerics) -> OptimizerImplementation:
@@ -70,9 +78,17 @@ class OptimizerImplementation:
         return OptimizerImplementation(numerics)
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        """Return the implementations, and when the update may be, as steps show them."""
+        """Return the implementations, when the update may be, and from what state it may be.
+
+        As steps show it, and as far as the arithmetic may change.
+        """
         rounds = self.numerics >= Numerics.ROUNDING
-        return {**(self._implementations(context) if rounds else {}), **_times(context)}
+        found = {**(self._implementations(context) if rounds else {}), **_of_one_step(context)}
+        return {
+            setting: dimension
+            for setting, dimension in found.items()
+            if self.numerics_of.get(setting, Numerics.REDUCED_PRECISION) <= self.numerics
+        }
 
     def _implementations(self, context: Context) -> Mapping[str, Dimension]:
         """Return the implementations that the optimizer has on this device, found by stepping it.
@@ -121,9 +137,11 @@ class OptimizerImplementation:
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         """Return the equivalent lines of a training script."""
         value = str(settings.get(SETTING, "default"))
-        in_backward = LINES if settings.get(WHEN, "step") == "backward" else []
+        others = LINES if settings.get(WHEN) == "backward" else []
+        if settings.get(STATE) == "bfloat16":
+            others = [*others, *_lines_of_state(payloads)]
         if value == "default":
-            return [*in_backward]
+            return [*others]
         names = payloads[SETTING]["optimizers"]
         chosen = "[optimizer]" if names == [""] else f"[optimizer[name] for name in {names}]"
         flags = ", ".join(f"{name}={flag}" for name, flag in FLAGS[value].items())
@@ -131,8 +149,17 @@ class OptimizerImplementation:
             f"for each in {chosen}:  # before its first step, or give these where it is made",
             "    for group in each.param_groups:",
             f"        group.update({flags})",
-            *in_backward,
+            *others,
         ]
+
+
+def _lines_of_state(payloads: Mapping[str, Any]) -> list[str]:
+    names = payloads[STATE]["optimizers"]
+    chosen = "optimizer" if names == [""] else f"*(optimizer[name] for name in {names})"
+    return [
+        "from autofit.strategies.optimizer import state_in_bfloat16",
+        f"with state_in_bfloat16({chosen}):  # around the training",
+    ]
 
 
 @contextmanager
@@ -145,34 +172,57 @@ def _applied(
             names = payloads[SETTING]["optimizers"]
             chosen = [each for name, each in _named(training) if name in names]
             stack.enter_context(implemented(chosen, value))
+        if settings.get(STATE, "default") == "bfloat16":
+            names = payloads[STATE]["optimizers"]
+            chosen = [each for name, each in _named(training) if name in names]
+            stack.enter_context(state_in_bfloat16(*chosen))
         if settings.get(WHEN, "step") == "backward":
             stack.enter_context(updated_in_backward(training, training.optimizer))
         yield
 
 
-def _times(context: Context) -> Mapping[str, Dimension]:
-    """Return when the update may be: in the backward pass where it is as exact, and saves bytes."""
+def _of_one_step(context: Context) -> Mapping[str, Dimension]:
+    """Return when the update may be, and in what types its state, of one device.
+
+    In the backward pass where that is as exact and saves bytes.
+    """
     if context.world.size > 1:
         return {}
     samples = min(_SAMPLES_OF_ONE_STEP, context.samples_per_step, context.most_samples or _SAMPLES)
-    share = None
+    share, shares = None, dict[str, float]()
     with suppress(torch.OutOfMemoryError):
-        share = context.with_training(partial(share_held, samples), samples)
-    if share is None:
-        return {}
-    hint = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.0, fixed_bytes=share)
-    dimension = Dimension(
-        ["step", "backward"],
-        hints={"backward": hint},
-        when={
-            "adam_state.format": ("default", None),
-            "compile.mode": ("off", None),
-            "precision.dtype": ("default", "tf32", "bfloat16", None),  # float16 has a scaler
-        },
-        accumulation=False,
-        relieves=("memory traffic",),
-    )
-    return {WHEN: dimension}
+        share, shares = context.with_training(partial(_shares_of_one_step, samples), samples)
+    found = {}
+    own_state: Mapping[str, Sequence[Scalar | None]] = {"adam_state.format": ("default", None)}
+    if share is not None:
+        found[WHEN] = Dimension(
+            ["step", "backward"],
+            hints={"backward": replace(_SAME_ACTIVATIONS, fixed_bytes=share)},
+            when={
+                **own_state,
+                "compile.mode": ("off", None),
+                "precision.dtype": ("default", "tf32", "bfloat16", None),  # float16 has a scaler
+            },
+            accumulation=False,
+            relieves=("memory traffic",),
+        )
+    if shares:
+        found[STATE] = Dimension(
+            ["default", "bfloat16"],
+            payloads={"bfloat16": {"optimizers": [*shares]}},
+            hints={"bfloat16": replace(_SAME_ACTIVATIONS, fixed_bytes=max(shares.values()))},
+            when=own_state,
+            opt_in=True,
+            relieves=("memory traffic",),
+        )
+    return found
+
+
+def _shares_of_one_step(
+    samples: int, training: TrainingView, batch: Any
+) -> tuple[float | None, dict[str, float]]:
+    share = share_held(samples, training, batch)
+    return share, shares_held(training)
 
 
 @contextmanager
