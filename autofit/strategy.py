@@ -10,7 +10,7 @@ strategy must pass. No torch here.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -371,20 +371,11 @@ class TrainingView(Protocol):
 STANDARD_TERMS = ("autocast", "tf32", "optimizer_implementation")
 """What trainers of other libraries know under names of their own: the type of autocast around the
 forward ("bfloat16", "float16"), TF32 in matrix products and convolutions (True), and which of
-torch's implementations the optimizer steps with ("for_loop", "foreach", "fused")."""
+torch's implementations the optimizer steps with ("for_loop", "foreach", "fused").
 
-
-class InStandardTerms(Protocol):
-    """What a strategy may offer besides, so that a trainer's own arguments can express it.
-
-    A setting without it is applied to the model itself, by `Strategy.apply`.
-    """
-
-    standard_terms: Collection[str]
-    """Those of `STANDARD_TERMS` that its settings may set."""
-
-    def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
-        """Term -> value, all that these settings do; {} where they are plain PyTorch."""
+A strategy may offer the attribute `standard_terms`, those that its settings may set, and the method
+`in_standard_terms(settings)`, which returns term -> value, all that these settings do, and {} where
+they are plain PyTorch. A setting without it is applied to the model itself, by `Strategy.apply`."""
 
 
 @runtime_checkable

@@ -239,16 +239,13 @@ def _look_at_device(
     return facts, findings
 
 
-def _small_model() -> torch.nn.Module:
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(288, 8)
-    )
-
-
 def _workload() -> Workload:
     """Return a small training whose products and convolutions load the libraries of a device."""
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(288, 8)
+    )
     batch = (torch.ones(4, 3, 8, 8), torch.zeros(4, dtype=torch.long))
-    return Workload(_small_model, batch, criterion=torch.nn.CrossEntropyLoss())
+    return Workload(model, batch, criterion=torch.nn.CrossEntropyLoss())
 
 
 def _seen(session: Session) -> _Device:

@@ -286,11 +286,7 @@ def predict_gpus(
     if world_size is not None:
         asked = plan_of_ranks(workload, plan, world_size)
     given = asked, chosen, varied, payloads or {}
-    return in_worker(_predict_gpus, workload, *given, progress=progress or _ignore)
-
-
-def _ignore(line: str) -> None:
-    """Let a line of progress go."""
+    return in_worker(_predict_gpus, workload, *given, progress=progress or (lambda line: None))
 
 
 def _predict_gpus(

@@ -114,7 +114,7 @@ def check_same(here: Survey, there: Record) -> None:
         InvalidArgument: it differs, with what does.
     """
     parts = differing_parts(there.workload["fingerprint"], here.fingerprint)
-    if parts == ():
+    if not parts:
         return
     now = here.environment
     differs = _differences(
@@ -124,9 +124,7 @@ def check_same(here: Survey, there: Record) -> None:
         parameters=here.parameters,
         samples=here.sample_shapes,
     )
-    if parts is None and not differs:  # an older version's report, whose code cannot be compared
-        return
-    hidden = " and ".join(_HIDDEN_CAUSES.get(part, part) for part in parts or ())
+    hidden = " and ".join(_HIDDEN_CAUSES.get(part, part) for part in parts)
     raise InvalidArgument(
         f"the report is of another workload: {differs or f'{hidden} changed'}. Search "
         "again, or pass the workload of that search on the same device"

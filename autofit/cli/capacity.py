@@ -193,7 +193,9 @@ def check(
         regression = compare_with(verdict, baseline, allowed) if baseline and has_figure else None
     if leads():
         _show(target, verdict, regression, as_json, junit_xml)
-    raise typer.Exit(_exit_code(verdict, regression))
+    if verdict.fits is None:
+        raise typer.Exit(5)
+    raise typer.Exit(0 if verdict.fits and (regression is None or regression.passed) else 1)
 
 
 def _show(
@@ -243,9 +245,3 @@ def _errors_shown(target: str, junit_path: Path | None) -> Iterator[None]:
             with suppress(OSError, InvalidArgument):  # the error itself matters more
                 _write(junit_path, junit_xml_of_error(target, error))
         raise
-
-
-def _exit_code(verdict: Verdict, regression: Regression | None) -> int:
-    if verdict.fits is None:
-        return 5
-    return 0 if verdict.fits and (regression is None or regression.passed) else 1

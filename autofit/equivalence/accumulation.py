@@ -106,7 +106,9 @@ def compare_split_gradients(
             why = "copies of one sample do not show whether split gradients equal whole ones"
             return _kept(why, way_out="samples that differ")
         split = _split_against_whole(builder, batch)
-        noise = None if split.equal else _whole_against_whole(builder, batch)
+        whole = ResolvedPlan(Plan(batch_size(batch)))
+        seeds = ((whole, builder.seed), (whole, builder.seed + 1))  # the noise of the model itself
+        noise = None if split.equal else compare_passes(builder, seeds, batch)
         carried = _second_against_first(builder, batch) if split.equal else None
     except Exception as error:
         release_exception(error)
@@ -248,12 +250,6 @@ def _why_by_state(carried: _Compared) -> str:
         f"gradients of the same samples by {carried.by()}, so split gradients differ from whole "
         "ones"
     )
-
-
-def _whole_against_whole(builder: TrainingBuilder, batch: Batch) -> Comparison:
-    """Compare the same samples under two seeds, which shows the noise of the model itself."""
-    whole = ResolvedPlan(Plan(batch_size(batch)))
-    return compare_passes(builder, ((whole, builder.seed), (whole, builder.seed + 1)), batch)
 
 
 def _why_by_split(split: _Compared) -> str:

@@ -313,11 +313,9 @@ def compare_plans(
     return compare_passes(builder, ((first, builder.seed), (second, builder.seed)), batch)
 
 
-def compare_passes(
-    builder: TrainingBuilder, passes: tuple[Pass, Pass], batch: Batch, around: Around = nullcontext
-) -> Comparison:
+def compare_passes(builder: TrainingBuilder, passes: tuple[Pass, Pass], batch: Batch) -> Comparison:
     """Return how two passes over the same batch differ; raises as `compare_plans` does."""
-    first, second = run_passes(builder, passes, batch, around)
+    first, second = run_passes(builder, passes, batch)
     return compare(first, second)
 
 

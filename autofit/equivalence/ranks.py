@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -102,20 +102,13 @@ def _unused_alone(builder: TrainingBuilder, batch: Batch) -> list[str]:
     return [name for name in trained if name not in seen.gradients]
 
 
-@dataclass(frozen=True)
-class NotCompared:
-    """Why the ranks' gradients were not compared with one process's."""
-
-    because: str
-
-
 def compare_ranks(
     builder: TrainingBuilder,
     settings: Mapping[str, Scalar],
     payloads: Mapping[str, object],
     strategy: Strategy,
-) -> Comparison | NotCompared:
-    """Return how far the gradients of a parallel strategy's settings are from one process's.
+) -> Comparison | str:
+    """Return how far a parallel strategy's gradients are from one process's, or why none knows.
 
     Every rank of the builder's world calls this, and gets the comparison of the worst, or that some
     rank could not run all samples alone, or that random numbers of the model's would move them by
@@ -131,12 +124,12 @@ def compare_ranks(
     ranks = Ranks(world, builder.device.torch_device)
     batch, missing = _batch_of_first(ranks, workload, samples)
     if batch is None:
-        return NotCompared(f"cannot make a batch of {samples} samples: {missing}")
+        return f"cannot make a batch of {samples} samples: {missing}"
     alone, calm, why = _alone(builder, batch, samples)
     told: list[tuple[bool, str | None]] = ranks.objects((calm, why))
     for rank, (_, reason) in enumerate(told):
         if reason is not None:
-            return NotCompared(f"rank {rank} could not run {samples} samples alone: {reason}")
+            return f"rank {rank} could not run {samples} samples alone: {reason}"
     calm = all(is_calm for is_calm, _ in told)
     assert alone is not None  # there is no reason why not
     second = run_pass(builder, together, builder.seed, batch, _normalizing_as_evaluated, calm=calm)
@@ -146,7 +139,7 @@ def compare_ranks(
         return worst
     noise = max(ranks.objects(_noise_alone(builder, batch, alone, samples, calm=calm)))
     if noise:
-        return NotCompared(
+        return (
             "the model draws random numbers that change the gradients of the same "
             f"samples by {noise:.1%}"
         )
@@ -281,8 +274,8 @@ def _why_not(
         return f"was skipped: {error}"
     finally:
         builder.reclaim_or_not()
-    if isinstance(found, NotCompared):
-        note = f"gradients of several ranks were not compared with one process's: {found.because}"
+    if isinstance(found, str):
+        note = f"gradients of several ranks were not compared with one process's: {found}"
         notes += [note] * (note not in notes)
         return None
     if found.equal:

@@ -269,7 +269,8 @@ def _outside(model: nn.Module) -> dict[str, float]:
     known: set[int] = set()
     for path, module in model.named_modules():
         held = {f"attribute {path}.{name}": v for name, v in vars(module).items()}
-        for number, hook in enumerate(_hooks(module)):
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        for number, hook in enumerate(hooks):
             held[f"hook {number} of {path}"] = getattr(hook, "__self__", hook)
         for name, value in held.items():
             if _is_helper(value) and id(value) not in known:
@@ -302,10 +303,6 @@ def _amounts(name: str, value: Any, depth: int) -> dict[str, float]:
         for key, inner in list(items):
             amounts |= _amounts(f"{name}[{key!r}]", inner, depth - 1)
     return amounts
-
-
-def _hooks(module: nn.Module) -> list[Any]:
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def _is_helper(value: Any) -> bool:

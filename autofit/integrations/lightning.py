@@ -262,7 +262,7 @@ def _clipping(trainer: Any) -> dict[str, Any]:
         return {}
     if str(trainer.gradient_clip_algorithm or "norm").endswith("norm"):
         return {"clip_grad_norm": float(value)}
-    return {"before_step": partial(_clip_values, most=float(value))}
+    return {"before_step": partial(_clip_values, most=float(value))}  # it travels to a worker
 
 
 def _clip_values(module: torch.nn.Module, optimizer: Any, *, most: float) -> None:

@@ -235,17 +235,13 @@ def _optimizer(trainer: Any) -> Any:
 
 
 def _notes(args: Any) -> Iterator[str]:
-    if _checkpoints(args):
+    if getattr(args, "activation_checkpointing", args.gradient_checkpointing):  # since 5, until 5
         yield (
             "gradient_checkpointing=True of TrainingArguments was not used: "
             "placements are searched instead, and applying a plan turns it off"
         )
     if args.torch_compile:
         yield "torch_compile=True of TrainingArguments was not used in any plan"
-
-
-def _checkpoints(args: Any) -> bool:
-    return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))
 
 
 def _expresses(trainer: Any, term: str, value: Scalar) -> bool:

@@ -105,7 +105,9 @@ def _computing_flags() -> Iterator[Flag]:
         torch.set_float32_matmul_precision,
     )
     yield from (_attribute(path) for path in _ATTRIBUTES)
-    yield from _attention_flags()
+    for name in ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp"):
+        path, backend = f"torch.backends.cuda.{name}", torch.backends.cuda
+        yield Flag(path, getattr(backend, f"{name}_enabled"), getattr(backend, f"enable_{name}"))
     yield Flag("torch.default_dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield Flag("torch.num_threads", torch.get_num_threads, torch.set_num_threads)
     yield Flag(
@@ -156,7 +158,11 @@ def _attribute(path: str) -> Flag:
 
 def _torch_modes() -> Iterator[Flag]:
     yield Flag("torch.grad_mode", torch.is_grad_enabled, torch.set_grad_enabled)
-    yield Flag("torch.default_device", torch.get_default_device, _write_default_device)
+    yield Flag(  # the CPU is the default where none is set; setting it costs every call a little
+        "torch.default_device",
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    )
     yield _attribute("torch.distributions.Distribution._validate_args")
     yield Flag(
         "torch.overwrite_module_params_on_conversion",
@@ -185,16 +191,6 @@ def _autocast_flags() -> Iterator[Flag]:
             partial(torch.set_autocast_dtype, device_type),
         )
     yield Flag("autocast.cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled)
-
-
-def _attention_flags() -> Iterator[Flag]:
-    backend = torch.backends.cuda
-    for name in ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp"):
-        yield Flag(
-            f"torch.backends.cuda.{name}",
-            getattr(backend, f"{name}_enabled"),
-            getattr(backend, f"enable_{name}"),
-        )
 
 
 def _random_states() -> Iterator[Flag]:
@@ -247,11 +243,6 @@ def _umask() -> int:
     """Read without changing it, which `os.umask` cannot."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
-
-
-def _write_default_device(device: torch.device) -> None:
-    """The CPU is the default where none is set; setting it would cost every call a little."""
-    torch.set_default_device(None if device.type == "cpu" else device)
 
 
 def _replace_entries(live: dict[Any, Any], entries: dict[Any, Any]) -> None:

@@ -122,7 +122,10 @@ def _facts(place: str, node: object) -> Iterator[tuple[str, str]]:
     elif is_collection(node):
         yield place, ", ".join(_summary(each) for each in node)
     elif (access := generator_access(node)) is not None:
-        yield f"{place} state", _state_summary(access[0]())
+        state = access[0]()  # a tensor, or what holds arrays
+        is_tensor = isinstance(state, torch.Tensor)
+        text = hash_of(state) if is_tensor else _short(repr(pickle.dumps(state)))
+        yield f"{place} state", text
     else:
         yield f"{place} class", _summary(type(node))
         yield from _dict_facts(place, vars(node))
@@ -154,11 +157,6 @@ def hash_of(tensor: torch.Tensor) -> str:
     size = flat.numel() * flat.element_size()
     data = (ctypes.c_char * size).from_address(flat.data_ptr()) if size else b""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _state_summary(state: Any) -> str:
-    """Return a random generator's state, which may be a tensor or hold arrays, as text."""
-    return hash_of(state) if isinstance(state, torch.Tensor) else _short(repr(pickle.dumps(state)))
 
 
 def _summary(value: object) -> str:

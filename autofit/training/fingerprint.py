@@ -44,8 +44,6 @@ _ABOUT_COST = (
 )
 """Environment variables that change how torch and CUDA allocate and compute."""
 _MOST_DEEP = 4
-_SCHEME = "2"
-"""Raise this when a change gives equal workloads other fingerprints than before."""
 
 
 def fingerprint(
@@ -55,7 +53,7 @@ def fingerprint(
     environment: Environment,
     computing: Mapping[str, Any],
 ) -> str:
-    """Return a digest of each part above, as `2;model=0123abcd;samples=...`.
+    """Return a digest of each part above, as `model=0123abcd;samples=...`.
 
     Args:
         workload: its functions and sample batch are read; only a batch function is called.
@@ -64,28 +62,22 @@ def fingerprint(
         environment: where it would train.
         computing: flags that change how torch computes there, such as TF32, with their values.
     """
-    kind = environment.device.partition(":")[0]
+    kind, size = environment.device.partition(":")[0], workload.sample_batch_size
     parts: dict[str, Iterable[str]] = {
         "model": _model_lines(model),
-        "samples": _sample_lines(workload),
+        "samples": [f"{workload.global_batch} {size} {describe(workload.batch(size))}"],
         "optimizer": _optimizer_lines(optimizer),
         "functions": _function_lines(workload),
         "torch": [environment.torch],
         "device": [f"{kind} {environment.gpu}"],
         "flags": _flag_lines(kind, computing),
     }
-    return ";".join([_SCHEME, *(f"{name}={_digest(lines)}" for name, lines in parts.items())])
+    return ";".join(f"{name}={_digest(lines)}" for name, lines in parts.items())
 
 
-def differing_parts(one: str, other: str) -> tuple[str, ...] | None:
-    """Return the names of the parts in which two fingerprints differ.
-
-    None: one was made by a version of autofit that made fingerprints in another way.
-    """
-    (scheme, *parts), (others_scheme, *others_parts) = one.split(";"), other.split(";")
-    if not scheme == others_scheme == _SCHEME:
-        return None
-    differing = sorted({*parts} ^ {*others_parts})
+def differing_parts(one: str, other: str) -> tuple[str, ...]:
+    """Return the names of the parts in which two fingerprints differ."""
+    differing = sorted({*one.split(";")} ^ {*other.split(";")})
     return tuple(dict.fromkeys(part.partition("=")[0] for part in differing))
 
 
@@ -102,12 +94,6 @@ def _flag_lines(kind: str, computing: Mapping[str, Any]) -> Iterator[str]:
             yield f"flag {name} {value}"
     for name in _ABOUT_COST:
         yield f"variable {name} {os.environ.get(name)}"
-
-
-def _sample_lines(workload: Workload) -> Iterator[str]:
-    yield f"global batch {workload.global_batch}"
-    size = workload.sample_batch_size
-    yield f"sample {size} {describe(workload.batch(size))}"
 
 
 def _function_lines(workload: Workload) -> Iterator[str]:
@@ -130,7 +116,9 @@ def _structure_lines(model: torch.nn.Module, deep: int = 0) -> Iterator[str]:
         yield from _class_lines(kind, deep)
     for name, module in model.named_modules():
         yield f"module {name} {_name(type(module))} {_ADDRESS.sub('', module.extra_repr())}"
-        yield f"attributes {_plain_attributes(module)}"
+        plain = {key: _describe_plain(value) for key, value in sorted(vars(module).items())}
+        public = {key: text for key, text in plain.items() if text and not key.startswith("_")}
+        yield f"attributes {public}"
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield f"parameter {name} {_describe_tensor(parameter)} {parameter.requires_grad}"
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -152,16 +140,6 @@ def _class_lines(kind: type, deep: int) -> Iterator[str]:
             function = getattr(member, "__func__", getattr(member, "fget", member))
             if isinstance(getattr(function, "__code__", None), CodeType):
                 yield f"method {each.__qualname__}.{name} {_describe(function, deep)}"
-
-
-def _plain_attributes(module: torch.nn.Module) -> dict[str, str]:
-    """Return public plain attributes, such as a repetition count or a flag."""
-    described = {name: _describe_plain(value) for name, value in sorted(vars(module).items())}
-    return {
-        name: text
-        for name, text in described.items()
-        if text is not None and not name.startswith("_")
-    }
 
 
 def _describe_plain(value: Any) -> str | None:
@@ -216,8 +194,11 @@ def _parts(value: Any, deep: int) -> Iterable[str] | None:
         return _described(value, deep)
     if isinstance(value, dict):
         return _described([*value, *value.values()], deep)
-    if isinstance(getattr(value, "__code__", None), CodeType):
-        return _function_parts(value, deep)
+    if isinstance(code := getattr(value, "__code__", None), CodeType):
+        beside = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        filled = [cell for cell in value.__closure__ or () if cell != CellType()]
+        beside += [cell.cell_contents for cell in filled]
+        return [value.__qualname__, *_code_parts(code), *_described(beside, deep)]
     if callable(value):
         attributes = dict(getattr(value, "__dict__", {}))
         return [*_class_lines(type(value), deep), _describe(attributes, deep)]
@@ -226,19 +207,6 @@ def _parts(value: Any, deep: int) -> Iterable[str] | None:
 
 def _described(values: Iterable[Any], deep: int) -> list[str]:
     return [_describe(value, deep) for value in values]
-
-
-def _function_parts(function: Any, deep: int) -> list[str]:
-    beside = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    beside += [_contents(cell) for cell in function.__closure__ or ()]
-    return [function.__qualname__, *_code_parts(function.__code__), *_described(beside, deep)]
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
 
 
 def _code_parts(code: CodeType) -> Iterator[str]:

@@ -167,7 +167,6 @@ class Training(AbstractContextManager["Training"]):
             self.ranks = self._ranks_of(world) if is_parallel else None
             if not is_parallel:
                 self.place_model()
-            if not is_parallel:
                 self.optimizer = self._made(optimizer)
             for strategy, settings, payloads in applied:
                 if strategy.phase > Phase.PARALLEL:
@@ -542,7 +541,7 @@ class Training(AbstractContextManager["Training"]):
 
     def _call_wrapped(self, update: Callable[[], None]) -> None:
         for wrapper in self._step_wrappers:
-            update = _wrapped(wrapper, update)
+            update = partial(wrapper, update)
         update()
 
     def _users_step(
@@ -562,10 +561,6 @@ class Training(AbstractContextManager["Training"]):
             )
         self._loss_scale.adapt(self._optimizers(None))
         return self._over_ranks(loss.detach().clone())  # a compiled model may write over this one
-
-
-def _wrapped(wrapper: StepWrapper, update: Callable[[], None]) -> Callable[[], None]:
-    return lambda: wrapper(update)
 
 
 @dataclass(frozen=True)
