@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -30,18 +29,6 @@ DeviceName: TypeAlias = Annotated[str, Meta(pattern="^(cpu|cuda)(:.*)?$")]
 SettingValue: TypeAlias = bool | Annotated[int, Meta(gt=-_INT64, lt=_INT64)] | Number | str
 
 _Read = TypeVar("_Read")
-
-_NAMES = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "a text",
-    "bool": "true or false",
-    "object": "an object",
-    "array": "a list",
-    "null": "null",
-}
-_ENDING = re.compile(r" - at (?:`key` in )?`\$(?P<path>.*)`$")
-_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 
 
 def to_json(value: Any) -> Any:
@@ -77,12 +64,12 @@ def from_json(data: Any, kind: type[_Read], place: str) -> _Read:
         place: of the data in words, for the message.
 
     Raises:
-        InvalidArgument: they are no such value; the message names the place.
+        InvalidArgument: they are no such value; the message names the place, as `$.plan.size`.
     """
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        raise InvalidArgument(_in_words(error, data, place)) from error
+        raise InvalidArgument(f"{place}: {error}") from error
     except (OverflowError, RecursionError) as error:
         raise InvalidArgument(f"{place} holds what is too large: {error}") from error
 
@@ -108,32 +95,3 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     return data
-
-
-def _in_words(error: msgspec.ValidationError, data: Any, place: str) -> str:
-    """Return "the plan.micro_batch must be a whole number >= 1, got 0", or the like."""
-    text = str(error)
-    ending = _ENDING.search(text)
-    path = ending["path"] if ending else ""
-    reason, where = text[: ending.start()] if ending else text, f"{place}{path}"
-    if isinstance(error.__cause__, InvalidArgument):  # of a dataclass that checks itself
-        return f"{where}: {error.__cause__}"
-    if (lacking := re.fullmatch("Object missing required field `(.*)`", reason)) is not None:
-        return f"{where} lacks {lacking[1]!r}"
-    if (expected := re.match("Expected `(.*?)`", reason)) is None:
-        return f"{where}: {reason}"
-    kinds = [_NAMES.get(name, name) for name in expected[1].split(" | ")]
-    bound = reason[expected.end() :].partition(", got")[0]
-    return f"{where} must be {', or '.join(kinds)}{bound}{_got(path, data)}"
-
-
-def _got(path: str, data: Any) -> str:
-    """Return ", got" and the value at a path; "" where the path does not name a single one."""
-    if "..." in path:
-        return ""
-    try:
-        for name, index in _STEP.findall(path):
-            data = data[name] if name else data[int(index)]
-        return f", got {repr(data)[:60]}"
-    except (LookupError, TypeError, ValueError):  # repr refuses the largest numbers
-        return ""

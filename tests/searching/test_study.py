@@ -219,7 +219,7 @@ def test_a_changed_workload_is_refused_and_named(device: SimulatedDevice, tmp_pa
     path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
         store.begin(device.spec())
-    with pytest.raises(StudyError, match="workload: simulated there, other here"):
+    with pytest.raises(StudyError, match="another workload"):
         Store.open(path, {"workload": "other"})
     with pytest.raises(StudyError, match="ranks: none there, 2 here"):
         Store.open(path, {**IDENTITY, "ranks": "2"})
