@@ -9,9 +9,8 @@ from typing import Any
 
 from autofit.codec import to_json
 from autofit.measurement import ACT
-from autofit.report.details import settings_words
 from autofit.report.record import Record
-from autofit.report.summary import describe, range_words, speed_words
+from autofit.report.summary import describe, range_words, settings_words, speed_words
 from autofit.report.text import WIDTH, bullets, laid_out, markdown_table, plain, table
 from autofit.units import format_bytes, format_seconds, rounded
 

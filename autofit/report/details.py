@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from textwrap import shorten
 
 from autofit.measurement import ACT, Trial, TrialKind, probes_of, spread_of
-from autofit.plan import Plan, Settings, unlike
+from autofit.plan import Plan
 from autofit.report.findings import findings_lines
 from autofit.report.record import Record
 from autofit.report.summary import (
@@ -17,7 +17,7 @@ from autofit.report.summary import (
     apply_line,
     pay_off,
     range_words,
-    short_settings,
+    settings_words,
 )
 from autofit.units import counted, format_bytes, format_seconds, rounded
 
@@ -140,7 +140,7 @@ def trial_cells(trial: Trial, record: Record) -> tuple[str, ...]:
         str(trial.number),
         trial.kind.value,
         str(replace(trial.plan, settings={})),
-        short_settings(trial.plan.settings, record),
+        settings_words(trial.plan.settings, record),
         outcome_words(trial),
         f"{rounded(trial.samples_per_second or 0.0, (high - low) / 2)} ({range_words(low, high)})"
         if low and high
@@ -161,15 +161,6 @@ def outcome_words(trial: Trial) -> str:
         first_line = measured.detail.strip().partition("\n")[0]
         why = f": {shorten(first_line, _SHORT_DETAIL, placeholder=' ...')}"
     return f"{measured.outcome.value}{', contended' if measured.contended else ''}{why}"
-
-
-def settings_words(settings: Settings, record: Record) -> str:
-    """Return the settings that are not at their default, or "defaults"."""
-    return _written(unlike(settings, record.default_settings)) or "defaults"
-
-
-def _written(settings: Settings) -> str:
-    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def measured_faster(record: Record) -> Iterator[str]:
@@ -210,7 +201,9 @@ def skipped_lines(record: Record) -> Iterator[str]:
         groups.setdefault((tuple(each.settings), _NUMBER.sub("", each.why)), []).append(at)
     for (names, _), places in groups.items():
         group = [record.skipped[at] for at in places]
-        what = "; ".join(_written(each.settings) for each in group)
+        what = "; ".join(
+            ", ".join(f"{name}={value}" for name, value in each.settings.items()) for each in group
+        )
         if len(names) == 1:
             what = f"{names[0]}={', '.join(str(each.settings[names[0]]) for each in group)}"
         differ = len({each.why for each in group}) > 1

@@ -10,12 +10,11 @@ import json
 import math
 import re
 import shlex
-import statistics
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autofit.measurement import ACT, NOT_TRIED, Trial, TrialKind, probes_of, spread_of
+from autofit.measurement import ACT, NOT_TRIED, Outcome, Trial, probes_of, spread_of
 from autofit.plan import Plan, Settings, unlike
 from autofit.report.findings import loader_words
 from autofit.report.record import Record
@@ -129,8 +128,9 @@ class Summary:
 
 def summary(record: Record, place: Place = IN_PYTHON) -> Summary:
     """Return the answer of a record as it is shown at that place."""
-    beside = _beside(record)
-    is_best = record.best.plan == record.baseline_beside_best.plan
+    baseline = record.baseline_beside_best
+    beside = baseline if baseline.plan != record.best.plan else next_best(record)
+    is_best = record.best.plan == baseline.plan
     columns = ("", "best", "baseline")
     if is_best:
         columns = ("", "baseline" if is_sure(record) else "baseline (kept)", "next best")
@@ -255,53 +255,32 @@ def _title(record: Record) -> str:
     )
 
 
-def _beside(record: Record) -> Trial | None:
-    """Return what the best plan is shown beside: the baseline, or the fastest other plan."""
-    baseline = record.baseline_beside_best
-    return baseline if baseline.plan != record.best.plan else next_best(record)
-
-
 def _rows(record: Record, beside: Trial | None) -> Iterator[Columns]:
-    best = record.best
+    best, shown = record.best, beside if beside and beside.ok else None
+    outcome = beside.measurement.outcome if beside else None
     held = shown_memory(best.measurement.held_bytes, record.vram_budget_bytes)
-    if beside is None:
-        yield "plan", plan_words(best.plan, record), ""
-        yield "throughput", speed_words(best, record), ""
-        yield "peak memory", held, ""
-        return
-    speed = speed_words(beside, record) if beside.ok else outcome_in_words(beside)
-    theirs = shown_memory(beside.measurement.held_bytes) if beside.ok else ""
-    yield "plan", plan_words(best.plan, record), plan_words(beside.plan, record)
+    failed = {None: "", Outcome.OOM: "out of memory"}.get(outcome, str(outcome).replace("_", " "))
+    speed = speed_words(shown, record) if shown else failed
+    theirs = plan_words(beside.plan, record) if beside else ""
+    yield "plan", plan_words(best.plan, record), theirs
     yield "throughput", speed_words(best, record), speed
-    yield "peak memory", held, theirs
-    if beside.plan == record.baseline_beside_best.plan:
+    yield "peak memory", held, shown_memory(shown.measurement.held_bytes) if shown else ""
+    if beside and beside.plan == record.baseline_beside_best.plan:
         if ratio := speedup_words(record):
             yield "speedup", ratio, ""
-    elif ratio := speedup_words(record, beside, best):
+    elif beside and (ratio := speedup_words(record, beside, best)):
         yield "speedup", "", ratio
 
 
 def plan_words(plan: Plan, record: Record) -> str:
-    """Return a plan for a narrow place: "8 x 4, checkpointing=1"; "8 x 4, defaults"."""
-    return f"{replace(plan, settings={})}, {short_settings(plan.settings, record)}"
+    """Return a plan that also says where all settings are at their default: "8 x 4, defaults"."""
+    return f"{replace(plan, settings={})}, {settings_words(plan.settings, record)}"
 
 
-def short_settings(settings: Settings, record: Record) -> str:
-    """Return the settings that are not at their default, a strategy's only one by its name."""
+def settings_words(settings: Settings, record: Record) -> str:
+    """Return the settings that are not at their default, or "defaults"."""
     changed = unlike(settings, record.default_settings)
-    strategies = [name.partition(".")[0] for name in changed]
-    names = (
-        strategy if strategies.count(strategy) == 1 else name
-        for strategy, name in zip(strategies, changed, strict=True)
-    )
-    pairs = zip(names, changed.values(), strict=True)
-    return ", ".join(f"{name}={value}" for name, value in pairs) or "defaults"
-
-
-def outcome_in_words(trial: Trial) -> str:
-    """Return how a trial ended: "out of memory"."""
-    outcome = trial.measurement.outcome.value
-    return {"oom": "out of memory"}.get(outcome, outcome.replace("_", " "))
+    return ", ".join(f"{name}={value}" for name, value in changed.items()) or "defaults"
 
 
 def next_best(record: Record) -> Trial | None:
@@ -418,8 +397,8 @@ class PayOff:
 def pay_off(record: Record) -> PayOff | None:
     """Return what the best plan's start takes; None: it starts at once, or nobody measured it.
 
-    It is seen against the fastest plan that does, by the final comparison. Where that left out one
-    that the search had found faster, both speeds are those of the search.
+    It is seen against the fastest plan of the search that does: a baseline alone in the final
+    comparison is no measure of it. Where both were compared there, their speeds are those.
     """
     space, best = Space(record.dimensions, 1), record.best.plan
 
@@ -433,21 +412,11 @@ def pay_off(record: Record) -> PayOff | None:
     if start_s is None or starts_at_once(best) or not others:
         return None
 
-    def searched(plan: Plan) -> float:
-        own = [t for t in ran if t.plan == plan]
-        rates = [t.samples_per_second for t in own if t.kind is not TrialKind.CONFIRMATION]
-        return statistics.geometric_mean(
-            [rate for rate in rates or [t.samples_per_second for t in own] if rate]
-        )
-
-    def compared(plan: Plan) -> float:
-        return (record.compared_speed(plan) if record.is_confirmed else None) or 0.0
-
-    beside, quickest = max(others, key=compared), max(others, key=searched)
-    speed_of = compared
-    if not compared(beside) or (not compared(quickest) and searched(quickest) > searched(beside)):
-        speed_of, beside = searched, quickest
-    saved_s = best.samples_per_step * (1 / speed_of(beside) - 1 / speed_of(best))
+    beside = max(others, key=lambda plan: record.searched_speed(plan) or 0.0)
+    speeds = [record.compared_speed(plan) for plan in (beside, best) if record.is_confirmed]
+    if not (speeds and all(speeds)):
+        speeds = [record.searched_speed(plan) for plan in (beside, best)]
+    saved_s = best.samples_per_step * (1 / (speeds[0] or math.inf) - 1 / (speeds[1] or math.inf))
     return PayOff(start_s, beside, math.ceil(start_s / saved_s) if saved_s > 0 else None)
 
 

@@ -91,7 +91,7 @@ def test_the_answer_takes_one_screen(record: Record, width: int, make: Any) -> N
 
 def test_the_numbers_come_first_best_beside_baseline(record: Record) -> None:
     found = rows(record)
-    assert found["plan"] == ("16 x 2, folding=1", "4 x 8, defaults")
+    assert found["plan"] == ("16 x 2, folding.level=1", "4 x 8, defaults")
     assert re.fullmatch(r"168 samples/s \(\d+-\d+\)", found["throughput"][0])
     assert re.fullmatch(r"80 samples/s \(\d+-\d+\)", found["throughput"][1])
     assert found["peak memory"] == ("44 of 64 MiB", "26 MiB")
@@ -177,7 +177,7 @@ def test_a_baseline_that_does_not_fit_is_no_yardstick(record: Record) -> None:
 def test_the_baseline_as_the_best_plan_stands_beside_the_next_one(record: Record) -> None:
     final = compared(record, baseline=[400, 400], best=[410, 410], other=[450])
     found = rows(replace(final, best_number=6))
-    assert found["plan"] == ("4 x 8, defaults", "16 x 2, folding=1")
+    assert found["plan"] == ("4 x 8, defaults", "16 x 2, folding.level=1")
     assert re.fullmatch(r"0\.98x \(.*\)", found["speedup"][1])
     assert "No faster plan was found: 5 plans ran" in render(replace(final, best_number=6))
     tied = replace(compared(record, baseline=[400, 400], best=[396, 396]), best_number=6)
