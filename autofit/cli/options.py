@@ -336,12 +336,6 @@ def load_target(target: str) -> Workload:
         raise InvalidArgument(
             f"{target!r} is not a target: use path/to/file.py:name or package.module:name"
         )
-    try:
-        os.getcwd()
-    except FileNotFoundError:  # in which oneMKL ends the process
-        raise InvalidArgument(
-            "the current folder was deleted: change to one that exists, with cd"
-        ) from None
     gc.disable()  # importing torch leaves nothing to collect, and looking takes a tenth of it
     try:
         module = _import(place)

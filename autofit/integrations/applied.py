@@ -205,10 +205,10 @@ def on_model(
     Raises:
         InvalidArgument: a strategy needs what only `Report.apply` can give.
     """
-    view = _ForeignTraining(model, optimizer)
+    view: Any = _ForeignTraining(model, optimizer)
     with ExitStack() as stack:
         for strategy, settings, payloads in rest.by_strategy():
-            view.strategy = strategy.name
+            vars(view)["strategy"] = strategy.name
             stack.enter_context(strategy.apply(view, settings, payloads))
         if view.contexts:
             stack.enter_context(_entered_around(model, entry, view.contexts))
@@ -216,58 +216,27 @@ def on_model(
 
 
 class _ForeignTraining:
-    """What a strategy sees of a training that another library runs (`TrainingView`)."""
-
-    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
-        self.model = model
-        self.strategy = ""
-        self.contexts = ForwardContexts()
-        self._optimizer = optimizer
-        tensors = itertools.chain(model.parameters(), model.buffers())
-        self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    """What a strategy sees of a training that another library runs: a part of `TrainingView`."""
 
     world = ALONE
+    scaler: None = None
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        vars(self).update(model=model, optimizer=optimizer, device=device)
+        vars(self).update(contexts=ForwardContexts(), strategy="")
 
     def place_model(self) -> None:
         """Do nothing: the library has placed it."""
 
-    def wrap_optimizer_factory(
-        self, wrapper: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]
-    ) -> Callable[[], None]:
-        raise self._refused("makes the optimizer")
-
-    def before_micro_batch(self, notify: Callable[[bool], None]) -> Callable[[], None]:
-        raise self._refused("hooks into each micro-batch")
-
-    @property
-    def optimizer(self) -> Any:
-        return self._optimizer
-
-    @optimizer.setter
-    def optimizer(self, optimizer: Any) -> None:
-        raise self._refused("replaces the optimizer")
-
-    @property
-    def scaler(self) -> None:
-        return None
-
-    @scaler.setter
-    def scaler(self, scaler: Any) -> None:
-        if scaler is not None:
-            raise self._refused("scales the loss")
-
     def wrap_forward(
         self, context: ForwardContext, *, also_recomputation: bool = True
     ) -> Callable[[], None]:
-        return self.contexts.add(context, also_recomputation=also_recomputation)
+        return self.contexts.add(context, also_recomputation=also_recomputation)  # type: ignore[no-any-return]  # set past __setattr__
 
     def recomputation(self) -> AbstractContextManager[None]:
-        return self.contexts.recomputation()
-
-    def wrap_optimizer_step(
-        self, wrapper: Callable[[Callable[[], None]], None]
-    ) -> Callable[[], None]:
-        raise self._refused("wraps the optimizer's update")
+        return self.contexts.recomputation()  # type: ignore[no-any-return]  # likewise
 
     def update_in_backward(
         self, parameter: torch.Tensor, update: Callable[[], None]
@@ -284,15 +253,16 @@ class _ForeignTraining:
     def in_host_memory(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def loss(self, batch: Any) -> torch.Tensor:
-        raise self._refused("runs the loss")
+    def __getattr__(self, name: str) -> Any:
+        raise self._refused("needs", name)
 
-    def step(self, batch: Any) -> torch.Tensor:
-        raise self._refused("runs a step")
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is not getattr(self, name):
+            raise self._refused("replaces", name)
 
-    def _refused(self, what: str) -> InvalidArgument:
+    def _refused(self, does: str, name: str) -> InvalidArgument:
         return InvalidArgument(
-            f"the plan's strategy {self.strategy!r} {what}, which is not possible "
+            f"the plan's strategy {self.strategy!r} {does} training.{name}, which is not possible "
             "inside another library's loop: train with report.apply(model, "
             "optimizer), or search again without that strategy"
         )

@@ -53,7 +53,6 @@ def apply(
     """
     from autofit.training.batch import BatchWatch
     from autofit.training.training import Training
-    from autofit.training.workload import check_lists_end
 
     functions = {name: value for name, value in given.items() if value is not None}
     if record.lacks_loss and not functions.keys() & _LOSSES:  # any scalar shows memory and speed
@@ -63,7 +62,6 @@ def apply(
         )
     recipe = _recipe(record, workload, functions)
     device = _device_of(model)
-    check_lists_end(model)
     _warn_of_another_size(record, model)
     world = _world_of(record.best.plan)
     has_training_step = recipe.training_step is not None

@@ -116,16 +116,6 @@ def check_target(batch: Batch) -> None:
         )
 
 
-def batched_places(batch: Batch) -> frozenset[int]:
-    """Which of `tensors_of(batch)` are batched, by the rule."""
-    size = batch_size(batch)
-    return frozenset(
-        place
-        for place, tensor in enumerate(tensors_of(batch))
-        if tensor.dim() > 0 and tensor.shape[0] == size
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Samples:
     """Which tensors of a training's batches hold samples, by their names in `describe`.
@@ -217,17 +207,14 @@ def resize(batch: Batch, samples: int) -> Batch:
         grown = tensor.detach().index_select(0, index)
         return grown.requires_grad_(tensor.requires_grad)
 
-    return map_batched(grow, batch, batched_places(batch))
+    return map_batched(grow, batch, Samples.of(batch).places(batch))
 
 
-def pieces(
-    batch: Batch, sizes: tuple[int, ...], batched: Collection[int] | None = None
-) -> Iterator[Batch]:
+def pieces(batch: Batch, sizes: tuple[int, ...], places: Collection[int]) -> Iterator[Batch]:
     """The batch cut into consecutive pieces of those sizes, in order (views, unless sparse).
 
-    `batched` says which of `tensors_of(batch)` are cut; None: those that the rule tells.
+    `places` says which of `tensors_of(batch)` are cut.
     """
-    places = batched_places(batch) if batched is None else batched
     start = 0
     for length in sizes:
         yield map_batched(_cut(start, length), batch, places)

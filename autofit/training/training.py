@@ -382,10 +382,8 @@ class Training(AbstractContextManager["Training"]):
         """Return this rank's samples of those of all ranks; all of them where it trains alone."""
         if self.ranks is None:
             return batch
-        samples = self._samples_in(batch)
-        sizes = split_evenly(samples.size(batch), self.world.size)
-        shares = pieces(batch, sizes, samples.places(batch))
-        return next(share for rank, share in enumerate(shares) if rank == self.world.rank)
+        sizes = split_evenly(self._samples_in(batch).size(batch), self.world.size)
+        return list(self._cut(batch, sizes))[self.world.rank]
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, float]]:
         """Yield each micro-batch on the device, with its weight in the mean loss.
@@ -399,8 +397,7 @@ class Training(AbstractContextManager["Training"]):
         """
         self.has_split = True
         self._look(batch)
-        known = self._samples_in(batch)
-        samples = known.size(batch)
+        samples = self._samples_in(batch).size(batch)
         sizes = split_evenly(samples, steps_for(samples, self.plan.micro_batch))
         if self.ranks is not None:
             yield from self._micro_batches_of_ranks(batch, sizes, self.ranks)
@@ -409,14 +406,12 @@ class Training(AbstractContextManager["Training"]):
             self._announce(is_last=True)
             yield map_tensors(self._place, batch), 1.0
             return
-        places = known.places(batch)
-        cut = zip(pieces(batch, sizes, places), sizes, strict=True)
-        weights = [self.recipe.weight(piece, size) for piece, size in cut]
+        weights = self._weights(batch, sizes)
         if not any(weights):  # the unsplit batch would have the same 0 / 0
             weights = [1.0] * len(weights)
         whole = sum(weights)
         last = max(index for index, weight in enumerate(weights) if weight)
-        for index, piece in enumerate(pieces(batch, sizes, places)):
+        for index, piece in enumerate(self._cut(batch, sizes)):
             if weights[index]:
                 self._announce(is_last=index == last)
                 yield map_tensors(self._place, piece), weights[index] / whole

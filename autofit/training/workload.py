@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -223,7 +222,6 @@ _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 def _on_one_device(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model; wrappers are known by name, since importing FSDP takes a second."""
-    check_lists_end(model)
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         wrapper = next((kind for kind in _PARALLEL if kind in kinds), None)
@@ -239,25 +237,6 @@ def _on_one_device(model: torch.nn.Module) -> torch.nn.Module:
                 "model, before it is sharded"
             )
     return model
-
-
-_MOST_LISTED = 2**20
-"""The largest mixtures of experts have a tenth of that; an endless loop gets there in 0.1 s."""
-
-
-def check_lists_end(model: torch.nn.Module) -> None:
-    """Refuse a model whose own generator of parameters, buffers or modules has no end.
-
-    Raises:
-        InvalidArgument: one yields more than any model has.
-    """
-    for plural in ("modules", "parameters", "buffers"):
-        for name in (plural, f"named_{plural}"):
-            if any(True for _ in islice(getattr(model, name)(), _MOST_LISTED, None)):
-                raise InvalidArgument(
-                    f"{name}() of the model ({kind_of(model)}) yields more than {_MOST_LISTED:,} "
-                    "items: it must end, and yield each one once"
-                )
 
 
 def _check_steps(global_batch: int, micro_batch: int) -> None:

@@ -98,14 +98,3 @@ def test_a_file_whose_name_is_no_module_name_is_read_all_the_same(tmp_path: Path
     path = tmp_path / "run-2.1.py"
     path.write_text(SOURCE)
     assert load_target(f"{path}:ready").sample_batch_size == 3
-
-
-def test_a_current_folder_that_was_deleted_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    with pytest.raises(InvalidArgument, match="folder was deleted"):
-        load_target("train.py:make")

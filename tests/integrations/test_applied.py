@@ -77,9 +77,9 @@ def scale(training: TrainingView) -> None:
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (replace_optimizer, "replaces the optimizer"),
-        (wrap_step, "wraps the optimizer's update"),
-        (scale, "scales the loss"),
+        (replace_optimizer, "replaces training.optimizer"),
+        (wrap_step, "needs training.wrap_optimizer_step"),
+        (scale, "replaces training.scaler"),
     ],
 )
 def test_what_only_a_training_of_autofits_can_do_is_refused(

@@ -15,7 +15,6 @@ from autofit.errors import InvalidArgument
 from autofit.training.batch import (
     Samples,
     batch_size,
-    batched_places,
     check_batched_dimension,
     check_target,
     describe,
@@ -95,7 +94,7 @@ def test_growing_cycles_the_samples_and_keeps_the_kind_of_batch(batch: Any, samp
 
 @pytest.mark.parametrize("batch", _batches(), ids=lambda batch: type(batch).__name__)
 def test_pieces_are_views_that_make_up_the_batch(batch: Any) -> None:
-    cut = list(pieces(batch, (2, 1, 1)))
+    cut = list(pieces(batch, (2, 1, 1), Samples.of(batch).places(batch)))
     assert [batch_size(piece) for piece in cut] == [2, 1, 1]
     for place, whole in enumerate(tensors_of(batch)):
         parts = [tensors_of(piece)[place] for piece in cut]
@@ -110,7 +109,7 @@ def test_pieces_are_views_that_make_up_the_batch(batch: Any) -> None:
 def test_attributes_of_a_tokenizers_output_survive() -> None:
     batch = Encoding(input_ids=_rows(2), labels=torch.arange(2))
     assert resize(batch, 4).input_ids.shape == (4, 3)
-    assert next(pieces(batch, (1, 1))).labels.shape == (1,)
+    assert next(pieces(batch, (1, 1), Samples.of(batch).places(batch))).labels.shape == (1,)
 
 
 def test_a_mapping_that_cannot_be_made_anew_becomes_a_dict() -> None:
@@ -121,7 +120,7 @@ def test_a_mapping_that_cannot_be_made_anew_becomes_a_dict() -> None:
 
 def test_a_tensor_of_another_size_stays_whole_also_where_a_grown_batch_reaches_its_size() -> None:
     batch = (_rows(4), torch.arange(8))
-    places = batched_places(batch)
+    places = Samples.of(batch).places(batch)
     grown = resize(batch, 8)
     assert grown[1] is batch[1]
     for piece in pieces(grown, (4, 4), places):
@@ -184,7 +183,7 @@ def test_where_every_tensor_has_size_1_it_is_one_sample() -> None:
     row = torch.ones(1, 16, dtype=torch.int64)
     batch = {"input_ids": row, "attention_mask": row, "labels": row, "scale": torch.tensor(2.0)}
     check_batched_dimension(batch)
-    assert batched_places(batch) == {0, 1, 2}
+    assert Samples.of(batch).places(batch) == {0, 1, 2}
     assert resize(batch, 3)["labels"].shape == (3, 16)
 
 
@@ -209,7 +208,7 @@ def test_a_dataclass_is_copied_and_not_made_anew() -> None:
 def test_a_sparse_batch_grows_and_is_cut() -> None:
     whole = torch.eye(4)
     grown = resize(whole.to_sparse(), 6)
-    cut = [piece.to_dense() for piece in pieces(grown, (4, 2))]
+    cut = [piece.to_dense() for piece in pieces(grown, (4, 2), {0})]
     assert torch.equal(cut[0], whole)
     assert torch.equal(cut[1], whole[:2])
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -93,26 +91,3 @@ def test_a_micro_batch_is_never_made_smaller_without_a_word(global_batch: int) -
         return
     with pytest.raises(InvalidArgument, match=r"12.* 8.*micro_batch=6.*global_batch=16"):
         workload.plan(8, None, global_batch)
-
-
-class Endless(nn.Linear):
-    """Never comes to the end of its parameters."""
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        yield from itertools.repeat(self.weight)
-
-
-class EndlessByName(nn.Linear):
-    """Never comes to the end of their names."""
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from itertools.repeat(("weight", self.weight))
-
-
-@pytest.mark.parametrize(("endless", "is_built"), [(Endless, True), (EndlessByName, False)])
-def test_a_model_whose_parameters_never_end_is_refused(
-    endless: Callable[..., nn.Module], is_built: bool
-) -> None:
-    model = endless(3, 3)
-    with pytest.raises(InvalidArgument, match=rf"parameters\(\).*{endless.__name__}"):
-        Workload((lambda: model) if is_built else model, torch.zeros(2, 3)).build_model()
