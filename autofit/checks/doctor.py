@@ -117,7 +117,7 @@ def diagnose(device: str | None = None) -> Diagnosis:
         "strategies": ", ".join(installed_names()),
     }
     strategies, broken = _load_each()
-    findings = [*_of_the_installation(), *broken, *_of_the_host()]
+    findings = [_of_the_installation(), *broken, *_of_the_host()]
     seen, of_device = _look_at_device(device, strategies)
     return Diagnosis(facts | seen, (*findings, *of_device))
 
@@ -139,41 +139,26 @@ def _load_each() -> tuple[list[Strategy], list[Finding]]:
     return loaded, broken
 
 
-def _of_the_installation() -> Iterator[Finding]:
+def _of_the_installation() -> Finding:
     version = ".".join(torch.__version__.split(".")[:2])
-    if version in TRIED_TORCH:
-        yield Finding("torch", f"autofit is tested with torch {version}")
-    else:
-        yield Finding(
-            "torch",
-            f"autofit is not tested with torch {version}",
-            f"if something fails, try one of {', '.join(TRIED_TORCH)}",
-        )
+    is_tried, others = version in TRIED_TORCH, ", ".join(TRIED_TORCH)
+    found = f"autofit is {'' if is_tried else 'not '}tested with torch {version}"
+    return Finding("torch", found, None if is_tried else f"if something fails, try one of {others}")
 
 
 def _of_the_host() -> Iterator[Finding]:
     total, available = host_memory()
     found = f"{format_bytes(available)} of {format_bytes(total)} available"
-    if available < _LEAST_HOST_BYTES:
-        yield Finding(
-            "host memory",
-            found,
-            "a worker with torch takes about 1 GiB beside your model: end other processes",
-        )
-    else:
-        yield Finding("host memory", found)
+    advice = "a worker with torch takes about 1 GiB beside your model: end other processes"
+    yield Finding("host memory", found, advice if available < _LEAST_HOST_BYTES else None)
     if _SHARED_MEMORY.exists():
         free = shutil.disk_usage(_SHARED_MEMORY).free
         found = f"{format_bytes(free)} free in {_SHARED_MEMORY}"
-        if free < _LEAST_SHARED_BYTES:
-            yield Finding(
-                "shared memory",
-                found,
-                "data loaders with workers pass batches through it: start the container with "
-                "--shm-size=8g or --ipc=host",
-            )
-        else:
-            yield Finding("shared memory", found)
+        advice = (
+            "data loaders with workers pass batches through it: start the container with "
+            "--shm-size=8g or --ipc=host"
+        )
+        yield Finding("shared memory", found, advice if free < _LEAST_SHARED_BYTES else None)
     if (load := load_of_others()) is not None:
         yield Finding(
             "load",
@@ -241,11 +226,12 @@ def _look_at_device(
 
 def _workload() -> Workload:
     """Return a small training whose products and convolutions load the libraries of a device."""
-    model = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(288, 8)
+    nn, batch = torch.nn, (torch.ones(4, 3, 8, 8), torch.zeros(4, dtype=torch.long))
+    return Workload(  # built in the worker: weights draw random numbers
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 8)),
+        batch,
+        criterion=nn.CrossEntropyLoss(),
     )
-    batch = (torch.ones(4, 3, 8, 8), torch.zeros(4, dtype=torch.long))
-    return Workload(model, batch, criterion=torch.nn.CrossEntropyLoss())
 
 
 def _seen(session: Session) -> _Device:

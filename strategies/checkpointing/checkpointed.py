@@ -193,7 +193,9 @@ def recomputed(
         own_args, own_kwargs = live.pop() if live else put_tensors(nest, tensors)
         return function(*own_args, **own_kwargs)
 
-    contexts = partial(_contexts, holder, state)
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _Again(holder, state)  # of the first run, and of the second
+
     return checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts)
 
 
@@ -211,13 +213,6 @@ def _hooks_allowed() -> bool:
         stacklevel=3,
     )
     return False
-
-
-def _contexts(
-    holder: nn.Module, state: Sequence[StatePath]
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the first run and of the second run."""
-    return nullcontext(), _Again(holder, state)
 
 
 class _Around:

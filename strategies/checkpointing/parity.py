@@ -118,7 +118,12 @@ class _Gate:
 
         An outer unit runs again all that the units within it do.
         """
-        self._kinds = {unit: _kind(unit, self._context.model) for layer in layers for unit in layer}
+        model = self._context.model
+        self._kinds = {  # the classes of a unit's outermost modules
+            unit: tuple(type_before_parametrizations(p).__qualname__ for p in _parts(unit, model))
+            for layer in layers
+            for unit in layer
+        }
         self._compare(())  # whether a step repeats is no matter of the seed
         for seed in self._seeds:
             self._seed = seed
@@ -223,11 +228,6 @@ class _Gate:
         harmful = {makes[unit] for unit in self.parity.left_out}
         harmless = {makes[unit] for unit in ran} - harmful
         return {unit for unit in makes.keys() - ran if makes[unit] not in harmless}
-
-
-def _kind(unit: str, model: nn.Module) -> Hashable:
-    """Return the classes of a unit's outermost modules."""
-    return tuple(type_before_parametrizations(part).__qualname__ for part in _parts(unit, model))
 
 
 def _parts(unit: str, model: nn.Module) -> list[nn.Module]:

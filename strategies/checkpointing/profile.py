@@ -30,7 +30,7 @@ FORWARDS_IN_A_STEP = 3
 """Cost of a step in forward passes: a backward pass computes two products for each of theirs."""
 
 Seen = TypeVar("Seen")
-Run = Callable[[TrainingView, Any], None]
+Run = Callable[[TrainingView, Any], object]
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,6 @@ def profile_step(
         )
 
     return _of_a_step_or_a_forward(context, micro_batch, look)
-
-
-def run_step(context: Context, micro_batch: int) -> None:
-    """Run a step at this micro-batch and watch nothing.
-
-    Raises:
-        Exception: whatever the step raises.
-    """
-    context.with_training(_step, micro_batch)
 
 
 def time_parts(context: Context, micro_batch: int, names: Collection[str]) -> Times:
@@ -204,8 +195,8 @@ class Stopwatch:
         return hook
 
     def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return _host_clock()
+        if self._device.type != "cuda":  # where one thread works, without other processes
+            return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch does not annotate it
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -226,13 +217,14 @@ def _of_a_step_or_a_forward(
         return seen
 
     try:
-        return look_at(_step, True)
+        return look_at(run_step, True)
     except torch.OutOfMemoryError:
         pass  # tried again out here, where the failed step's tensors are gone
-    return look_at(_forward, False)
+    return look_at(lambda training, batch: training.loss(batch), False)
 
 
-def _step(training: TrainingView, batch: Any) -> None:
+def run_step(training: TrainingView, batch: Any) -> None:
+    """Run a step without the update."""
     undo = training.wrap_optimizer_step(lambda update: None)
     try:
         training.step(batch)
@@ -240,12 +232,8 @@ def _step(training: TrainingView, batch: Any) -> None:
         undo()
 
 
-def _forward(training: TrainingView, batch: Any) -> None:
-    training.loss(batch)
-
-
 def _of_a_whole_step(
-    training: TrainingView, batch: Any, run: Callable[[], None], keep: bool, known: frozenset[str]
+    training: TrainingView, batch: Any, run: Callable[[], object], keep: bool, known: frozenset[str]
 ) -> Recorder:
     """Record a step; where steps skip parts at random (LayerDrop), one that skips fewest.
 
@@ -268,7 +256,11 @@ def _of_a_whole_step(
 
 
 def _timed(
-    training: TrainingView, names: Collection[str], run: Callable[[], None], keep: bool, steps: int
+    training: TrainingView,
+    names: Collection[str],
+    run: Callable[[], object],
+    keep: bool,
+    steps: int,
 ) -> Times:
     """Return the seconds of the fastest run, divided among the modules by their median shares.
 
@@ -301,11 +293,6 @@ def _random_states(device: torch.device) -> list[Any]:
     if numpy := sys.modules.get("numpy"):
         states.append(repr(numpy.random.get_state(legacy=False)["state"]))
     return states
-
-
-def _host_clock() -> float:
-    """Return seconds; of thread time where one thread does all work, to exclude other processes."""
-    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def _is_forward() -> bool:

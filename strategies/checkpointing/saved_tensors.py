@@ -111,7 +111,10 @@ class Timeline:
 
     def gain(self, unit: str) -> int:
         """Return the bytes that training keeps unless it checkpoints this one unit."""
-        return sum(self._released_bytes[c] - self._newly_kept(c) for c in self.calls_of[unit])
+        calls = self.calls_of[unit]
+        given = (self.storages[index] for call in calls for index in call.inputs)
+        newly_kept = sum(storage.nbytes for storage in given if not storage.saved)
+        return sum(self._released_bytes[call] for call in calls) - newly_kept
 
     def held_until(self, position: int) -> int:
         """Return the bytes that training without checkpointing has saved before this position."""
@@ -148,11 +151,6 @@ class Timeline:
             stretch, back = self._returned[call]
             returned[stretch] += back
         return int((torch.cumsum(held * self._bytes, 0) + returned + self._in_flight).max())
-
-    def _newly_kept(self, call: Call) -> int:
-        return sum(
-            self.storages[index].nbytes for index in call.inputs if not self.storages[index].saved
-        )
 
     def _stretch(self, start: int, end: int) -> slice:
         return slice(self._index_of(start), self._index_of(end))
@@ -293,12 +291,13 @@ class Recorder:
         nested = any(outer.unit == call.unit for outer in self._stack)
         if call.observed and not nested:
             self._calls.append(Call(call.unit, call.start, self._position, tuple(call.inputs)))
-        if not self._stack:
-            self._compare_versions()
+        if not self._stack:  # all inputs that are not what they were
+            self.overwritten.update(n for n, counter, was in self._given if counter._version != was)
 
     def _is_new_from_checkpoint(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether reentrant checkpointing made one of them, first seen now."""
-        made = {self._entry_of(tensor) for tensor in tensors if _comes_from_checkpoint(tensor)}
+        by_checkpoints = (t for t in tensors if "CheckpointFunction" in type(t.grad_fn).__name__)
+        made = {self._entry_of(tensor) for tensor in by_checkpoints}
         new = made - self._from_checkpoints
         self._from_checkpoints |= new
         return bool(new)
@@ -307,11 +306,6 @@ class Recorder:
         observed = [call.unit for call in self._stack if call.observed]
         self.checkpointing.update(observed[-1:])
         self.around_checkpoints.update(observed)
-
-    def _compare_versions(self) -> None:
-        """Note whose inputs are not what they were."""
-        changed = (name for name, counter, version in self._given if counter._version != version)
-        self.overwritten.update(changed)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if tensor is self._sign:
@@ -412,8 +406,3 @@ def version_counter(tensor: torch.Tensor) -> torch.Tensor | None:
         return counter if counter._version >= 0 else None
     except RuntimeError:  # made under inference_mode, or sparse
         return None
-
-
-def _comes_from_checkpoint(tensor: torch.Tensor) -> bool:
-    """Return whether reentrant checkpointing (of any library) made this tensor."""
-    return "CheckpointFunction" in type(tensor.grad_fn).__name__

@@ -96,7 +96,7 @@ class Checkpointing:
             why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             small = None
         if small is None:
-            run_step(context, SMALL)  # raises what the user's code raises by itself
+            context.with_training(run_step, SMALL)  # raises what the user's code raises by itself
             context.note(f"checkpointing skipped: a step cannot be traced ({why})")
             return _PLAIN
         large, timed_batch = _long_enough(context, small)
