@@ -20,11 +20,12 @@ from autofit.cli.options import (
     GlobalBatch,
     MicroBatch,
     PlanFrom,
-    PlanOptions,
     SettingsGiven,
     Target,
     WorldSize,
     by_commas,
+    checked,
+    given_plan,
     load_target,
     read_budget,
 )
@@ -36,33 +37,22 @@ if TYPE_CHECKING:
     from autofit.prediction.predict import Prediction
 
 
-def _check_gpu(name: str | None) -> str | None:
+def _check_gpus(texts: list[str] | None) -> list[str] | None:
     from autofit.devices.gpus import find_gpu
 
-    if name is not None:
-        find_gpu(name)
-    return name
-
-
-def _check_gpus(texts: list[str] | None) -> list[str] | None:
     names = by_commas(texts)
     for name in names or () if names != ["all"] else ():
-        _check_gpu(name)
+        find_gpu(name)
     return names
-
-
-def _check_earlier(path: Path | None) -> Path | None:
-    from autofit.checks.verdict import read_earlier
-
-    if path is not None:
-        read_earlier(path)
-    return path
 
 
 GpuName = Annotated[
     str | None,
     typer.Option(
-        "--gpu", metavar="NAME", help="predict for L4, A100-80GB or a size", callback=_check_gpu
+        "--gpu",
+        metavar="NAME",
+        help="predict for L4, A100-80GB or a size",
+        callback=checked("autofit.devices.gpus:find_gpu"),
     ),
 ]
 _SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
@@ -90,12 +80,12 @@ def predict(
     With several GPUs: which ones the plan and its variants fit, and the largest micro-batch there;
     the exit code is 1 where nothing fits.
     """
-    options = PlanOptions(micro_batch, global_batch, setting, plan_from, world_size)
     with stdout_for_results_only():
         workload = load_target(target)
         from autofit.checks.predict import predict as run
+        from autofit.report.report import Report
 
-        plan = options.plan(workload)
+        plan = given_plan(workload, micro_batch, global_batch, setting, plan_from, world_size)
         is_table = gpu is not None and (len(gpu) > 1 or gpu == ["all"])
         with users_code():
             if is_table:
@@ -113,9 +103,8 @@ def predict(
     if is_table:
         print_result(json.dumps(table.to_dict(), indent=1) if as_json else str(table))
         raise typer.Exit(0 if any(fit.fits for row in table.gpus for fit in row.fits) else 1)
-    is_assumed = gpu is None and (
-        options.report is None or options.report.record.environment.get("gpu") is None
-    )
+    has_gpu = isinstance(plan, Report) and plan.record.environment.get("gpu") is not None
+    is_assumed = gpu is None and not has_gpu
     if as_json:
         more = {"gpu_assumed": is_assumed, "largest_micro_batch": largest}
         print_result(json.dumps(prediction.to_dict() | more, indent=1))
@@ -152,7 +141,7 @@ def check(
         typer.Option(
             metavar="FILE",
             help="compare with an earlier report or check --json",
-            callback=_check_earlier,
+            callback=checked("autofit.checks.verdict:read_earlier"),
         ),
     ] = None,
     max_regression: Annotated[
@@ -172,13 +161,12 @@ def check(
 
     here = world_of_environment().size
     ranks = world_size if world_size is not None or here == 1 or plan_from else here
-    options = PlanOptions(micro_batch, global_batch, setting, plan_from, ranks)
     allowed = read_fraction(max_regression)
     with stdout_for_results_only(), _errors_shown(target, junit_xml if leads() else None):
         workload = load_target(target)
         from autofit.checks.check import check as run
 
-        plan = options.plan(workload)
+        plan = given_plan(workload, micro_batch, global_batch, setting, plan_from, ranks)
         with users_code():
             verdict = run(
                 workload,
@@ -193,9 +181,8 @@ def check(
         regression = compare_with(verdict, baseline, allowed) if baseline and has_figure else None
     if leads():
         _show(target, verdict, regression, as_json, junit_xml)
-    if verdict.fits is None:
-        raise typer.Exit(5)
-    raise typer.Exit(0 if verdict.fits and (regression is None or regression.passed) else 1)
+    passed = verdict.fits and (regression is None or regression.passed)
+    raise typer.Exit(5 if verdict.fits is None else 0 if passed else 1)
 
 
 def _show(

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 import typer.core
 
-from autofit.codec import to_json
 from autofit.errors import (
     AutofitError,
     InvalidArgument,
@@ -31,7 +30,7 @@ from autofit.errors import (
     traceback_text,
     tried_when,
 )
-from autofit.measurement import Outcome, Trial
+from autofit.measurement import Outcome
 from autofit.report.safe_text import for_terminal
 from autofit.strategy import world_of_environment
 
@@ -168,24 +167,11 @@ def exit_code(outcome: Outcome) -> int:
     return 3 if outcome in _OF_THE_WORKLOAD else 4
 
 
-def trial_to_dict(trial: Trial) -> dict[str, Any]:
-    """Return the JSON form of a probe's result."""
-    return {
-        "plan": to_json(trial.plan),
-        "samples_per_second": trial.samples_per_second,
-        **to_json(trial.measurement),
-    }
-
-
-class OutputLost(AutofitError):
-    """Standard output takes no more: its disk is full, say."""
-
-
 def print_result(text: str) -> None:
     """Print to standard output, which carries results only; a reader may have had enough of them.
 
     Raises:
-        OutputLost: it cannot be written.
+        AutofitError: it cannot be written.
     """
     encoding = sys.stdout.encoding or "utf-8"
     shown = for_terminal(text.rstrip("\n")).encode(encoding, "backslashreplace").decode(encoding)
@@ -194,7 +180,7 @@ def print_result(text: str) -> None:
     except OSError as error:
         _discard_output()
         if not isinstance(error, BrokenPipeError):
-            raise OutputLost(
+            raise AutofitError(
                 f"cannot write the result to standard output: {error.strerror}"
             ) from error
 
@@ -261,27 +247,19 @@ def exit_codes() -> Iterator[None]:
     """Turn errors into messages and exit codes; show tracebacks of user code and bugs only."""
     try:
         yield
-    except SystemExit as end:
-        if is_users(end):
-            _show_traceback(end)
-            sys.exit(3)
-        if end.code == _INTERRUPTED and leads():  # others cannot know
+    except BaseException as error:  # Python would end with 1, which means that nothing fits
+        if isinstance(error, Exception) or is_users(error):
+            sys.exit(_show_error(error))
+        code = error.code if isinstance(error, SystemExit) else None
+        if code == _INTERRUPTED and leads():  # others cannot know
             _print_error("autofit: interrupted before any plan that fits was measured")
         raise
-    except Exception as error:
-        sys.exit(_show_error(error))
-    except BaseException as error:  # Python would end with 1, which means that nothing fits
-        if not is_users(error):
-            raise
-        _show_traceback(error)
-        sys.exit(3)
 
 
-def _show_error(error: Exception) -> int:
+def _show_error(error: BaseException) -> int:
     """Print an error and return its exit code; of several ranks the first one prints."""
     if getattr(error, "said_by_rank_0", False):
-        by_kind = error.exit_code if isinstance(error, AutofitError) else 4
-        return 3 if is_users(error) else by_kind
+        return 3 if is_users(error) else getattr(error, "exit_code", 4)
     if isinstance(error, AutofitError):
         _print_error(f"autofit: {error}")
         return error.exit_code
@@ -295,12 +273,12 @@ def _show_error(error: Exception) -> int:
 
 def _show_traceback(error: BaseException) -> None:
     """Show the traceback of the user's code alone, and that of a fault of autofit's in full."""
-    if is_users(error):
-        tried = tried_when(error) or "loading the workload"
-        _print_error(f"autofit: your code raised {type(error).__name__} while {tried}:")
     if not is_users(error):
         _print_error("".join(traceback.format_exception(error)).rstrip())
-    elif isinstance(error.__cause__, WorkerTraceback):
+        return
+    tried = tried_when(error) or "loading the workload"
+    _print_error(f"autofit: your code raised {type(error).__name__} while {tried}:")
+    if isinstance(error.__cause__, WorkerTraceback):
         _print_error(str(error.__cause__.args[0]).strip())
     else:
         _leave_out_callers(error)

@@ -30,7 +30,6 @@ from autofit.cli.console import (
     show_changes,
     show_report,
     stdout_for_results_only,
-    trial_to_dict,
 )
 from autofit.cli.monitor import monitor
 from autofit.cli.options import (
@@ -48,7 +47,6 @@ from autofit.cli.options import (
     Out,
     PlanFrom,
     PlannedSteps,
-    PlanOptions,
     Profile,
     Ranks,
     Seed,
@@ -59,9 +57,11 @@ from autofit.cli.options import (
     Timeout,
     Verbose,
     check_writable,
+    given_plan,
     load_target,
     read_budget,
 )
+from autofit.codec import to_json
 from autofit.errors import InvalidArgument
 from autofit.interrupts import ended_like_interrupted, interrupts_remembered
 
@@ -192,13 +192,12 @@ def probe(
     --plan-from REPORT --steps 200 trains a report's best plan for longer and compares it with the
     report; the exit code is 1 where it deviates.
     """
-    options = PlanOptions(micro_batch, global_batch, setting, plan_from)
     with stdout_for_results_only():
         workload = load_target(target)
         from autofit.checks.probe import SoakResult, probe as run
         from autofit.plan import Plan
 
-        asked = options.plan(workload)
+        asked = given_plan(workload, micro_batch, global_batch, setting, plan_from)
         trial = run(
             workload,
             plan=asked,
@@ -212,11 +211,12 @@ def probe(
             print_result(json.dumps(trial.to_dict(), indent=1) if as_json else str(trial))
         raise typer.Exit(0 if trial.passed else 1)
     if leads():
-        plan = asked if isinstance(asked, Plan) else workload.plan()
-        if options.report is not None:
-            plan = options.report.record.best_plan_to_rerun
+        plan = asked or workload.plan()
+        plan = plan if isinstance(plan, Plan) else plan.record.best_plan_to_rerun
         shown = replace(trial, plan=plan.on(trial.plan.world_size))  # without default settings
-        print_result(json.dumps(trial_to_dict(trial), indent=1) if as_json else str(shown))
+        facts = {"plan": trial.plan, "samples_per_second": trial.samples_per_second}
+        written = to_json({**facts, **to_json(trial.measurement)})
+        print_result(json.dumps(written, indent=1) if as_json else str(shown))
     raise typer.Exit(exit_code(trial.measurement.outcome))
 
 

@@ -14,8 +14,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
@@ -59,7 +57,7 @@ def _check_budget(text: str | None) -> str | None:
     return text
 
 
-def _checked(check: str) -> Callable[[Any], Any]:
+def checked(check: str) -> Callable[[Any], Any]:
     """Return a callback that has "module:function", imported only then, refuse an invalid value."""
 
     def callback(value: Any) -> Any:
@@ -118,7 +116,7 @@ DeviceName = Annotated[
     typer.Option(
         metavar="NAME",
         help="cuda, cuda:1 or cpu; default: cuda, if any",
-        callback=_checked("autofit.devices.request:check_device_name"),
+        callback=checked("autofit.devices.request:check_device_name"),
     ),
 ]
 DeviceNames = Annotated[
@@ -149,7 +147,7 @@ NumericsName = Annotated[
         metavar="LEVEL",
         help="exact, rounding or reduced_precision (the default)",
         show_default=False,
-        callback=_checked("autofit.registry:numerics_level"),
+        callback=checked("autofit.registry:numerics_level"),
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
@@ -186,7 +184,7 @@ Timeout = Annotated[
     typer.Option(
         metavar="SECONDS",
         help="stop after this time",
-        callback=_checked("autofit.searching.limits:check_timeout"),
+        callback=checked("autofit.searching.limits:check_timeout"),
     ),
 ]
 PlannedSteps = Annotated[
@@ -204,7 +202,7 @@ StudyName = Annotated[
     typer.Option(
         metavar="FILE",
         help="resume from this file or Optuna storage URL",
-        callback=_checked("autofit.searching.limits:check_study"),
+        callback=checked("autofit.searching.limits:check_study"),
     ),
 ]
 Profile = Annotated[
@@ -218,61 +216,39 @@ PlanFrom = Annotated[
     typer.Option(
         metavar="REPORT",
         help="the best plan of this report",
-        callback=_checked("autofit.report.report:load"),
+        callback=checked("autofit.report.report:load"),
     ),
 ]
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """The options that select a plan.
+def given_plan(
+    workload: Workload,
+    micro_batch: int | None,
+    global_batch: int | None,
+    settings: Sequence[str] | None,
+    plan_from: Path | None,
+    world_size: int | None = None,
+) -> Plan | Report | None:
+    """Return `plan=` for `probe`, `predict` and `check`; None: no option was given.
+
+    Counts that were not given are the workload's own.
 
     Raises:
-        InvalidArgument: the options contradict each other, or a setting cannot be read.
+        InvalidArgument: the options contradict each other, or the counts do not make a plan.
     """
-
-    micro_batch: int | None = None
-    global_batch: int | None = None
-    settings: Sequence[str] | None = None
-    plan_from: Path | None = None
-    world_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.plan_from is not None and self._has_any:
+    has_any = bool(settings) or micro_batch is not None or global_batch is not None
+    if plan_from is not None:
+        if has_any:
             raise InvalidArgument(
                 "--plan-from sets the whole plan: leave --micro-batch, --global-batch and --set out"
             )
-
-    @property
-    def _has_any(self) -> bool:
-        return bool(self.settings) or self.micro_batch is not None or self.global_batch is not None
-
-    @cached_property
-    def report(self) -> Report | None:
-        """The report of `--plan-from`; None: not given."""
-        if self.plan_from is None:
-            return None
         from autofit.report.report import load
 
-        return load(self.plan_from)
-
-    def plan(self, workload: Workload) -> Plan | Report | None:
-        """Return `plan=` for `probe`, `predict` and `check`; None: no option was given.
-
-        Counts that were not given are the workload's own.
-
-        Raises:
-            InvalidArgument: the counts do not make a plan, or the report cannot be read.
-        """
-        if self.report is not None or not self._has_any:
-            return self.report
-        settings = dict(map(_read_setting, self.settings or ()))
-        return workload.plan(
-            self.micro_batch,
-            global_batch=self.global_batch,
-            settings=settings,
-            world_size=self.world_size or 1,
-        )
+        return load(plan_from)
+    if not has_any:
+        return None
+    read = dict(map(_read_setting, settings or ()))
+    return workload.plan(micro_batch, None, global_batch, read, world_size or 1)
 
 
 REPORT_FORMS = (".json", ".html", ".md", ".txt", ".csv")
