@@ -15,8 +15,6 @@ they are, not entered.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import hashlib
 import io
 import itertools
@@ -27,8 +25,9 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -72,7 +71,7 @@ class Snapshot:
         with interrupts_deferred():
             for each in self._records:
                 try:
-                    each.restore()
+                    each()
                 except Exception as error:  # whatever it is, the others must still be put back
                     failures.append(error)
             try:
@@ -153,9 +152,7 @@ def hash_of(tensor: torch.Tensor) -> str:
         stream = io.BytesIO()
         torch.save(flat, stream)
         return hashlib.blake2b(stream.getvalue(), digest_size=16).hexdigest()
-    flat = flat.contiguous()
-    size = flat.numel() * flat.element_size()
-    data = (ctypes.c_char * size).from_address(flat.data_ptr()) if size else b""
+    data = flat.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -232,7 +229,7 @@ def reachable(root: object, name: str) -> dict[str, object]:
 
 
 def _parts(place: str, node: object, home: str | None) -> Iterator[tuple[str, object]]:
-    if isinstance(node, functools.partial):
+    if isinstance(node, partial):
         yield f"{place}.func", node.func
         yield from _numbered(place, (*node.args, *node.keywords.values()))
     elif isinstance(node, MethodType):
@@ -335,20 +332,25 @@ def _tensor_children(place: str, tensor: torch.Tensor) -> Iterator[tuple[str, ob
         yield f"{place}.{hooks}", getattr(tensor, hooks, None)
 
 
-def record(node: object) -> Record:
-    """Record the present state of one object that `walk` yielded."""
+def record(node: object) -> Callable[[], object]:
+    """Record the present state of an object that `walk` yielded; return what puts it back in place.
+
+    Identities stay: tensors get their storage, values, gradient and flags back, containers and
+    `__dict__`s their entries in their order.
+    """
     if isinstance(node, torch.Tensor):
-        return TensorRecord(node)
+        return TensorRecord(node).restore
     if isinstance(node, _ENTERED):
-        return ObjectRecord(node)
+        return partial(_restore_object, node, type(node), dict(vars(node)))
     if is_dict(node):
-        return DictRecord(node)
+        return partial(_put_back, node, dict(node))
     if is_collection(node):
-        return CollectionRecord(node)
+        return partial(_restore_members, node, tuple(node))
     access = generator_access(node)
     if access is None:
         raise TypeError(f"a {type(node).__name__} has no state that could be recorded")
-    return GeneratorRecord(*access)
+    read, write = access
+    return partial(write, read())
 
 
 def generator_access(node: object) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
@@ -364,17 +366,6 @@ def generator_access(node: object) -> tuple[Callable[[], Any], Callable[[Any], o
         bits = node.bit_generator
         return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
     return None
-
-
-# The records put everything back in place, so that identities stay: tensors get their storage,
-# values, gradient and flags back, containers and `__dict__`s their entries in their order.
-
-
-class Record(Protocol):
-    """The state of one object, and the way back to it."""
-
-    def restore(self) -> None:
-        """Put it back in place."""
 
 
 class TensorRecord:
@@ -450,58 +441,24 @@ def _storage_bytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else 0
 
 
-class ObjectRecord:
-    """Class and `__dict__` of one module, optimizer, scheduler or scaler."""
-
-    def __init__(self, node: object) -> None:
-        self._node = node
-        self._class = type(node)
-        self._attributes = dict(vars(node))
-
-    def restore(self) -> None:
-        if type(self._node) is not self._class:
-            self._node.__class__ = self._class
-        _put_back(vars(self._node), self._attributes)
+def _restore_object(node: object, own_class: type, attributes: dict[str, Any]) -> None:
+    """Give a module, optimizer, scheduler or scaler its class and `__dict__` back."""
+    if type(node) is not own_class:
+        node.__class__ = own_class
+    _put_back(vars(node), attributes)
 
 
-class DictRecord:
-    """Entries of a dictionary, in their order."""
-
-    def __init__(self, node: dict[Any, Any]) -> None:
-        self._node = node
-        self._entries = dict(node)
-
-    def restore(self) -> None:
-        _put_back(self._node, self._entries)
-
-
-class CollectionRecord:
-    """Members of a list, deque or set; a tuple cannot change."""
-
-    def __init__(self, node: list[Any] | deque[Any] | set[Any] | tuple[Any, ...]) -> None:
-        self._node = node
-        self._members = tuple(node)
-
-    def restore(self) -> None:
-        node = self._node
-        if isinstance(node, tuple) or _same(tuple(node), self._members):
-            return
-        node.clear()
-        if isinstance(node, set):
-            node.update(self._members)
-        else:
-            node.extend(self._members)
-
-
-class GeneratorRecord:
-    """The state of a random number generator, from and to the functions that access it."""
-
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
-        self._state = read()
-        self._write = write
-
-    def restore(self) -> None:
-        self._write(self._state)
+def _restore_members(
+    node: list[Any] | deque[Any] | set[Any] | tuple[Any, ...], members: tuple[Any, ...]
+) -> None:
+    """Give a list, deque or set its members back; a tuple cannot change."""
+    if isinstance(node, tuple) or _same(tuple(node), members):
+        return
+    node.clear()
+    if isinstance(node, set):
+        node.update(members)
+    else:
+        node.extend(members)
 
 
 def _put_back(live: dict[Any, Any], entries: dict[Any, Any]) -> None:
