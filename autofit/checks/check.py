@@ -76,6 +76,8 @@ def check(
     """
     tuned = AskedPlan.read(workload, plan)
     calibration = tuned.calibration_for(gpu)
+    if tuned.plan is not None and tuned.record is not None and world_of_environment().size > 1:
+        world_size = tuned.plan.world_size  # torchrun may have started others
     vram_budget, gpu, device = _as_tuned(tuned, vram_budget, gpu, device)
     verdict = _check(
         workload,
@@ -86,18 +88,11 @@ def check(
         strategies,
         tuned.payloads,
         calibration,
-        _ranks_meant(tuned, world_size),
+        world_size,
         allow_stand_in_loss=allow_stand_in_loss,
     )
     tuned.check_same_model(verdict.parameters, workload)
     return verdict
-
-
-def _ranks_meant(tuned: AskedPlan, world_size: int | None) -> int | None:
-    """Return the ranks of a report's plan under torchrun, which may have started others."""
-    if tuned.plan is not None and tuned.record is not None and world_of_environment().size > 1:
-        return tuned.plan.world_size
-    return world_size
 
 
 def _as_tuned(

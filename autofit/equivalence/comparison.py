@@ -119,7 +119,7 @@ class NoiseFloor:
         ours, theirs = first.values(), second.values()
         for name in self.differences(first, second):
             if _are_comparable(ours.get(name), theirs.get(name)):
-                difference = _relative_difference(ours[name], theirs[name])
+                difference = _relative(_distance(ours[name], theirs[name]), _norm(ours[name]))
                 self._learned[name] = max(difference, self._learned.get(name, 0.0))
             else:  # the time of day, for example
                 self._unstable.add(name)
@@ -178,7 +178,8 @@ def compare(first: StepTrace, second: StepTrace, noise: NoiseFloor | None = None
         return found
     if first.normalizing:
         return replace(found, modules=first.normalizing, normalizes_over_batch=True)
-    return replace(found, modules=_owners_of_largest(distances))
+    largest = sorted(filter(distances.get, distances), key=lambda name: -distances[name])[:3]
+    return replace(found, modules=owners_of(largest))
 
 
 def parameters_apart(
@@ -221,11 +222,6 @@ def _loss_difference(first: float, second: float) -> float:
     return 0.0 if same else _relative(abs(second - first), abs(first))
 
 
-def _owners_of_largest(distances: Mapping[str, float]) -> tuple[str, ...]:
-    differing = [name for name in distances if distances[name]]
-    return owners_of(sorted(differing, key=lambda name: -distances[name])[:3])
-
-
 def _total_difference(
     first: Mapping[str, Any], second: Mapping[str, Any], names: Collection[str] | None
 ) -> float:
@@ -254,10 +250,6 @@ def alike(one: Any, other: Any, allowed: float) -> bool:
 def _are_comparable(one: Any, other: Any) -> bool:
     both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     return both and one.shape == other.shape and one.dtype == other.dtype
-
-
-def _relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return _relative(_distance(one, other), _norm(one))
 
 
 def _relative(difference: float, reference: float) -> float:
@@ -366,7 +358,8 @@ def accumulated(training: Training, batch: Batch, *, seed: int, calm: bool = Tru
     training.zero_grad()
     types.update(parameter.dtype for parameter in model.parameters())
     eps = max((_rounding(dtype, training.device.type) for dtype in types), default=0.0)
-    return StepTrace(loss, by_name, _tolerance(eps), eps, normalizing)
+    # The sum of roundings: some thousand units in the last place, or a few coarse ones.
+    return StepTrace(loss, by_name, min(eps * 8192, max(eps * 4, 1e-3)), eps, normalizing)
 
 
 def batch_normalizing(model: torch.nn.Module) -> list[str]:
@@ -455,11 +448,6 @@ def _rounding(dtype: torch.dtype, device_type: str) -> float:
     if device_type == "cuda" and dtype in (torch.float32, torch.complex64):
         dtype = torch.float16
     return torch.finfo(dtype).eps
-
-
-def _tolerance(eps: float) -> float:
-    """Return the sum of roundings: some thousand units in the last place, or a few coarse ones."""
-    return min(eps * 8192, max(eps * 4, 1e-3))
 
 
 def _on_host(gradient: torch.Tensor) -> torch.Tensor:

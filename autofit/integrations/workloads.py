@@ -70,7 +70,8 @@ def longest_batch(
     states = process.random_states()
     try:
         with _examining(progress) as on_examined:
-            return _plain(_longest(loader, examine, batch_size, seconds, on_examined))
+            batch = _longest(loader, examine, batch_size, seconds, on_examined)
+        return dict(batch) if isinstance(batch, Mapping) else batch  # of a tokenizer
     finally:
         process.restore(states)  # data sets that augment their samples draw random numbers
 
@@ -139,11 +140,6 @@ def _measured(
             return
         if done == _FIRST and not varies:
             return
-
-
-def _plain(batch: Any) -> Any:
-    """Return a tokenizer's output as a dictionary."""
-    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def _has_length(sample: Any) -> bool:
@@ -219,20 +215,16 @@ def search_workload(
     even = replace(SearchOptions() if options is None else options, even_split=True)
     report = search(workload, strategies=strategies, numerics=numerics, options=even, **more)
     if precision:
-        notes = [_precision_note(precision, asked_by), *notes]
+        scaling = "; float16's loss scaling was left out" if precision == "float16" else ""
+        note = (
+            f"every plan ran under autocast in {precision}, because {asked_by} asks for "
+            f"it{scaling}; without it, other precisions are searched too"
+        )
+        notes = [note, *notes]
     record = report.record
     facts = {**record.workload, "apply": list(apply)}
     told = replace(record, notes=(*record.notes, *notes), workload=facts)
     return replace(report, record=told)
-
-
-def _precision_note(precision: str, asked_by: str) -> str:
-    """Return what a report says of a precision that was kept."""
-    scaling = "; float16's loss scaling was left out" if precision == "float16" else ""
-    return (
-        f"every plan ran under autocast in {precision}, because {asked_by} asks for "
-        f"it{scaling}; without it, other precisions are searched too"
-    )
 
 
 @contextmanager

@@ -304,7 +304,9 @@ def warnings_of(record: Record) -> Iterator[str]:
         )
     if not record.search.is_decided:
         busy = f" ({record.search.busy})" if record.search.busy else ""
-        yield f"Not decided: too noisy{busy} to tell {_what_is_open(record)}. Rerun when idle"
+        is_third = record.search.is_factor_decided and best.plan != baseline.plan
+        what = "whether a third plan is over 5 % faster" if is_third else "which plan is fastest"
+        yield f"Not decided: too noisy{busy} to tell {what}. Rerun when idle"
     elif not record.is_confirmed:
         yield (
             f"Not confirmed: the search stopped before its final comparison "
@@ -319,13 +321,6 @@ def warnings_of(record: Record) -> Iterator[str]:
     loader = record.findings.get("loader") or {}
     if loader.get("bottleneck") not in (None, "device"):
         yield loader_words(loader)
-
-
-def _what_is_open(record: Record) -> str:
-    """Return what a search that is not decided leaves open."""
-    if record.search.is_factor_decided and record.best.plan != record.baseline_beside_best.plan:
-        return "whether a third plan is over 5 % faster"
-    return "which plan is fastest"
 
 
 def _remarks(record: Record) -> Iterator[str]:

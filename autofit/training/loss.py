@@ -110,9 +110,13 @@ class Recipe:
         if self.loss_fn is not None:
             return scalar(self.loss_fn(model, batch), "loss_fn"), LossSource.LOSS_FN
         if self.criterion is not None:
-            inputs, target = _input_and_target(batch)
-            output = call_model(model, inputs)
-            return scalar(self.criterion(output, target), "criterion"), LossSource.CRITERION
+            if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+                raise InvalidArgument(
+                    f"with criterion= the batch must be (input, target), got {kind_of(batch)}; "
+                    "for any other batch pass loss_fn=(model, batch) -> loss"
+                )
+            output = call_model(model, batch[0])
+            return scalar(self.criterion(output, batch[1]), "criterion"), LossSource.CRITERION
         try:
             return _own_loss(call_model(model, batch))
         except TypeError as error:
@@ -156,15 +160,6 @@ def scalar(loss: Any, name: str) -> torch.Tensor:
         got = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise InvalidArgument(f"{name} must return a scalar tensor, got {got}")
     return loss.reshape(())
-
-
-def _input_and_target(batch: Batch) -> tuple[Any, Any]:
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
-    raise InvalidArgument(
-        f"with criterion= the batch must be (input, target), got {kind_of(batch)}; "
-        "for any other batch pass loss_fn=(model, batch) -> loss"
-    )
 
 
 def _own_loss(output: Any) -> tuple[torch.Tensor, LossSource]:
