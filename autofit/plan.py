@@ -31,8 +31,8 @@ Settings: TypeAlias = Mapping[str, Scalar]
 MOST_RANKS = 2**16
 """More than any cluster has: a zero too many would take hours to predict."""
 
-MOST_ACCUMULATION_STEPS = 2**24
-"""More than any training has; their sizes are listed, so zeros too many would take all memory."""
+MOST_ACCUMULATION_STEPS = 2**16
+"""More than any training has; a zero too many would run for hours."""
 
 VariantKey: TypeAlias = tuple[tuple[str, Scalar], ...]
 """Settings as a hashable key that does not depend on their order."""

@@ -60,7 +60,7 @@ def autofit_check() -> Checker:
         from autofit.errors import InvalidArgument
         from autofit.training.workload import check_arguments
 
-        check_arguments(workload, plan, None)
+        check_arguments(workload, plan)
         parts: dict[str, Any] = {
             "micro_batch": micro_batch,
             "accumulation_steps": accumulation_steps,

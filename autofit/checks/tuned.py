@@ -52,9 +52,9 @@ class AskedPlan:
             InvalidArgument: it is of another kind, or the workload is none.
         """
         if not isinstance(plan, Report):
-            check_arguments(workload, plan, None)
+            check_arguments(workload, plan)
             return cls(plan)
-        check_arguments(workload, None, None)
+        check_arguments(workload, None)
         best = plan.record.best_plan_to_rerun
         return cls(best, plan.record.payloads(best.settings), plan.record)
 

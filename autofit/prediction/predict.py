@@ -73,7 +73,7 @@ def predict(
         WorkerFailed: the worker died, twice.
         Exception: raised by the user's own code.
     """
-    check_arguments(workload, plan, payloads)
+    check_arguments(workload, plan)
     chosen = plan_of_ranks(workload, plan, world_size)
     found = find_gpu(gpu)
     if calibration:

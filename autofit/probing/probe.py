@@ -43,7 +43,7 @@ def probe_if(
     Raises:
         Exception: as `autofit.probe` does.
     """
-    check_arguments(workload, plan, payloads)
+    check_arguments(workload, plan)
     if ranks is None and plan is not None and plan.world_size > 1:
         ranks = plan.world_size
     size = ranks_meant(ranks)

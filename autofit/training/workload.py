@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autofit.errors import InvalidArgument, users_code
-from autofit.plan import Plan, Settings, check_count, steps_for
+from autofit.plan import Plan, Settings, check_count
 from autofit.training.batch import (
     Batch,
     BatchMaker,
@@ -34,10 +34,6 @@ from autofit.units import kind_of
 
 if TYPE_CHECKING:
     from autofit.training.training import Training
-
-
-MOST_ACCUMULATION_STEPS = 2**16
-"""The most micro-batches in one optimizer step; more are taken for a typing error."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class Workload:
             if self.criterion is not None:
                 check_target(self.sample_batch)
         if self.global_batch is not None:
-            _check_steps(self.global_batch, self.sample_batch_size)
+            Plan.split(self.global_batch, self.sample_batch_size)  # refuses a zero too many
         if self.loader is not None:
             check_loader(self.loader)
         check_optimizer(
@@ -177,7 +173,6 @@ class Workload:
                 f"a micro-batch of {micro_batch} is larger than the global batch of "
                 f"{samples}: use a smaller micro_batch or a larger global_batch"
             )
-        _check_steps(samples, size)
         size = min(size, -(-samples // world_size))
         plan = Plan.split(samples, size, settings, world_size=world_size)
         if micro_batch is not None and plan.micro_batch != micro_batch:
@@ -239,17 +234,6 @@ def _on_one_device(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _check_steps(global_batch: int, micro_batch: int) -> None:
-    """A typing error with one zero too many would otherwise run for hours."""
-    steps = steps_for(global_batch, micro_batch)
-    if steps > MOST_ACCUMULATION_STEPS:
-        raise InvalidArgument(
-            f"a global batch of {global_batch} samples needs {steps} micro-batches of "
-            f"{micro_batch}, but autofit tries at most {MOST_ACCUMULATION_STEPS}: use "
-            "a smaller global_batch, or a larger sample batch"
-        )
-
-
 def _with_shapes(model: torch.nn.Module) -> torch.nn.Module:
     named = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in named if torch.nn.parameter.is_lazy(tensor)]
@@ -263,7 +247,7 @@ def _with_shapes(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def check_arguments(workload: object, plan: object, payloads: object) -> None:
+def check_arguments(workload: object, plan: object) -> None:
     """Refuse arguments of a type that `probe`, `predict` and `check` do not take.
 
     Raises:
@@ -271,39 +255,14 @@ def check_arguments(workload: object, plan: object, payloads: object) -> None:
     """
     if not isinstance(workload, Workload):
         raise InvalidArgument(
-            f"workload must be an autofit.Workload, got {_kind(workload)}: create one "
-            f"with {_makes_workload(workload)}"
+            f"workload must be an autofit.Workload, got {kind_of(workload)}: make one with "
+            "autofit.Workload(model, sample_batch), or call the function that returns one"
         )
     if plan is not None and not isinstance(plan, Plan):
         raise InvalidArgument(
             f"plan must be an autofit.Plan such as Plan(8), a report, or None for the "
-            f"baseline, got {_kind(plan)}"
+            f"baseline, got {plan!r}"
         )
-    if payloads is not None and not isinstance(payloads, Mapping):
-        raise InvalidArgument(
-            "payloads must be a mapping from settings to their payloads, as in a "
-            f"report's dimensions, got {_kind(payloads)}"
-        )
-    unused = [*payloads] if payloads and plan is None else []
-    if plan is not None and payloads:
-        unused = [setting for setting in payloads if setting not in plan.settings]
-    if unused:
-        raise InvalidArgument(
-            f"payloads has {', '.join(map(repr, unused))}, which the plan does not set: its "
-            f"settings are {', '.join(plan.settings) if plan and plan.settings else 'none'}"
-        )
-
-
-def _makes_workload(given: object) -> str:
-    made = "autofit.Workload(model, sample_batch)"
-    name = getattr(given, "__name__", None)
-    is_function = name is not None and callable(given) and not isinstance(given, type)
-    return f"{name}() if that returns one, or with {made}" if is_function else made
-
-
-def _kind(value: object) -> str:
-    """Return the type of a module, and the text of any other value."""
-    return kind_of(value) if isinstance(value, torch.nn.Module) else repr(value)
 
 
 COMPILED_CALL = "_compiled_call_impl"

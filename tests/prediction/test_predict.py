@@ -128,10 +128,6 @@ def test_with_its_payload_it_can_be_predicted() -> None:
     units = [f"blocks.{at}" for at in range(4)]
     payloads = {"checkpointing.level": {"units": units, "state": []}}
     saved = predict(gpt(), plan=level, payloads=payloads, gpu="A100")
-    with pytest.raises(InvalidArgument, match=r"'checkpointing\.levle'.*checkpointing\.level"):
-        predict(gpt(), plan=level, payloads={**payloads, "checkpointing.levle": {}}, gpu="A100")
-    with pytest.raises(InvalidArgument, match=r"'checkpointing\.level'.*none"):
-        predict(gpt(), payloads=payloads, gpu="A100")
     plain = predict(gpt(), plan=Plan(64), gpu="A100")
     assert saved.peak_allocated_bytes < 0.7 * plain.peak_allocated_bytes
 
