@@ -15,7 +15,7 @@ from autofit.checks.tuned import AskedPlan
 from autofit.codec import to_json
 from autofit.devices.gpus import NCCL_BYTES, NCCL_UNKNOWN, Gpu, answers_alike, find_gpu, known_gpus
 from autofit.errors import InvalidArgument, PredictionUnavailable, Unsupported, hides_own_frames
-from autofit.plan import Dimension, Plan, ResolvedPlan, Settings, VariantKey, settings_of, unlike
+from autofit.plan import Dimension, Plan, Settings, VariantKey, settings_of, unlike
 from autofit.prediction import predict as one_gpu
 from autofit.prediction.dry_run import Offered, offered
 from autofit.prediction.dry_run_worker import in_worker
@@ -231,7 +231,8 @@ def _text_rows(row: GpuRow) -> Iterator[tuple[str, ...]]:
     if row.detail is not None:
         yield name, memory, row.detail, "", "", ""
     for fit in row.fits:
-        settings = _shown(unlike(fit.plan.settings, row.fits[0].plan.settings)) or "default"
+        changed = unlike(fit.plan.settings, row.fits[0].plan.settings)
+        settings = ", ".join(f"{name}={value}" for name, value in changed.items()) or "default"
         if fit.required_bytes is None or fit.margin_bytes is None:
             yield name, memory, f"{settings}: {fit.detail}", "", "", ""
             continue
@@ -244,10 +245,6 @@ def _text_rows(row: GpuRow) -> Iterator[tuple[str, ...]]:
             {True: "yes", False: "no", None: "?"}[fit.fits],
             f"{largest.micro_batch} x {largest.accumulation_steps}" if largest else "none",
         )
-
-
-def _shown(settings: Settings) -> str:
-    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 MOST_VARIANTS = 16
@@ -365,11 +362,13 @@ class _Predictor:
             space = self._space(gpu)
         except (InvalidArgument, PredictionUnavailable) as error:
             return replace(row, detail=str(error))
-        here = _Here(gpu, space)
-        variants = sorted(space.variants(), key=lambda settings: len(here.changed(settings)))
+        plain = space.default_settings
+        variants = sorted(space.variants(), key=lambda settings: len(unlike(settings, plain)))
         if (left_out := len(variants) - MOST_VARIANTS) > 0:
             self.note(f"{counted(left_out, 'variant')} with the most settings left out")
-        return replace(row, fits=tuple(self._fit(each, here) for each in variants[:MOST_VARIANTS]))
+        return replace(
+            row, fits=tuple(self._fit(each, gpu, space) for each in variants[:MOST_VARIANTS])
+        )
 
     def note(self, text: str) -> None:
         """Note what a reader should know besides."""
@@ -432,31 +431,36 @@ class _Predictor:
         split = dimension.accumulation
         return Dimension(values, payloads=payloads, when=dimension.when, accumulation=split)
 
-    def _fit(self, settings: Settings, here: _Here) -> Fit:
-        plan = replace(self.asked, settings=here.shown(settings, self.asked.settings))
+    def _fit(self, settings: Settings, gpu: Gpu, space: Space) -> Fit:
+        shown = {
+            setting: value
+            for setting, value in settings.items()
+            if len(space.dimensions[setting].values) > 1 or setting in self.asked.settings
+        }
+        plan = replace(self.asked, settings=shown)
         try:
-            need = self._need(plan, here)
+            need = self._need(plan, gpu, space)
         except (PredictionUnavailable, Unsupported) as error:
             self.failure = self.failure or error
             return Fit(plan, detail=str(error))
-        fit = Fit(plan, need.required_bytes, need.margin_bytes, need.fits(here.gpu.total_bytes))
-        largest = self._largest(plan, here, need)
+        fit = Fit(plan, need.required_bytes, need.margin_bytes, need.fits(gpu.total_bytes))
+        largest = self._largest(plan, gpu, space, need)
         if largest is None:
             return fit
         return replace(
             fit,
             largest=largest,
-            largest_required_bytes=self._need(largest, here).required_bytes,
+            largest_required_bytes=self._need(largest, gpu, space).required_bytes,
         )
 
-    def _largest(self, plan: Plan, here: _Here, need: Need) -> Plan | None:
+    def _largest(self, plan: Plan, gpu: Gpu, space: Space, need: Need) -> Plan | None:
         """Return the plan with the largest micro-batch that fits, given what this one needs."""
         looks = self._looks.setdefault(plan.variant, {})
 
         def high_bytes(micro_batch: int) -> int:
             sized = _of_size(plan, micro_batch)
             try:
-                needed = self._need(sized, here)
+                needed = self._need(sized, gpu, space)
                 looks[sized.micro_batch] = needed.high_bytes + needed.unknown_bytes
             except PredictionUnavailable:
                 return sys.maxsize
@@ -465,41 +469,18 @@ class _Predictor:
         most = -(-plan.global_batch // plan.world_size) if plan.global_batch else MOST
         start = plan.micro_batch
         if len(looks) > 1:  # of another GPU, which needs almost the same
-            start = min(max(guess_from(looks, here.gpu.total_bytes), 1), most)
+            start = min(max(guess_from(looks, gpu.total_bytes), 1), most)
         found = largest_that_fits(
             high_bytes,
-            here.gpu.total_bytes,
+            gpu.total_bytes,
             start=start,
             known={plan.micro_batch: need.high_bytes + need.unknown_bytes},
             most=most,
         )
         return None if found is None else _of_size(plan, found)
 
-    def _need(self, plan: Plan, here: _Here) -> Need:
-        return self.runs.need(self._resolved(plan, here), here.gpu)
-
-    def _resolved(self, plan: Plan, here: _Here) -> ResolvedPlan:
-        return resolve(plan, here.space, self._strategies, self._payloads)
-
-
-@dataclass(frozen=True)
-class _Here:
-    """A GPU, and the variants there."""
-
-    gpu: Gpu
-    space: Space
-
-    def changed(self, settings: Settings) -> Settings:
-        """Return the settings that are not at their default."""
-        return unlike(settings, self.space.default_settings)
-
-    def shown(self, settings: Settings, asked: Settings) -> Settings:
-        """Return the settings that vary, and those that were asked for."""
-        return {
-            setting: value
-            for setting, value in settings.items()
-            if len(self.space.dimensions[setting].values) > 1 or setting in asked
-        }
+    def _need(self, plan: Plan, gpu: Gpu, space: Space) -> Need:
+        return self.runs.need(resolve(plan, space, self._strategies, self._payloads), gpu)
 
 
 def _minor(dimension: Dimension) -> str | None:
