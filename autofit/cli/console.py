@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 import typer.core
 
+from autofit.codec import for_terminal
 from autofit.errors import (
     AutofitError,
     InvalidArgument,
@@ -31,7 +32,6 @@ from autofit.errors import (
     tried_when,
 )
 from autofit.measurement import Outcome
-from autofit.report.safe_text import for_terminal
 from autofit.strategy import world_of_environment
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from autofit.codec import for_terminal
 from autofit.notebook import ChangingLine, in_notebook
-from autofit.report.safe_text import for_terminal
 from autofit.searching import wording
 from autofit.searching.events import Event, ProbeFinished, Progress, StageStarted
 from autofit.searching.wording import EventWords, is_warning

@@ -13,7 +13,16 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from autofit.codec import Amount, Count, DeviceName, Number, from_json, to_json
+from autofit.codec import (
+    Amount,
+    Count,
+    DeviceName,
+    Number,
+    check_are_words,
+    from_json,
+    to_json,
+    without_controls,
+)
 from autofit.errors import InvalidArgument
 from autofit.measurement import (
     Noise,
@@ -38,7 +47,6 @@ from autofit.plan import (
 )
 from autofit.registry import resolve, strategies_of
 from autofit.report.findings import Findings
-from autofit.report.safe_text import check_are_words, without_controls
 from autofit.space import Space
 
 if TYPE_CHECKING:

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autofit.codec import read_json
+from autofit.codec import in_a_table, read_json
 from autofit.errors import InvalidArgument
 from autofit.measurement import ACT, Trial
 from autofit.notebook import shown
 from autofit.plan import Plan
 from autofit.report import apply
 from autofit.report.record import Record
-from autofit.report.safe_text import in_a_table
 from autofit.report.summary import Place, one_line, summary
 from autofit.report.text import WIDTH, render
 from autofit.units import counted, kind_of

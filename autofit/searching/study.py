@@ -21,12 +21,11 @@ import sqlalchemy.exc
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import TrialState
 
-from autofit.codec import Number, from_json
+from autofit.codec import Number, from_json, without_controls
 from autofit.errors import StudyError
 from autofit.measurement import Trial, TrialKind
 from autofit.plan import Plan
 from autofit.planning.search_spec import Effort, SearchSpec
-from autofit.report.safe_text import without_controls
 from autofit.searching import trial_codec
 from autofit.searching.sampler import GivenPlan
 from autofit.searching.storage import (

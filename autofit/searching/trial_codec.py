@@ -23,12 +23,11 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.codec import Amount, from_json, to_json
+from autofit.codec import Amount, check_are_words, from_json, to_json, without_controls
 from autofit.errors import StudyError
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind, check_ran
 from autofit.plan import Plan, forms_of
 from autofit.planning.search_spec import SearchSpec
-from autofit.report.safe_text import check_are_words, without_controls
 from autofit.space import Space
 
 SPEC = "autofit_facts"

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from autofit.errors import InvalidArgument
 from autofit.strategy import NUMPY, PYTHON
 
-from .tensor_tree import put_tensors, take_tensors
+from .saved_tensors import put_tensors, take_tensors
 from .units import Unit
 
 StatePath: TypeAlias = tuple[str, str]

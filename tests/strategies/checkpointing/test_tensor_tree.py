@@ -44,7 +44,7 @@ def _nests() -> list[Any]:
 
 @pytest.mark.parametrize("value", _nests(), ids=lambda value: type(value).__name__)
 def test_there_and_back(part: Callable[[str], Any], value: Any) -> None:
-    arguments = part("tensor_tree")
+    arguments = part("saved_tensors")
     tensors, nest = arguments.take_tensors(value)
     again, _ = arguments.take_tensors(arguments.put_tensors(nest, tuple(tensors)))
     assert all(one is other for one, other in zip(tensors, again, strict=True))
@@ -54,7 +54,7 @@ def test_there_and_back(part: Callable[[str], Any], value: Any) -> None:
 
 def test_containers_are_new_each_time(part: Callable[[str], Any]) -> None:
     """So a module that appends to a list it was given finds it short again in the second run."""
-    arguments = part("tensor_tree")
+    arguments = part("saved_tensors")
     given = [torch.zeros(1)]
     tensors, nest = arguments.take_tensors((given,))
     (first,) = arguments.put_tensors(nest, tuple(tensors))
@@ -66,7 +66,7 @@ def test_containers_are_new_each_time(part: Callable[[str], Any]) -> None:
 def test_the_users_own_dataclass_is_not_changed(part: Callable[[str], Any]) -> None:
     value = Mutable(torch.zeros(1))
     before = value.tensor
-    part("tensor_tree").take_tensors((value,))
+    part("saved_tensors").take_tensors((value,))
     assert value.tensor is before
 
 
@@ -79,7 +79,7 @@ class Cache:
 
 
 def test_an_object_is_copied_once_with_all_that_is_in_it(part: Callable[[str], Any]) -> None:
-    arguments = part("tensor_tree")
+    arguments = part("saved_tensors")
     cache = Cache(torch.zeros(1), torch.ones(1))
     tensors, nest = arguments.take_tensors((cache, {"again": cache}))
     assert len(tensors) == 2
@@ -141,7 +141,7 @@ UNCOPIED = [
 
 @pytest.mark.parametrize("value", UNCOPIED)
 def test_what_has_no_copy_is_handed_on(part: Callable[[str], Any], value: Any) -> None:
-    arguments = part("tensor_tree")
+    arguments = part("saved_tensors")
     tensors, nest = arguments.take_tensors([value])
     assert arguments.put_tensors(nest, tuple(tensors))[0] is value
     assert not Closes.closed
@@ -167,7 +167,7 @@ class Slotted:
 
 
 def test_attributes_are_taken_from_where_they_are_kept(part: Callable[[str], Any]) -> None:
-    arguments = part("tensor_tree")
+    arguments = part("saved_tensors")
     tensors, nest = arguments.take_tensors([Guarded(), Slotted(torch.zeros(1))])
     assert len(tensors) == 3
     guarded, slotted = arguments.put_tensors(nest, tuple(tensor + 1 for tensor in tensors))
@@ -196,5 +196,5 @@ class MadeWhenAskedFor(dict[str, Any]):
 def test_what_is_made_on_the_way_is_kept_as_long_as_it_is_known_by_its_identity(
     part: Callable[[str], Any],
 ) -> None:
-    part("tensor_tree").take_tensors(MadeWhenAskedFor.fromkeys("abcdef"))
+    part("saved_tensors").take_tensors(MadeWhenAskedFor.fromkeys("abcdef"))
     assert MadeWhenAskedFor.alive == 6
