@@ -238,11 +238,6 @@ class _ForeignTraining:
     def recomputation(self) -> AbstractContextManager[None]:
         return self.contexts.recomputation()  # type: ignore[no-any-return]  # likewise
 
-    def update_in_backward(
-        self, parameter: torch.Tensor, update: Callable[[], None]
-    ) -> Callable[[], None]:
-        raise self._refused("updates parameters in the backward pass")
-
     def add_notes(self, notes: Callable[[], Iterable[str]]) -> Callable[[], None]:
         return lambda: None  # there is no probe that would ask for them
 
