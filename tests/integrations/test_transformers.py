@@ -161,8 +161,9 @@ PLANS: dict[str, tuple[Plan, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("kind", [InOrder, OwnLoss])
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, InOrder) for name in PLANS), ("accumulation", OwnLoss)]
+)
 def test_three_steps_of_the_trainer_have_the_losses_of_apply(
     name: str, kind: Any, tmp_path: Path, make_report: Callable[..., Report]
 ) -> None:

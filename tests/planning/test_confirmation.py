@@ -24,27 +24,26 @@ from autofit.searching.engine import run_search
 from autofit.units import GIB
 from benchmarks.answer_quality import passed_over
 from benchmarks.irregular_devices import draw_irregular_device
+from tests.planning.conftest import Searched
 from tests.simulated import HALF, LEVEL, PLAIN, SimulatedDevice
 
 
-def test_values_that_were_left_out_have_their_predicted_speed(device: SimulatedDevice) -> None:
-    result = run_search(device.prober(), device.spec(), max_probes=40)
-    run = {pair for trial in result.trials for pair in trial.plan.variant}
+def test_values_that_were_left_out_have_their_predicted_speed(searched: Searched) -> None:
+    run = {pair for trial in searched[0].trials for pair in trial.plan.variant}
     levels = {("checkpointing.level", level) for level in range(5)}
-    skipped = {pair for skip in result.skipped for pair in skip.settings.items()}
+    skipped = {pair for skip in searched[0].skipped for pair in skip.settings.items()}
     assert skipped == levels - run
-    for skip in result.skipped:
+    for skip in searched[0].skipped:
         assert re.search(r"predicted to reach .* and the leading plan [\d.]+ samples/s", skip.why)
 
 
 def test_the_leader_and_the_baseline_are_compared_once_where_they_differ_much(
-    device: SimulatedDevice,
+    device: SimulatedDevice, searched: Searched
 ) -> None:
-    result = run_search(device.prober(), device.spec())
-    compared = [t.plan for t in result.trials if t.kind is TrialKind.CONFIRMATION]
-    assert result.best.plan in compared
+    compared = [t.plan for t in searched[0].trials if t.kind is TrialKind.CONFIRMATION]
+    assert searched[0].best.plan in compared
     assert compared.count(device.space.baseline) == 1
-    assert next_turn(Posterior(device.spec(), result.trials)) is None
+    assert next_turn(Posterior(device.spec(), searched[0].trials)) is None
 
 
 PRECISE, REDUCED = Plan(16, settings={**PLAIN, LEVEL: 1}), Plan(16, settings=HALF)

@@ -464,7 +464,7 @@ def fits_trainer(model: str, trainer: str) -> bool:
     return trainer != "transformers" or isinstance(MODELS[model].batch(GLOBAL), dict)
 
 
-OF_EVERY_LENGTH = ("decoder, tied, padded", "padding that is not weighed", "dict", "BatchNorm")
+OF_EVERY_LENGTH = ("decoder, tied, padded", "dict", "BatchNorm")
 """Models whose loaders have all lengths; what ends a loader is the same for the others."""
 TRAINED = [
     (model, trainer, loaded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -238,20 +238,23 @@ def batches() -> list[torch.Tensor]:
     return [torch.randn(2, WIDTH, generator=generator) for _ in range(20)]
 
 
+@cache
+def twenty_steps(value: str, make: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the states of the model and the optimizer after them."""
+    with training(value, lambda model: make(model.parameters())) as live:
+        for batch in batches():
+            live.step(batch)
+    assert isinstance(live.optimizer, torch.optim.Optimizer)
+    return live.model.state_dict(), live.optimizer.state_dict()
+
+
 @pytest.mark.parametrize("value", ["for_loop", "foreach", "fused"])
 @pytest.mark.parametrize("make", [adamw, partial(adamw, amsgrad=True, foreach=True), sgd])
 def test_twenty_steps_end_alike_with_the_same_state(
     value: str, make: Callable[..., torch.optim.Optimizer]
 ) -> None:
-    def trained(value: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        with training(value, lambda model: make(model.parameters())) as live:
-            for batch in batches():
-                live.step(batch)
-        assert isinstance(live.optimizer, torch.optim.Optimizer)
-        return live.model.state_dict(), live.optimizer.state_dict()
-
-    plain, state = trained("default")
-    other, others_state = trained(value)
+    plain, state = twenty_steps("default", make)
+    other, others_state = twenty_steps(value, make)
     for name, tensor in plain.items():
         torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
     assert others_state["param_groups"] == state["param_groups"]
