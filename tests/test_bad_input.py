@@ -302,32 +302,6 @@ def test_a_probe_of_what_is_no_workload_is_refused() -> None:
         autofit.probe(model)  # type: ignore[call-overload]  # what is shown
 
 
-def test_after_an_error_the_users_model_is_as_it_was() -> None:
-    class Breaking(nn.Module):
-        """Works in one step and breaks in the next, half way through an update."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 3)
-            self.calls = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            if self.calls == 4:
-                raise OutOfCoffee("the fourth forward")
-            return self.linear(x)
-
-    live, samples = Breaking(), batch()
-    before = {name: value.clone() for name, value in live.state_dict().items()}
-    random_state = torch.get_rng_state()
-    with pytest.raises(OutOfCoffee):
-        autofit.search(live, samples, **HERE)
-    assert live.calls == 0
-    assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())
-    assert all(parameter.grad is None for parameter in live.parameters())
-    assert torch.equal(torch.get_rng_state(), random_state)
-
-
 def test_a_model_that_is_wrapped_for_several_devices_is_refused() -> None:
     plain = torch.nn.Linear(4, 2)
     nested = torch.nn.Sequential(torch.nn.DataParallel(plain))

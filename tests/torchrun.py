@@ -55,21 +55,6 @@ def started(folder: Path, *command: str) -> subprocess.Popen[str]:
     )
 
 
-def tree_of(root: int) -> list[int]:
-    """Return the ids of a process and of all that descend from it."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(entry.name))
-        except (OSError, ValueError, IndexError):
-            continue
-    found = [root]
-    for pid in found:
-        found += children.get(pid, [])
-    return found
-
-
 def ranks_of(launcher: int) -> Iterator[tuple[int, int]]:
     """Yield the rank and the process id of each process that torchrun started."""
     for entry in Path("/proc").iterdir():

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.torchrun import WORKLOAD, ranks_of, started, tree_of
+from tests.torchrun import WORKLOAD
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TARGET = "train.py:make_workload"
 FOR_LONGER = "--plan-from", "r.json", "--steps"
-SCRIPT = """
-import json
-import os
-
-import autofit
-from train import make_workload
-
-result = autofit.probe(make_workload(), plan=autofit.load("r.json"), steps=8)
-with open(f"rank{os.environ['RANK']}.json", "w") as file:
-    json.dump(result.to_dict(), file)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +55,6 @@ def test_a_soak_is_trained_by_all_ranks_and_holds_each_to_the_report(
     assert output.count("rank 1: peak allocated rose from") == 1
     assert "on each rank" in output
     assert codes == {1}
-
-
-def test_a_script_soaks_on_every_rank_alike(folder: Path, run_ranks: Any) -> None:
-    (folder / "soak.py").write_text(SCRIPT)
-    _, errors, codes = run_ranks(folder, "soak.py")
-    assert codes == {0}, errors
-    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
-    assert first == second
-    assert first["measurement"]["outcome"] == "ok"
-    assert len(first["measurement"]["ranks"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -130,21 +106,3 @@ def test_a_check_without_a_device_predicts_one_of_the_ranks(run: Any) -> None:
     assert codes == {0}, errors
     assert (verdict["fits"], verdict["method"], verdict["gpu"]) == (True, "predict", "H100")
     assert (verdict["plan"]["world_size"], verdict["plan"]["global_batch"]) == (2, 8)
-
-
-def test_a_rank_that_is_killed_amid_a_soak_ends_all(folder: Path) -> None:
-    process = started(folder, "-m", "autofit", "probe", TARGET, *FOR_LONGER, "1000000")
-    while len(tree_of(process.pid)) < 5:  # torchrun, two ranks, and two workers of rank 0
-        assert process.poll() is None
-        time.sleep(0.2)
-    all_of_it = tree_of(process.pid)
-    os.kill(dict(ranks_of(process.pid))[1], signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
-    assert output == ""
-    assert process.returncode != 0
-    left = set(all_of_it)
-    end = time.monotonic() + 60
-    while left and time.monotonic() < end:
-        left = {pid for pid in left if Path(f"/proc/{pid}").exists()}
-        time.sleep(0.1)
-    assert not left

