@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import InvalidArgument, PredictionUnavailable, WorkerFailed, is_users
+from autofit.errors import WorkerFailed, is_users
 from autofit.prediction.predict import predict
 from autofit.training.workload import Workload
 
@@ -41,45 +41,6 @@ def test_neither_functions_of_torch_nor_modules_change(
     predict(Workload(build, BATCH), gpu="L4")
     assert "imported_meanwhile" not in sys.modules
     assert [dict(vars(module)) for module in (torch, torch.cuda, torch.autograd)] == before
-
-
-def test_another_thread_sees_no_gpu_that_is_not_there(tmp_path: Path) -> None:
-    asks, answered = tmp_path / "asks", tmp_path / "answered"
-    os.mkfifo(asks)
-    os.mkfifo(answered)
-    seen: set[bool] = set()
-
-    def other() -> None:
-        asks.read_text()
-        seen.add(torch.cuda.is_available())
-        answered.write_text("yes")
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        if asks.exists():
-            asks.write_text("?")
-            asks.unlink()
-            answered.read_text()
-        output: torch.Tensor = model(batch)
-        return output.sum()
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    predict(Workload(nn.Linear(16, 16), BATCH, loss_fn=loss), gpu="L4")
-    thread.join()
-    assert seen == {torch.cuda.is_available()}
-
-
-def test_live_objects_and_random_states_are_left_alone() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5))
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    drawn = torch.get_rng_state()
-    predict(Workload(model, BATCH, optimizer=optimizer), gpu="L4")
-    after = model.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert not optimizer.state
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_worker_serves_many_predictions() -> None:
@@ -144,14 +105,6 @@ def test_a_large_live_model_is_sent_without_its_values() -> None:
         assert told.breakdown["weights"] == pytest.approx(held, rel=0.001)
 
 
-def test_what_cannot_be_pickled_is_refused_with_a_way_out() -> None:
-    model = nn.Linear(16, 16)
-    vars(model)["lock"] = threading.Lock()
-    with pytest.raises(InvalidArgument, match="a function that builds the model"):
-        predict(Workload(model, BATCH), gpu="L4")
-    assert predict(Workload(lambda: nn.Linear(16, 16), BATCH), gpu="L4").required_bytes > 0
-
-
 def test_a_worker_that_dies_is_replaced_and_blamed_when_it_dies_again(tmp_path: Path) -> None:
     died = tmp_path / "died"
 
@@ -169,23 +122,6 @@ def test_a_worker_that_dies_is_replaced_and_blamed_when_it_dies_again(tmp_path: 
     with pytest.raises(WorkerFailed, match="SIGKILL"):
         predict(Workload(dies, BATCH), gpu="L4")
     assert predict(Workload(nn.Linear(16, 16), BATCH), gpu="L4").required_bytes > 0
-
-
-def test_errors_keep_their_types() -> None:
-    class Own(Exception):
-        def __init__(self, code: int, words: str) -> None:
-            super().__init__(f"{code}: {words}")
-
-    def raises(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        raise Own(7, "mine")
-
-    def reads(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(model(batch).sum().item())
-
-    with pytest.raises(Own, match="7: mine"):
-        predict(Workload(nn.Linear(16, 16), BATCH, loss_fn=raises), gpu="L4")
-    with pytest.raises(PredictionUnavailable, match=r"test_what_others_see\.py.*item"):
-        predict(Workload(nn.Linear(16, 16), BATCH, loss_fn=reads), gpu="L4")
 
 
 def test_threads_may_predict_at_the_same_time() -> None:
