@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
@@ -14,7 +13,6 @@ from torch import nn
 from autofit.errors import InvalidArgument, is_users
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
-from autofit.training.batch import Samples
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
 
@@ -49,18 +47,6 @@ def _classes(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 CROSS_ENTROPY = Recipe(criterion=nn.functional.cross_entropy)
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 7, 9, 10, 50])
-def test_split_gradients_equal_whole_ones_also_where_the_count_does_not_divide(
-    micro_batch: int,
-) -> None:
-    batch = _classes(10)
-    loss, whole = _gradients(_mlp(), CROSS_ENTROPY, 10, batch)
-    split_loss, split = _gradients(_mlp(), CROSS_ENTROPY, micro_batch, batch)
-    torch.testing.assert_close(split_loss, loss)
-    for one, other in zip(split, whole, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def _masked_batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Sequences of 8 tokens whose valid lengths differ, one of them empty."""
     torch.manual_seed(2)
@@ -77,19 +63,6 @@ def _token_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def _valid_tokens(batch: Any) -> float:
     return float((batch[1] != IGNORED).sum())
-
-
-@pytest.mark.parametrize("micro_batch", [1, 2, 3])
-def test_masked_tokens_need_their_weight(micro_batch: int) -> None:
-    batch = _masked_batch()
-    weighted = Recipe(loss_fn=_token_loss, loss_weight=_valid_tokens)
-    loss, whole = _gradients(_mlp(), weighted, 7, batch)
-    split_loss, split = _gradients(_mlp(), weighted, micro_batch, batch)
-    torch.testing.assert_close(split_loss, loss)
-    for one, other in zip(split, whole, strict=True):
-        torch.testing.assert_close(one, other)
-    _, by_samples = _gradients(_mlp(), Recipe(loss_fn=_token_loss), micro_batch, batch)
-    assert not torch.allclose(by_samples[0], whole[0], rtol=0.01)
 
 
 def test_a_micro_batch_without_one_valid_token_does_not_spoil_the_others() -> None:
@@ -130,23 +103,6 @@ def test_a_step_is_what_a_user_would_write() -> None:
         assert mine.grad is None
 
 
-def test_tensors_that_the_sample_batch_kept_whole_stay_whole() -> None:
-    positions = torch.randn(8)
-
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        assert batch[1].shape == (8,)
-        return model(batch[0]).mean() * batch[1].sum()
-
-    model = _mlp()
-    optimizer = torch.optim.SGD(model.parameters())
-    recipe = Recipe(loss_fn=loss_fn)
-    samples = Samples.of((torch.randn(4, 6), positions))
-    training = Training(
-        model, optimizer, recipe, ResolvedPlan(Plan(4)), device=CPU, samples=samples
-    )
-    assert torch.isfinite(training.step((torch.randn(8, 6), positions)))
-
-
 def test_gradients_are_clipped_over_all_micro_batches_and_then_shown_to_before_step() -> None:
     norms: list[float] = []
 
@@ -170,24 +126,6 @@ def test_gradients_are_clipped_over_all_micro_batches_and_then_shown_to_before_s
         ]
     )
     assert float(moved.norm()) == pytest.approx(0.1 * 0.5, rel=1e-3)
-
-
-def test_parameter_groups_frozen_and_tied_parameters_are_trained_as_they_say() -> None:
-    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6), nn.Linear(6, 6))
-    model[2].weight = model[0].weight
-    model[1].bias.requires_grad_(False)
-    optimizer = torch.optim.SGD(
-        [
-            {"params": [model[0].weight], "lr": 0.1},
-            {"params": [*model[1].parameters(), model[2].bias], "lr": 0.0},
-        ]
-    )
-    before = copy.deepcopy(model.state_dict())
-    _training(model, Recipe(), 2, optimizer).step(torch.randn(5, 6))
-    assert model[2].weight is model[0].weight
-    changed = {n for n, value in model.state_dict().items() if not torch.equal(value, before[n])}
-    assert changed == {"0.weight", "2.weight"}
-    assert model[1].bias.grad is None
 
 
 def test_micro_batches_are_placed_one_by_one() -> None:
