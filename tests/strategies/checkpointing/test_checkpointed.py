@@ -244,42 +244,6 @@ def test_one_module_standing_twice_in_a_sequential(checkpointed: Checkpointed) -
         assert torch.equal(model(x), plain)
 
 
-class Attends(nn.Module):
-    """Adds its keys to a cache, as decoders of transformers do with `use_cache`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys, self.values = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor, cache: Cache, log: list[str]) -> torch.Tensor:
-        cache.keys.append(self.keys(x))
-        log.append("ran")
-        attention = (torch.stack(cache.keys).sum(0) @ x.T).softmax(1)
-        return x + attention @ self.values(x)
-
-
-class Cache:
-    def __init__(self) -> None:
-        self.keys: list[torch.Tensor] = []
-
-
-def test_what_a_unit_does_to_its_arguments_is_seen_once(checkpointed: Checkpointed) -> None:
-    torch.manual_seed(0)
-    blocks = nn.ModuleList(Attends() for _ in range(3))
-    found = []
-    for units in [(), ("0", "1", "2")]:
-        cache, log, x = Cache(), list[str](), torch.linspace(-1, 1, 32).view(4, 8)
-        blocks.zero_grad()
-        with checkpointed(blocks, units):
-            for block in blocks:
-                x = block(x, cache=cache, log=log)
-            loss: Any = x.square().mean() + cache.keys[1].mean()
-            loss.backward()
-        assert (len(cache.keys), len(log)) == (3, 3)
-        found.append([p.grad for p in blocks.parameters()])
-    assert all(map(torch.equal, *found))
-
-
 @pytest.mark.parametrize("unit", ["blocks.9", "flat[2:7]", "blocks.0[0:1]"])
 def test_a_unit_that_is_not_there_is_refused(
     model: Net, checkpointed: Checkpointed, unit: str

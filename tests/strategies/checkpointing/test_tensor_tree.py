@@ -52,24 +52,6 @@ def test_there_and_back(part: Callable[[str], Any], value: Any) -> None:
     assert type(arguments.put_tensors(nest, tuple(tensors))) is type(value)
 
 
-def test_containers_are_new_each_time(part: Callable[[str], Any]) -> None:
-    """So a module that appends to a list it was given finds it short again in the second run."""
-    arguments = part("saved_tensors")
-    given = [torch.zeros(1)]
-    tensors, nest = arguments.take_tensors((given,))
-    (first,) = arguments.put_tensors(nest, tuple(tensors))
-    first.append(None)
-    (second,) = arguments.put_tensors(nest, tuple(tensors))
-    assert len(second) == len(given) == 1
-
-
-def test_the_users_own_dataclass_is_not_changed(part: Callable[[str], Any]) -> None:
-    value = Mutable(torch.zeros(1))
-    before = value.tensor
-    part("saved_tensors").take_tensors((value,))
-    assert value.tensor is before
-
-
 class Cache:
     """As key-value caches are: tensors in lists, and a way back to itself."""
 
