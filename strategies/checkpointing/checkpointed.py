@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from autofit.errors import InvalidArgument
 from autofit.strategy import NUMPY, PYTHON
 
+from .products import keeping_products
 from .saved_tensors import put_tensors, take_tensors
 from .units import Unit
 
@@ -33,8 +34,9 @@ StatePath: TypeAlias = tuple[str, str]
 _FORWARD = "_autofit_forward"
 _RUNS = "_autofit_runs"
 _STATE = "_autofit_state"
+_KEEPS = "_autofit_keeps_products"
 _AROUND = "_autofit_around"
-_ADDED = ("forward", _FORWARD, _RUNS, _STATE, _AROUND)
+_ADDED = ("forward", _FORWARD, _RUNS, _STATE, _KEEPS, _AROUND)
 _ABSENT = object()
 
 
@@ -61,9 +63,10 @@ def checkpointed(
     """
     patched: list[tuple[nn.Module, dict[str, Any]]] = []
     try:
-        for holder, runs in _by_holder(model, units):
+        for holder, runs, keeps in _by_holder(model, units):
             patched.append((holder, {key: holder.__dict__.get(key, _ABSENT) for key in _ADDED}))
-            _cover(holder, runs, _state_below(model, holder, set(state)), _Around(around))
+            below = _state_below(model, holder, set(state))
+            _cover(holder, runs, _Around(around), {_STATE: below, _KEEPS: keeps})
         yield
     finally:
         for holder, before in reversed(patched):
@@ -72,12 +75,20 @@ def checkpointed(
 
 def _by_holder(
     model: nn.Module, units: Iterable[str]
-) -> list[tuple[nn.Module, tuple[tuple[int, int], ...]]]:
-    """Return each module to cover, with the runs of children to checkpoint in it; (): all of it."""
+) -> list[tuple[nn.Module, tuple[tuple[int, int], ...], bool]]:
+    """Return each module to cover, with the runs of children to checkpoint in it; (): all of it.
+
+    And whether it keeps its products.
+    """
     parsed = [Unit.parse(name) for name in units]
     holders: dict[str, nn.Module] = {unit.module: unit.find(model) for unit in parsed}
+    keeping = {unit.module for unit in parsed if unit.keeps_products}
     return [
-        (holder, tuple(sorted(u.run for u in parsed if u.module == name and u.run is not None)))
+        (
+            holder,
+            tuple(sorted(u.run for u in parsed if u.module == name and u.run is not None)),
+            name in keeping,
+        )
         for name, holder in holders.items()
     ]
 
@@ -114,7 +125,9 @@ def owner_of(model: nn.Module, state: str) -> nn.Module | None:
     return owner
 
 
-def _cover(holder: nn.Module, runs: Sequence[tuple[int, int]], paths: Any, around: _Around) -> None:
+def _cover(
+    holder: nn.Module, runs: Sequence[tuple[int, int]], around: _Around, others: Mapping[str, Any]
+) -> None:
     if _FORWARD in holder.__dict__:
         raise InvalidArgument(
             f"the model's {type(holder).__name__} is already checkpointed by another "
@@ -124,7 +137,7 @@ def _cover(holder: nn.Module, runs: Sequence[tuple[int, int]], paths: Any, aroun
     original = holder.forward
     holder.__dict__[_FORWARD] = original
     holder.__dict__[_RUNS] = runs
-    holder.__dict__[_STATE] = paths
+    holder.__dict__.update(others)
     holder.__dict__[_AROUND] = around
     holder.__dict__["forward"] = MethodType(forward, holder)
 
@@ -193,8 +206,12 @@ def recomputed(
         own_args, own_kwargs = live.pop() if live else put_tensors(nest, tensors)
         return function(*own_args, **own_kwargs)
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _Again(holder, state)  # of the first run, and of the second
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        again = _Again(holder, state)
+        if not holder.__dict__[_KEEPS]:
+            return nullcontext(), again  # of the first run, and of the second
+        first, finding = keeping_products()
+        return first, _both(again, finding)
 
     return checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts)
 
@@ -213,6 +230,12 @@ def _hooks_allowed() -> bool:
         stacklevel=3,
     )
     return False
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 class _Around:

@@ -116,14 +116,10 @@ class _Gate:
     def compare(self, layers: Sequence[Sequence[str]]) -> None:
         """Search all layers; from further seeds, those within outer units that differ then.
 
-        An outer unit runs again all that the units within it do.
+        An outer unit runs again all that the whole units within it do.
         """
         model = self._context.model
-        self._kinds = {  # the classes of a unit's outermost modules
-            unit: tuple(type_before_parametrizations(p).__qualname__ for p in _parts(unit, model))
-            for layer in layers
-            for unit in layer
-        }
+        self._kinds = {unit: _kind(unit, model) for layer in layers for unit in layer}
         self._compare(())  # whether a step repeats is no matter of the seed
         for seed in self._seeds:
             self._seed = seed
@@ -141,8 +137,11 @@ class _Gate:
         return Unit.parse(unit).parts(self._context.model)
 
     def _is_within(self, unit: str, covered: Collection[str]) -> bool:
-        """Return whether all modules of a unit are, or lie within, those with these names."""
-        return all(
+        """Return whether all modules of a unit are, or lie within, those with these names.
+
+        One that keeps its products is within no other: it runs again what others do not.
+        """
+        return not Unit.parse(unit).keeps_products and all(
             any(part == name or name == "" or part.startswith(f"{name}.") for name in covered)
             for part in self._names_of(unit)
         )
@@ -228,6 +227,12 @@ class _Gate:
         harmful = {makes[unit] for unit in self.parity.left_out}
         harmless = {makes[unit] for unit in ran} - harmful
         return {unit for unit in makes.keys() - ran if makes[unit] not in harmless}
+
+
+def _kind(unit: str, model: nn.Module) -> Hashable:
+    """Return the classes of a unit's outermost modules, and whether it keeps its products."""
+    names = (type_before_parametrizations(part).__qualname__ for part in _parts(unit, model))
+    return Unit.parse(unit).keeps_products, *names
 
 
 def _parts(unit: str, model: nn.Module) -> list[nn.Module]:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from torch import nn
 
 from autofit.strategy import Context, TrainingView
 
+from .products import around_products
 from .saved_tensors import Recorder, Timeline, saving_by
 from .units import Unit
 
@@ -63,14 +64,18 @@ class Times:
     Attributes:
         seconds: module -> forward seconds over all its calls.
         step_s: seconds of the whole step.
+        products: module -> share of its products in its seconds.
     """
 
     seconds: Mapping[str, float]
     step_s: float
+    products: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, unit: str, model: torch.nn.Module) -> float:
-        """Return the forward seconds of a unit; those of a run are the sum over its children."""
-        return sum(self.seconds.get(part, 0.0) for part in Unit.parse(unit).parts(model))
+        """Return the seconds that recomputing a unit takes; of a run, the sum of its children."""
+        parsed = Unit.parse(unit)
+        whole = sum(self.seconds.get(part, 0.0) for part in parsed.parts(model))
+        return whole * (1 - self.products.get(parsed.module, 0.0) * parsed.keeps_products)
 
 
 def profile_step(
@@ -111,15 +116,19 @@ def profile_step(
     return _of_a_step_or_a_forward(context, micro_batch, look)
 
 
-def time_parts(context: Context, micro_batch: int, names: Collection[str]) -> Times:
-    """Time these modules in repeated steps at this micro-batch.
+def time_parts(
+    context: Context, micro_batch: int, names: Collection[str], keeping: Collection[str] = ()
+) -> Times:
+    """Time these modules in repeated steps at this micro-batch, and the products of `keeping`.
 
     Raises:
         torch.OutOfMemoryError, NeedsSavedTensors: as `profile_step` does.
     """
 
     def look(run: Run, keep: bool, training: TrainingView, batch: Any) -> Times:
-        return _timed(training, names, partial(run, training, batch), keep, steps=MOST_STEPS)
+        once = partial(run, training, batch)
+        times = _timed(training, names, once, keep, steps=MOST_STEPS)
+        return replace(times, products=_of_products(training, keeping, once, keep))
 
     return _of_a_step_or_a_forward(context, micro_batch, look)
 
@@ -155,6 +164,7 @@ class Stopwatch:
         self._device = device
         self._begun: dict[str, list[Any]] = {name: [] for name in names}
         self._calls: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
+        self._products: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
         self._whole: tuple[Any, Any] | None = None
 
     @contextmanager
@@ -175,6 +185,22 @@ class Stopwatch:
     def seconds(self) -> dict[str, float]:
         """Return the forward seconds of each module; waits for the device."""
         return {name: sum(map(self._between, calls)) for name, calls in self._calls.items()}
+
+    def shares_of_products(self) -> dict[str, float]:
+        """Return the share of each module's seconds that `product` ran; waits for the device."""
+        seconds = self.seconds()
+        products = {name: sum(map(self._between, c)) for name, c in self._products.items()}
+        return {name: products[name] / all_s for name, all_s in seconds.items() if all_s}
+
+    def product(self, op: Any, run: Callable[[], Any]) -> Any:
+        """Run a product, and time it for the modules that run."""
+        begin = self._mark()
+        made = run()
+        marks = begin, self._mark()
+        for name, begun in self._begun.items():
+            if begun:
+                self._products[name].append(marks)
+        return made
 
     def whole_s(self) -> float:
         """Return the seconds of the body; waits for the device."""
@@ -283,6 +309,28 @@ def _timed(
     whole_s = min(wholes_s)
     seconds = {name: whole_s * median(each) for name, each in shares.items()}
     return Times(seconds, whole_s if keep else FORWARDS_IN_A_STEP * whole_s)
+
+
+def _of_products(
+    training: TrainingView, names: Collection[str], run: Callable[[], object], keep: bool
+) -> dict[str, float]:
+    """Return the share of each module's products in its seconds, the median of a few steps.
+
+    Watching operators makes those between products slower, so the share is rather too small.
+    """
+    shares: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(LEAST_STEPS if names else 0):
+        stopwatch = Stopwatch(training.model, names, training.device)
+        dropping = saving_by(training, lambda tensor: None, lambda nothing: nothing)
+        with (
+            nullcontext() if keep else dropping,
+            stopwatch.running(),
+            around_products(stopwatch.product),
+        ):
+            run()
+        for name, share in stopwatch.shares_of_products().items():
+            shares[name].append(share)
+    return {name: median(each) for name, each in shares.items() if each}
 
 
 def _random_states(device: torch.device) -> list[Any]:

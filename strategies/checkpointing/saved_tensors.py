@@ -30,6 +30,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autofit.errors import is_users_class
 from autofit.strategy import TrainingView
 
+from .products import around_products
+
 
 @dataclass(frozen=True)
 class Storage:
@@ -55,13 +57,15 @@ class Call:
     Attributes:
         unit: its name.
         start, end: the savings made during the call, as a half-open range of positions.
-        inputs: indices of the storages that it was given.
+        inputs: indices of the storages that are kept where it is checkpointed: what it was given.
+        products: those that its matrix products and attention made.
     """
 
     unit: str
     start: int
     end: int
     inputs: tuple[int, ...]
+    products: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -234,6 +238,7 @@ class Recorder:
         self._stack: list[_Open] = []
         self._calls: list[Call] = []
         self._given: list[tuple[str, torch.Tensor, int]] = []
+        self._products: list[int] = []
         model, foreign = training.model, take_tensors(batch)[0]
         self._names = {module: name for name, module in model.named_modules()}
         self._keys: dict[int, int] = {}
@@ -249,7 +254,10 @@ class Recorder:
     def watching(self) -> Iterator[None]:
         """Record what runs in the body, and leave no hook behind."""
         handles: list[Any] = []
-        with saving_by(self._training, self._pack, self._unpack):
+        with (
+            saving_by(self._training, self._pack, self._unpack),
+            around_products(lambda op, run: self._note_product(run())),
+        ):
             try:
                 for module in self._names:
                     handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -265,7 +273,11 @@ class Recorder:
         place = {old: new for new, old in enumerate(order)}
         storages = [self._entries[old].storage() for old in order]
         calls = [
-            Call(call.unit, call.start, call.end, tuple(place[i] for i in call.inputs))
+            replace(
+                call,
+                inputs=tuple(place[i] for i in call.inputs),
+                products=tuple(place[i] for i in call.products),
+            )
             for call in sorted(self._calls, key=lambda call: (call.start, -call.end))
         ]
         return Timeline(storages, calls)
@@ -281,7 +293,7 @@ class Recorder:
         if observed and torch.is_grad_enabled():
             counters = [c for t in tensors if (c := version_counter(t)) is not None]
             self._given += ((name, counter, counter._version) for counter in counters)
-        self._stack.append(_Open(name, self._position, known, observed))
+        self._stack.append(_Open(name, self._position, known, observed, len(self._products)))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._stack:
@@ -291,9 +303,18 @@ class Recorder:
         call = self._stack.pop()
         nested = any(outer.unit == call.unit for outer in self._stack)
         if call.observed and not nested:
-            self._calls.append(Call(call.unit, call.start, self._position, tuple(call.inputs)))
+            products = sorted(set(self._products[call.products :]))
+            inputs = tuple(call.inputs)
+            self._calls.append(Call(call.unit, call.start, self._position, inputs, tuple(products)))
         if not self._stack:  # all inputs that are not what they were
             self.overwritten.update(n for n, counter, was in self._given if counter._version != was)
+
+    def _note_product(self, made: Any) -> Any:
+        """Note what a matrix product or attention made, and return it."""
+        if self._stack and torch.is_grad_enabled():
+            indices = map(self._entry_of, take_tensors(made)[0])
+            self._products += [index for index in indices if index is not None]
+        return made
 
     def _is_new_from_checkpoint(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether reentrant checkpointing made one of them, first seen now."""
@@ -381,6 +402,7 @@ class _Open:
     start: int
     inputs: list[int]
     observed: bool = True
+    products: int = 0
 
 
 @dataclass

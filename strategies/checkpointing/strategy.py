@@ -30,7 +30,7 @@ from .profile import (
     time_parts,
 )
 from .saved_tensors import NeedsSavedTensors, Timeline
-from .units import Unit, find_candidates, layers, make_of
+from .units import KEEPING, Unit, find_candidates, layers, make_of
 
 if TYPE_CHECKING:
     from .placement import Placement
@@ -123,9 +123,10 @@ class Checkpointing:
             if not left_out and found.timeline.saved_bytes:
                 context.note(_NOTHING_WORTH_IT)
             return _PLAIN
-        parsed = map(Unit.parse, timeline.calls_of)
+        parsed = [Unit.parse(unit) for unit in timeline.calls_of]
         names = {part for unit in parsed for part in unit.parts(context.model)}
-        times = time_parts(context, timed_batch, names)
+        keeping = {unit.module for unit in parsed if unit.keeps_products}
+        times = time_parts(context, timed_batch, names, keeping)
         levels = make_dimension(context.model, timeline, times, sorted(parity.state))
         if len(levels.values) == 1:
             context.note(_NOTHING_LOWERS_THE_PEAK)
@@ -250,6 +251,8 @@ def _notes(left_out: Mapping[str, str]) -> Iterator[str]:
     """Yield one line for reasons that differ in names and numbers alone, with all their units."""
     alike: dict[str, list[str]] = {}
     for unit, why in left_out.items():
+        if unit.endswith(KEEPING) and unit.removesuffix(KEEPING) in left_out:
+            continue
         alike.setdefault(_DETAILS.sub("", why), []).append(unit)
     for units in alike.values():
         named = [unit or "the model itself" for unit in units[:MOST_NAMED]]

@@ -1,16 +1,18 @@
 """Units: the parts of a model that can be checkpointed, and which of them are worth it.
 
-A unit is a module, by its dotted name ("encoder.layers.3"), or a run of consecutive children of a
-flat `nn.Sequential` ("features[4:8]" is its children 4 to 7). A unit is worth checkpointing if that
-frees a good part of the bytes saved in it. A lone layer frees almost nothing, because it saves
-little more than its input, so runs of about sqrt(n) children, and their halves, are units too.
+A unit is a module, by its dotted name ("encoder.layers.3"), a module that keeps the results of its
+matrix products and attention and recomputes the rest alone ("encoder.layers.3~"), or a run of
+consecutive children of a flat `nn.Sequential` ("features[4:8]" is its children 4 to 7). A unit is
+worth checkpointing if that frees a good part of the bytes saved in it. A lone layer frees almost
+nothing, because it saves little more than its input, so runs of about sqrt(n) children, and their
+halves, are units too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import isqrt
 
 import torch
@@ -25,6 +27,11 @@ LEAST_SHARE_GIVEN_BACK = 0.25
 LEAST_SHARE_OF_ALL = 1 / 5000
 SHORTEST_SEQUENTIAL = 4
 MOST_UNITS = 1000
+KEEPING = "~"
+"""Ends the name of a unit that keeps the results of its products."""
+MORE_THAN_WITHIN = 1.1
+"""What a unit that keeps its products must free, against such units within it, to replace them: a
+unit of many blocks frees hardly more than its blocks, and takes all of it back at once."""
 
 CHECKPOINTS_ITSELF = (
     "its own code already checkpoints a part of it; to compare placements, "
@@ -44,18 +51,20 @@ class Unit:
     Attributes:
         module: dotted name of the module, or of the Sequential that holds the run.
         start, stop: the run of children; both None: the module itself.
+        keeps_products: whether the results of matrix products and attention are kept.
     """
 
     module: str
     start: int | None = None
     stop: int | None = None
+    keeps_products: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Unit:
         """Return the unit that `str` gave this name."""
         match = _SEGMENT.fullmatch(name)
         if match is None:
-            return cls(name)
+            return cls(name.removesuffix(KEEPING), keeps_products=name.endswith(KEEPING))
         return cls(match["module"], int(match["start"]), int(match["stop"]))
 
     @property
@@ -92,7 +101,9 @@ class Unit:
         return names_of_children(self.module, self.find(model))[slice(*self.run)]
 
     def __str__(self) -> str:
-        return self.module if self.run is None else f"{self.module}[{self.start}:{self.stop}]"
+        if self.run is None:
+            return self.module + KEEPING * self.keeps_products
+        return f"{self.module}[{self.start}:{self.stop}]"
 
 
 @dataclass(frozen=True)
@@ -142,11 +153,40 @@ def find_candidates(
         if is_plain_sequential(module) and name not in closed
         for call in _runs(name, module, timeline, worthy, overwritten)
     ]
-    calls = sorted(
-        [call for call in modules if call.unit in worthy] + runs,
-        key=lambda call: (call.start, -call.end, call.unit),
-    )
-    return Candidates(_best(Timeline(timeline.storages, calls)), left_out)
+    calls = _in_order([*(call for call in modules if call.unit in worthy), *runs])
+    best = _best(Timeline(timeline.storages, calls))
+    keeping = _keeping_products(Timeline(timeline.storages, modules), worthy)
+    return Candidates(replace(best, calls=_in_order([*best.calls, *keeping])), left_out)
+
+
+def _in_order(calls: Iterable[Call]) -> list[Call]:
+    return sorted(calls, key=lambda call: (call.start, -call.end, call.unit))
+
+
+def _keeping_products(timeline: Timeline, worthy: Collection[str]) -> list[Call]:
+    """Return the calls of worthy units as they keep their products; none lies within another."""
+    calls = [
+        replace(call, unit=call.unit + KEEPING, inputs=(*call.inputs, *call.products))
+        for call in timeline.calls
+        if call.unit in worthy and len(call.products) > 1
+    ]
+    keeping = Timeline(timeline.storages, calls)
+    candidates, chosen = _worthy(keeping), dict[str, int]()
+    for unit in sorted(candidates, key=lambda unit: _length(keeping.calls_of[unit])):
+        first = keeping.calls_of[unit][0]
+        within = [
+            name
+            for name in chosen
+            if first.start <= (other := keeping.calls_of[name][0]).start and other.end <= first.end
+        ]
+        if keeping.gain(unit) > MORE_THAN_WITHIN * sum(chosen[name] for name in within):
+            chosen = {name: gain for name, gain in chosen.items() if name not in within}
+            chosen[unit] = keeping.gain(unit)
+    return [call for call in calls if call.unit in chosen]
+
+
+def _length(calls: Sequence[Call]) -> int:
+    return calls[0].end - calls[0].start
 
 
 def _outermost(names: Collection[str]) -> list[str]:
@@ -169,8 +209,10 @@ def layers(timeline: Timeline) -> list[list[str]]:
 
 def make_of(unit: str, model: nn.Module) -> Hashable:
     """Return a key that is equal for units of the same modules with weights of the same shapes."""
-    parts = map(model.get_submodule, Unit.parse(unit).parts(model))
-    return tuple(tuple(map(_make_of_module, part.modules())) for part in parts)
+    parsed = Unit.parse(unit)
+    parts = map(model.get_submodule, parsed.parts(model))
+    makes = (tuple(map(_make_of_module, part.modules())) for part in parts)
+    return parsed.keeps_products, *makes
 
 
 def names_of_children(name: str, module: nn.Module) -> list[str]:

@@ -1,0 +1,130 @@
+"""Units that keep the results of products and attention, and recompute what lies between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import dropout, scaled_dot_product_attention, silu
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autofit.plan import Dimension
+from autofit.registry import load_strategies
+from autofit.testing import PlainContext
+from autofit.training.workload import Workload
+
+SETTING = "checkpointing.level"
+
+
+class Attending(nn.Module):
+    """(n, 12, 32) -> the same; drops within attention by one share and after it by another."""
+
+    def __init__(self, within: float = 0.0, after: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(32), nn.Linear(32, 96)
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.within, self.after = within, after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        x = x + scaled_dot_product_attention(q, k, v, dropout_p=self.within).mT.reshape(x.shape)
+        return x + dropout(self.down(silu(self.up(x)).square()), self.after)
+
+
+class Convolving(nn.Module):
+    """(n, 32, 12, 12) -> the same, with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(32, 32, 3, padding=1) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(32) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.relu(self.norms[0](self.first(x)))
+        return x + torch.relu(self.norms[1](self.second(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
+    "attention": (Attending, torch.randn(4, 12, 32)),
+    "dropout after": (lambda: Attending(after=0.3), torch.randn(4, 12, 32)),
+    "dropout within": (lambda: Attending(within=0.3, after=0.3), torch.randn(4, 12, 32)),
+    "convolutions": (Convolving, torch.randn(4, 32, 12, 12)),
+}
+
+
+def _model(name: str) -> Blocks:
+    torch.manual_seed(0)
+    return Blocks(MODELS[name][0])
+
+
+@pytest.fixture(scope="module")
+def levels() -> Dimension:
+    (strategy,) = load_strategies(["checkpointing"])
+    model, batch = _model("attention"), MODELS["attention"][1]
+    return strategy.dimensions(PlainContext(lambda: Workload(model, batch)))[SETTING]
+
+
+def test_the_first_levels_keep_products(levels: Dimension) -> None:
+    units = [levels.payloads[level]["units"] for level in levels.values[1:]]
+    assert all(unit.endswith("~") for unit in units[0])
+    assert any(not unit.endswith("~") for unit in units[-1]), "the least memory keeps nothing"
+
+
+class Forwards(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+    """Counts forward products and attention; backward passes use others (`mm`, `..._backward`)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self.products = self.attentions = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = op.overloadpacket.__name__
+        self.products += name in ("addmm", "convolution")
+        self.attentions += "attention" in name and not name.endswith("_backward")
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_exact_and_runs_no_product_again(name: str, part: Callable[[str], Any]) -> None:
+    batch = MODELS[name][1]
+
+    def trained(ending: str | None) -> tuple[list[torch.Tensor], Forwards]:
+        model = _model(name)
+        units = [] if ending is None else [f"blocks.{number}{ending}" for number in range(4)]
+        state = [buffer for buffer, _ in model.named_buffers()] if units else []
+        with part("checkpointed").checkpointed(model, units, state):
+            torch.manual_seed(1)
+            loss = model(batch).square().mean()
+            with Forwards() as again:
+                loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [loss.detach(), *gradients, *model.buffers()], again
+
+    (plain, without), (whole, all_again), (keeping, again) = map(trained, (None, "", "~"))
+    assert all(map(torch.equal, plain, whole))
+    assert all(map(torch.equal, plain, keeping))
+    assert (without.products, again.products) == (0, 0)
+    assert all_again.products > 0
+    assert again.attentions == 0
+
+
+def test_a_module_is_given_back_as_it_was(part: Callable[[str], Any]) -> None:
+    model = _model("attention")
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    with part("checkpointed").checkpointed(model, ["blocks.1~", "blocks.2"]):
+        assert "forward" in model.blocks[1].__dict__
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
