@@ -399,7 +399,7 @@ class Timeline:
             shown += legend(_LINES)
         if use in totals:
             shown += self._drawn(f"{name}-use", f"Use of {heading}", unit, {"use-line": use}, 1)
-        return Chart(name, heading, "", shown)
+        return Chart(heading, "", shown)
 
     def _drawn(
         self, name: str, title: str, y_title: str, columns: Mapping[str, str], size: int

@@ -71,7 +71,6 @@ def frontier_chart(record: Record) -> Chart:
     _draw_failed(plot, failed, record)
     _draw_plans(plot, fits, size, record)
     return Chart(
-        "frontier",
         "Speed against memory",
         "Each point is a plan that ran. The line is the frontier: more speed takes more memory.",
         plot.drawn(),
@@ -132,7 +131,6 @@ def memory_charts(record: Record) -> Iterator[Chart]:
     for key, use in known.items():
         trial = record.best if key == "best" else record.baseline_beside_best
         yield Chart(
-            f"memory_{key}",
             f"Memory over a step: {_NAMES[key]}",
             _steps_shown(trial, use, record),
             _timeline(key, use, most) + _modules(use),
@@ -226,13 +224,11 @@ class Chart:
     """A chart and the words around it.
 
     Attributes:
-        name: of its place on the page.
         title: what it shows.
         caption: how to read it.
         drawn: HTML.
     """
 
-    name: str
     title: str
     caption: str
     drawn: str

@@ -7,7 +7,6 @@ alone. The random states of CUDA devices belong to it once CUDA is initialized.
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import random
@@ -18,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,13 +85,7 @@ def _flags() -> Iterator[Flag]:
     yield Flag("warnings.filters", lambda: list(warnings.filters), _write_warnings_filters)
     yield Flag("os.environ", lambda: dict(sorted(os.environ.items())), _write_environment)
     yield Flag("cwd", os.getcwd, os.chdir)
-    yield Flag("umask", _umask, os.umask)
     yield Flag("sys.path", lambda: list(sys.path), _write_sys_path)
-    yield Flag("gc.enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
-    yield Flag("gc.threshold", gc.get_threshold, lambda value: gc.set_threshold(*value))
-    yield Flag("sys.recursionlimit", sys.getrecursionlimit, sys.setrecursionlimit)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        yield Flag("numpy.errors", numpy.geterr, lambda value: numpy.seterr(**value))
     yield from _signal_handlers()
 
 
@@ -165,11 +157,6 @@ def _torch_modes() -> Iterator[Flag]:
     )
     yield _attribute("torch.distributions.Distribution._validate_args")
     yield Flag(
-        "torch.overwrite_module_params_on_conversion",
-        torch.__future__.get_overwrite_module_params_on_conversion,
-        torch.__future__.set_overwrite_module_params_on_conversion,
-    )
-    yield Flag(
         "torch.anomaly_mode",
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda value: torch.autograd.set_detect_anomaly(*value),
@@ -237,12 +224,6 @@ def _signal_handlers() -> Iterator[Flag]:
                 partial(signal.getsignal, number),
                 partial(signal.signal, number),
             )
-
-
-def _umask() -> int:
-    """Read without changing it, which `os.umask` cannot."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
 
 
 def _replace_entries(live: dict[Any, Any], entries: dict[Any, Any]) -> None:

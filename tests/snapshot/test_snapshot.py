@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import random
@@ -266,9 +265,7 @@ PROCESS_CHANGES: dict[str, Callable[[], object]] = {
     "new variable": lambda: os.environ.update(AUTOFIT_TEST="1"),
     "lost variable": lambda: os.environ.pop("PATH"),
     "cwd": lambda: os.chdir("/"),
-    "umask": lambda: os.umask(0o123),
     "import path": lambda: sys.path.append("/nowhere"),
-    "garbage collection": gc.disable,
 }
 
 
@@ -398,10 +395,6 @@ def test_both_names_of_tf32_come_back(part: str) -> None:
         lambda: torch.distributions.Distribution.set_default_validate_args(  # torch.compile sets it
             not torch.distributions.Distribution._validate_args
         ),
-        lambda: torch.__future__.set_overwrite_module_params_on_conversion(True),
-        lambda: numpy.seterr(all="raise"),
-        lambda: gc.set_threshold(5, 5, 5),
-        lambda: sys.setrecursionlimit(5000),
     ],
 )
 def test_other_settings_of_the_process_are_put_back(change: Callable[[], object]) -> None:
