@@ -156,11 +156,6 @@ class Comparison:
         names = ("loss", "gradient", "tolerance", "normalizes_over_batch")
         return {name: getattr(self, name) for name in names} | {"modules": list(self.modules)}
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Comparison:
-        """Return the comparison that `to_dict` wrote."""
-        return cls(**(data | {"modules": tuple(data["modules"])}))
-
 
 class Context(Protocol):
     """A model on a device, in the worker, for which a strategy finds its dimensions."""

@@ -120,15 +120,6 @@ class Verdict:
         """Return the JSON form."""
         return {**to_json(self), "headroom_bytes": self.headroom_bytes}
 
-    @classmethod
-    def from_dict(cls, data: Any) -> Verdict:
-        """Return the verdict that `to_dict` wrote.
-
-        Raises:
-            InvalidArgument: the data are not such a verdict.
-        """
-        return from_json(data, cls, "the verdict")
-
 
 @dataclass(frozen=True)
 class Regression:
@@ -241,7 +232,7 @@ def _earlier(content: Any) -> tuple[Verdict, Settings]:
     if not isinstance(content, dict):
         raise TypeError(f"it holds {kind_of(content)}")
     if "best" not in content:
-        return Verdict.from_dict(content), {}
+        return from_json(content, Verdict, "the verdict"), {}
     record = Record.from_dict(content)
     best = record.best
     verdict = Verdict(

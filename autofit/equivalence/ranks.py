@@ -133,7 +133,7 @@ def compare_ranks(
     calm = all(is_calm for is_calm, _ in told)
     assert alone is not None  # there is no reason why not
     second = run_pass(builder, together, builder.seed, batch, _normalizing_as_evaluated, calm=calm)
-    found = [Comparison.from_dict(each) for each in ranks.objects(compare(alone, second).to_dict())]
+    found: list[Comparison] = ranks.objects(compare(alone, second))
     worst = max(found, key=lambda each: max(each.gradient, each.loss))
     if worst.equal:
         return worst

@@ -337,13 +337,9 @@ def _callback(division: Division) -> Any:
                     stacklevel=2,
                 )
 
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        def _close(self, *given: Any, **named: Any) -> None:
             self._stack.close()
 
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            self._stack.close()
-
-        def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            self._stack.close()
+        on_train_end = on_exception = teardown = _close
 
     return ApplyPlan()

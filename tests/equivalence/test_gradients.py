@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -232,8 +231,3 @@ def test_float16_is_compared_at_a_scale_that_does_not_overflow() -> None:
         assert training.scaler.get_scale() < 2**16
     found = compare(_pass(model, X, 5), half)
     assert 0 < found.gradient < 0.01
-
-
-def test_a_comparison_survives_json() -> None:
-    found = Comparison(0.1, float("inf"), 1e-3, ("a", "b"))
-    assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))) == found
