@@ -24,6 +24,7 @@ from autofit.errors import InvalidArgument, PredictionUnavailable, hides_own_fra
 from autofit.measurement import Outcome, Trial
 from autofit.plan import Plan, check_count
 from autofit.prediction.predict import Prediction, plan_of_ranks, predict
+from autofit.probing.probe import resolve_here, run_one
 from autofit.probing.prober import Target
 from autofit.probing.together import owned_by_rank_0
 from autofit.registry import load_strategies
@@ -152,8 +153,6 @@ def _check(
             asked = plan_of_ranks(workload, plan, size)
         if probes:
             target = Target(device, vram_budget, ranks=owned)
-            from autofit.probing.probe import resolve_here, run_one
-
             trial, survey = run_one(
                 workload, chosen, target, lambda seen: resolve_here(asked, seen, chosen, payloads)
             )

@@ -22,9 +22,10 @@ from autofit.codec import to_json
 from autofit.devices.cpu import load_of_others
 from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.measurement import Measurement, Trial, TrialKind, median_interval
-from autofit.plan import Plan
-from autofit.probing.probe import probe_if
+from autofit.plan import Plan, ResolvedPlan
+from autofit.probing.probe import probe_if, run_one
 from autofit.probing.prober import Target
+from autofit.probing.together import owned_by_rank_0
 from autofit.report.findings import held_by_ranks, times_of_ranks
 from autofit.report.record import Record
 from autofit.report.report import Report
@@ -33,10 +34,7 @@ from autofit.training.workload import Workload
 from autofit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from autofit.plan import ResolvedPlan
     from autofit.probing.survey import Survey
-    from autofit.strategy import Strategy
-    from autofit.training.workload import Workload
 
 
 @overload
@@ -220,9 +218,6 @@ def soak(
         steps: at least 8; warm-up steps come first.
         device, vram_budget: None: the report's.
     """
-    from autofit.probing.probe import run_one
-    from autofit.probing.together import owned_by_rank_0
-
     if steps < 2 * QUARTER:
         raise InvalidArgument(f"a report is compared over {2 * QUARTER} steps or more, got {steps}")
     resolved = record.resolve_best(remembered=strategies)

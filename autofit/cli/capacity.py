@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autofit.checks.verdict import ASSUMED
+from autofit.checks.verdict import (
+    ASSUMED,
+    Regression,
+    Verdict,
+    compare_with,
+    junit_xml,
+    junit_xml_of_error,
+    markdown,
+    read_fraction,
+)
 from autofit.cli.console import leads, print_result, say, stdout_for_results_only
 from autofit.cli.options import (
     AsJson,
@@ -30,10 +39,10 @@ from autofit.cli.options import (
     read_budget,
 )
 from autofit.errors import InvalidArgument, PredictionUnavailable, users_code
+from autofit.report.report import Report, check_is_file
 from autofit.strategy import world_of_environment
 
 if TYPE_CHECKING:
-    from autofit.checks.verdict import Regression, Verdict
     from autofit.prediction.predict import Prediction
 
 
@@ -83,7 +92,6 @@ def predict(
     with stdout_for_results_only():
         workload = load_target(target)
         from autofit.checks.predict import predict as run
-        from autofit.report.report import Report
 
         plan = given_plan(workload, micro_batch, global_batch, setting, plan_from, world_size)
         is_table = gpu is not None and (len(gpu) > 1 or gpu == ["all"])
@@ -157,8 +165,6 @@ def check(
     With --plan-from the report's budget and GPU are used where no others are given. On GitHub a
     table is added to the job's summary.
     """
-    from autofit.checks.verdict import compare_with, read_fraction
-
     here = world_of_environment().size
     ranks = world_size if world_size is not None or here == 1 or plan_from else here
     allowed = read_fraction(max_regression)
@@ -193,8 +199,6 @@ def _show(
     junit_path: Path | None,
 ) -> None:
     """Print the verdict, and write it in the forms that a CI job shows."""
-    from autofit.checks.verdict import junit_xml, markdown
-
     if as_json:
         compared = {"regression": regression.to_dict() if regression else None}
         print_result(json.dumps(verdict.to_dict() | compared, indent=1))
@@ -213,8 +217,6 @@ def _show(
 
 def _write(path: Path, text: str, mode: str = "w") -> None:
     """Write text that may hold the name of a file, which need not be Unicode."""
-    from autofit.report.report import check_is_file
-
     check_is_file(path)
     with path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
@@ -226,8 +228,6 @@ def _errors_shown(target: str, junit_path: Path | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        from autofit.checks.verdict import junit_xml_of_error
-
         if junit_path is not None:
             with suppress(OSError, InvalidArgument):  # the error itself matters more
                 _write(junit_path, junit_xml_of_error(target, error))

@@ -16,11 +16,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 import typer.core
 
+from autofit.cli.options import check_writable
 from autofit.codec import for_terminal
 from autofit.errors import (
     AutofitError,
@@ -32,10 +33,10 @@ from autofit.errors import (
     tried_when,
 )
 from autofit.measurement import Outcome
+from autofit.report.changes import Changes
+from autofit.report.report import Report, load, write
+from autofit.report.summary import Place
 from autofit.strategy import world_of_environment
-
-if TYPE_CHECKING:
-    from autofit.report.report import Report
 
 _OF_THE_WORKLOAD = (Outcome.LEAK, Outcome.NONFINITE, Outcome.USER_ERROR)
 """Outcomes that another device or worker would not change."""
@@ -86,8 +87,6 @@ def show_report(
 
 def _shown_at(report: Report, path: Path | None) -> Report:
     """Return the report with the commands of a shell, which read it from that file."""
-    from autofit.report.summary import Place
-
     if path is None:
         return report
     return replace(report, place=Place(os.fspath(path), _program()))
@@ -107,9 +106,6 @@ def export_report(report: Path, stack: str, paths: Sequence[Path]) -> None:
     Raises:
         InvalidArgument: there is no such stack, or several files or one that cannot be written.
     """
-    from autofit.cli.options import check_writable
-    from autofit.report.report import load
-
     if len(paths) > 1:
         raise InvalidArgument("--export writes one file: give --out once")
     for path in paths:
@@ -125,9 +121,6 @@ def show_changes(before: Report, after: Report, paths: Iterable[Path], as_json: 
     Raises:
         InvalidArgument: a file has a suffix that changes are not written as, or cannot be written.
     """
-    from autofit.report.changes import Changes
-    from autofit.report.report import write
-
     changes = Changes(before.record, after.record)
     written = json.dumps(changes.to_dict(), indent=1)
     forms = {

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -64,9 +64,8 @@ from autofit.cli.options import (
 from autofit.codec import to_json
 from autofit.errors import InvalidArgument
 from autofit.interrupts import ended_like_interrupted, interrupts_remembered
-
-if TYPE_CHECKING:
-    from autofit.report.report import Report
+from autofit.plan import Plan
+from autofit.report.report import Report, load
 
 app = typer.Typer(
     cls=Commands,
@@ -195,7 +194,6 @@ def probe(
     with stdout_for_results_only():
         workload = load_target(target)
         from autofit.checks.probe import SoakResult, probe as run
-        from autofit.plan import Plan
 
         asked = given_plan(workload, micro_batch, global_batch, setting, plan_from)
         trial = run(
@@ -235,8 +233,6 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Show a saved report, write it in other forms, or compare two; needs no GPU and no torch."""
-    from autofit.report.report import load
-
     if export is not None:
         if later is not None or as_json or verbose:
             raise InvalidArgument("--export takes one report and only --out besides")

@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from textwrap import shorten
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import IO, Annotated, Any, TypeAlias
 
 import typer
 
@@ -31,10 +31,10 @@ from autofit.cli.options import AsJson, check_writable, paths
 from autofit.devices.nvml import all_devices
 from autofit.errors import AutofitError, InvalidArgument
 from autofit.interrupts import ended_like_interrupted, interrupts_deferred
+from autofit.report.charts import Chart, Plot, legend, scale_for
+from autofit.report.page import page_of_charts
+from autofit.report.report import write
 from autofit.units import format_bytes, format_clock
-
-if TYPE_CHECKING:
-    from autofit.report.charts import Chart
 
 _MOST_ROWS = 2000
 """Kept for the page, twice this at times; beyond it neighbours become one."""
@@ -319,8 +319,6 @@ class Timeline:
         Raises:
             InvalidArgument: a file could not be written.
         """
-        from autofit.report.report import write
-
         for file in self._open.values():
             with suppress(OSError):  # what a full disk did not take is told already
                 file.close()
@@ -331,8 +329,6 @@ class Timeline:
 
     def page(self) -> str:
         """Return an HTML page with a chart of each GPU that was used, and one of the host."""
-        from autofit.report.page import page_of_charts
-
         about, numbers = f"{self.began}, {format_clock(self.seconds)}", self.numbers()
         return page_of_charts(
             self.what, about, numbers, [*self._charts()], version("torch-autofit")
@@ -388,8 +384,6 @@ class Timeline:
     def _chart(
         self, name: str, heading: str, held: Mapping[str, str], use: str, unit: str
     ) -> Chart:
-        from autofit.report.charts import Chart, legend, scale_for
-
         totals = self.totals()
         known = {kind: column for kind, column in held.items() if column in totals}
         in_bytes, size = scale_for(max((totals[column] for column in known.values()), default=1))
@@ -405,8 +399,6 @@ class Timeline:
         self, name: str, title: str, y_title: str, columns: Mapping[str, str], size: int
     ) -> str:
         """Return columns over time as HTML, by the class of their colour."""
-        from autofit.report.charts import Plot
-
         courses = {
             kind: [
                 (row["seconds"] or 0.0, value / size)

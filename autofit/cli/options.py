@@ -23,12 +23,11 @@ import typer
 
 from autofit.devices.request import check_budget, device_names
 from autofit.errors import InvalidArgument, users_code
-from autofit.plan import Scalar
+from autofit.plan import Plan, Scalar
+from autofit.report.report import Report, check_is_file, load
 from autofit.units import kind_of
 
 if TYPE_CHECKING:
-    from autofit.plan import Plan
-    from autofit.report.report import Report
     from autofit.training.workload import Workload
 
 
@@ -242,8 +241,6 @@ def given_plan(
             raise InvalidArgument(
                 "--plan-from sets the whole plan: leave --micro-batch, --global-batch and --set out"
             )
-        from autofit.report.report import load
-
         return load(plan_from)
     if not has_any:
         return None
@@ -268,8 +265,6 @@ def check_writable(path: Path, forms: Sequence[str] = REPORT_FORMS, what: str = 
     if path.suffix not in forms:
         *others, last = forms
         raise InvalidArgument(f"--out {path}: {what} is written as {', '.join(others)} or {last}")
-    from autofit.report.report import check_is_file
-
     check_is_file(path)
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise InvalidArgument(f"--out {path}: the folder must exist and be writable")

@@ -16,14 +16,13 @@ from weakref import WeakSet
 
 from autofit.errors import InvalidArgument
 from autofit.report.record import Record
-from autofit.strategy import ALONE
+from autofit.strategy import ALONE, Strategy, World, check_ranks, world_of_environment
 from autofit.units import kind_of
 
 if TYPE_CHECKING:
     import torch
 
     from autofit.plan import Plan
-    from autofit.strategy import Strategy, World
     from autofit.training.batch import Samples
     from autofit.training.loss import Recipe
     from autofit.training.training import Training
@@ -127,8 +126,6 @@ def _world_of(plan: Plan) -> World:
         InvalidArgument: they are as many as the plan was not found for, or they have no process
             group.
     """
-    from autofit.strategy import check_ranks, world_of_environment
-
     world = world_of_environment()
     if plan.world_size == 1:
         return ALONE

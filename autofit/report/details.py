@@ -9,7 +9,7 @@ from textwrap import shorten
 
 from autofit.measurement import ACT, Trial, TrialKind, probes_of, spread_of
 from autofit.plan import Plan
-from autofit.report.findings import findings_lines
+from autofit.report.findings import findings_lines, of_ranks
 from autofit.report.record import Record
 from autofit.report.summary import (
     IN_PYTHON,
@@ -120,8 +120,6 @@ def notes_of(record: Record) -> Iterator[str]:
     if (start := pay_off(record)) is not None:
         yield start.words(record)
     if record.best.plan.world_size > 1:
-        from autofit.report.findings import of_ranks  # most reports are of one device
-
         yield from of_ranks(record)
     yield from findings_lines(record)
     if record.difference is not None:

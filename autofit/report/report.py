@@ -22,7 +22,7 @@ from autofit.plan import Plan
 from autofit.report import apply
 from autofit.report.record import Record
 from autofit.report.summary import Place, one_line, summary
-from autofit.report.text import WIDTH, render
+from autofit.report.text import WIDTH, markdown, render
 from autofit.units import counted, kind_of
 
 if TYPE_CHECKING:
@@ -225,8 +225,6 @@ class Report:
 
     def to_markdown(self) -> str:
         """Return the report as GitHub's Markdown, for a pull request."""
-        from autofit.report.text import markdown
-
         return markdown(self.record, self._place)
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from autofit.measurement import ACT, NOT_TRIED, Outcome, Trial, probes_of, spread_of
 from autofit.plan import Plan, Settings, unlike
-from autofit.report.findings import loader_words
+from autofit.report.findings import held_by_ranks, loader_words
 from autofit.report.record import Record
 from autofit.space import Space
 from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded
@@ -341,8 +341,6 @@ def _remarks(record: Record) -> Iterator[str]:
     if start is not None and start.steps is not None:
         yield start.words(record)
     if ranks := best.measurement.ranks:
-        from autofit.report.findings import held_by_ranks
-
         yield f"Held by each rank: {held_by_ranks(ranks, record.vram_budget_bytes)}"
     tried = [note for note in record.notes if note.startswith(NOT_TRIED)]
     yield ". ".join([*validity(record), *tried])
