@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from autofit.codec import (
     Amount,
@@ -48,9 +48,7 @@ from autofit.plan import (
 from autofit.registry import resolve, strategies_of
 from autofit.report.findings import Findings
 from autofit.space import Space
-
-if TYPE_CHECKING:
-    from autofit.strategy import Strategy
+from autofit.strategy import Strategy
 
 SCHEMA = 1
 

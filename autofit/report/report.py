@@ -20,16 +20,18 @@ from autofit.measurement import ACT, Trial
 from autofit.notebook import shown
 from autofit.plan import Plan
 from autofit.report import apply
+from autofit.report.export import exported
+from autofit.report.page import page
 from autofit.report.record import Record
 from autofit.report.summary import Place, one_line, summary
 from autofit.report.text import WIDTH, markdown, render
+from autofit.strategy import Strategy
 from autofit.units import counted, kind_of
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from autofit.strategy import Strategy
     from autofit.training.training import Training
     from autofit.training.workload import Workload
 
@@ -140,8 +142,6 @@ class Report:
             InvalidArgument: another stack, a strategy of the plan is not installed, or the file
                 cannot be written.
         """
-        from autofit.report.export import exported
-
         text = exported(self.record, stack, self.strategies, self._place)
         if path is not None:
             target = Path(path)
@@ -219,8 +219,6 @@ class Report:
 
     def to_html(self) -> str:
         """Return the report as an HTML page that loads nothing, charts included."""
-        from autofit.report.page import page
-
         return page(self.record, self._place)
 
     def to_markdown(self) -> str:
