@@ -53,7 +53,7 @@ def test_it_does_not_fit_by_prediction() -> None:
     [
         (check, {"gpu": True}),
         (check, {"plan": 8}),
-        *((predict, {name: [3]}) for name in ("gpu", "plan", "calibration", "payloads")),
+        *((predict, {name: [3]}) for name in ("gpu", "plan", "calibration")),
     ],
 )
 def test_an_argument_of_another_kind_is_refused(tell: Any, asked: dict[str, Any]) -> None:
