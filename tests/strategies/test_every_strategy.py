@@ -10,7 +10,15 @@ from autofit.registry import installed_names
 from autofit.testing.conformance import check_strategy
 from autofit.training.workload import Workload
 
-WITH_TESTS_OF_THEIR_OWN = {"adam_state", "attention", "compile", "head_loss", "offload", "parallel"}
+WITH_TESTS_OF_THEIR_OWN = {
+    "adam_state",
+    "attention",
+    "compile",
+    "convolution",
+    "head_loss",
+    "offload",
+    "parallel",
+}
 
 
 @pytest.mark.parametrize(

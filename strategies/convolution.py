@@ -1,0 +1,101 @@
+"""Whether cuDNN times its algorithms for each convolution and takes the fastest.
+
+`convolution.benchmark` starts at False: heuristics choose, from the shapes alone. With True the
+first step with a shape tries every algorithm, each with as much workspace as it asks for. That is
+why a probe of it has a worker of its own: cuDNN remembers, and in a process that has seen the
+shapes the peak of the first step, which a training meets, would not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autofit.errors import Unsupported
+from autofit.plan import Dimension, Scalar
+from autofit.strategy import Context, Numerics, Phase, TrainingView
+
+SETTING = "convolution.benchmark"
+_SAMPLES = 2
+_CONVOLUTIONS = {
+    f"{name}{dimensions}d" for name in ("conv", "conv_transpose") for dimensions in (1, 2, 3)
+}
+
+
+class ConvolutionBenchmark:
+    """How cuDNN's algorithms are chosen."""
+
+    name = "convolution"
+    phase = Phase.STEP
+    numerics = Numerics.ROUNDING
+
+    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
+        """Return the choice where the model calls convolutions, on an NVIDIA GPU."""
+        cudnn = torch.backends.cudnn
+        is_free = cudnn.enabled and not cudnn.benchmark and not cudnn.deterministic
+        if context.capabilities.compute_capability is None or not is_free:
+            return {}
+        if not context.with_training(_convolves, min(_SAMPLES, context.most_samples or _SAMPLES)):
+            return {}
+        if context.device.type == "meta":
+            context.note(f"{SETTING} skipped: its memory can only be measured, not predicted")
+            return {SETTING: Dimension([False])}
+        return {SETTING: Dimension([False, True], fresh_worker=True, relieves=("arithmetic",))}
+
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Let cuDNN time its algorithms; leaving the context undoes it.
+
+        Raises:
+            Unsupported: on the meta device, where the workspaces of its trials are not known.
+        """
+        if not settings.get(SETTING, False):
+            return nullcontext()
+        if training.device.type == "meta":
+            raise Unsupported(f"{SETTING}=True: its memory can only be measured, not predicted")
+        return _benchmarked()
+
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        """Return the equivalent lines of a training script."""
+        if not settings.get(SETTING, False):
+            return []
+        return ["import torch", "torch.backends.cudnn.benchmark = True"]
+
+
+@contextmanager
+def _benchmarked() -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+class _Calls(TorchFunctionMode):
+    """Notes whether a convolution is called."""
+
+    found = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run what was called."""
+        self.found |= getattr(func, "__name__", "") in _CONVOLUTIONS
+        return func(*args, **(kwargs or {}))
+
+
+def _convolves(training: TrainingView, batch: Any) -> bool:
+    calls = _Calls()
+    with calls:
+        training.loss(batch)
+    return calls.found
