@@ -380,7 +380,9 @@ class Strategy(Protocol):
     It may have a method `unavailable(device_type) -> str | None` that says, without a model, what
     this machine lacks for it; `autofit doctor` shows that. With a method `within(numerics) ->
     Strategy` it is asked for one that goes no further, where it would go too far. A mapping
-    `numerics_of` has the settings that go less far than its `numerics`. With an attribute
+    `numerics_of` has the settings that go less far than its `numerics`. With a method
+    `in_anothers_loop() -> Strategy` it is asked for one without what needs `Report.apply`, in
+    searches for the loop of another library. With an attribute
     `by_name_only` that is true it is used only by searches that name it.
     """
 

@@ -208,10 +208,11 @@ def search_workload(
     from autofit.searching.options import SearchOptions
     from autofit.searching.search import search
 
+    loaded = load_strategies(strategies, numerics=numerics)
+    kept = [getattr(each, "in_anothers_loop", lambda each=each: each)() for each in loaded]
     if precision:
-        loaded = load_strategies(strategies, numerics=numerics)
-        kept = [s for s in loaded if "autocast" not in getattr(s, "standard_terms", ())]
-        strategies = Unnamed(kept) if strategies is None else kept
+        kept = [each for each in kept if "autocast" not in getattr(each, "standard_terms", ())]
+    strategies = Unnamed(kept) if strategies is None else kept
     even = replace(SearchOptions() if options is None else options, even_split=True)
     report = search(workload, strategies=strategies, numerics=numerics, options=even, **more)
     if precision:

@@ -61,6 +61,7 @@ class OptimizerImplementation:
 
     Args:
         numerics: how far its settings may change the arithmetic.
+        has_step: whether `Training.step` trains: no other loop leaves the gradients alone.
     """
 
     name = "optimizer"
@@ -70,12 +71,18 @@ class OptimizerImplementation:
     )
     standard_terms = ("optimizer_implementation",)
 
-    def __init__(self, numerics: Numerics = Numerics.REDUCED_PRECISION) -> None:
-        self.numerics = numerics
+    def __init__(
+        self, numerics: Numerics = Numerics.REDUCED_PRECISION, *, has_step: bool = True
+    ) -> None:
+        self.numerics, self._has_step = numerics, has_step
 
     def within(self, numerics: Numerics) -> OptimizerImplementation:
         """Return the strategy without settings that go further."""
-        return OptimizerImplementation(numerics)
+        return OptimizerImplementation(numerics, has_step=self._has_step)
+
+    def in_anothers_loop(self) -> OptimizerImplementation:
+        """Return the strategy without updates in the backward pass."""
+        return OptimizerImplementation(self.numerics, has_step=False)
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return the implementations, when the update may be, and from what state it may be.
@@ -88,6 +95,7 @@ class OptimizerImplementation:
             setting: dimension
             for setting, dimension in found.items()
             if self.numerics_of.get(setting, Numerics.REDUCED_PRECISION) <= self.numerics
+            and (setting != WHEN or self._has_step)
         }
 
     def _implementations(self, context: Context) -> Mapping[str, Dimension]:

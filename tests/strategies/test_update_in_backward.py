@@ -267,6 +267,11 @@ def test_a_search_that_must_be_exact_has_it_alone() -> None:
     assert list(exact.dimensions(PlainContext(wide, "cpu"))) == [WHEN]
 
 
+def test_a_search_for_another_librarys_loop_does_not_offer_it() -> None:
+    (narrowed,) = load_strategies([UPDATE.in_anothers_loop()], numerics="rounding")  # type: ignore[attr-defined]  # its own
+    assert WHEN not in narrowed.dimensions(PlainContext(wide, "cpu"))
+
+
 def test_another_librarys_loop_refuses_it() -> None:
     model = wide().build_model()
     plan = ResolvedPlan(Plan(4, settings={WHEN: "backward"}), {}, (UPDATE,))
