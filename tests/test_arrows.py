@@ -211,7 +211,7 @@ def test_the_core_neither_imports_nor_names_a_strategy() -> None:
     assert "strategies" not in {one.reached for one in imports_under(CORE)}
     groups = (GROUP, GROUP_OF_RANKS)
     names = {entry.name for group in groups for entry in entry_points(group=group)}
-    names.remove("optimizer")  # a workload's field
+    names -= {"optimizer", "convolution"}  # a workload's field, and an operator of torch
     assert names, "no strategy is installed: install the project first"
     named = [
         f"{path.relative_to(ROOT)}: {text!r}"

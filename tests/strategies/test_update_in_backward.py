@@ -277,7 +277,7 @@ def test_another_librarys_loop_refuses_it() -> None:
     plan = ResolvedPlan(Plan(4, settings={WHEN: "backward"}), {}, (UPDATE,))
     optimizer = torch.optim.SGD(model.parameters())
     with (
-        pytest.raises(autofit.InvalidArgument, match="backward pass"),
+        pytest.raises(autofit.InvalidArgument, match="update_in_backward"),
         on_model(plan, model, optimizer),
     ):
         pass
