@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 from autofit.codec import to_json
 from autofit.measurement import ACT
 from autofit.report.record import Record
-from autofit.report.summary import describe, range_words, settings_words, speed_words
+from autofit.report.summary import describe, ratio_words, settings_words, speed_words
 from autofit.report.text import WIDTH, bullets, laid_out, markdown_table, plain, table
-from autofit.units import format_bytes, format_seconds, rounded
+from autofit.units import format_bytes, format_seconds
 
 _SAME = {"device": "device", "gpu": "GPU", "torch": "torch", "driver": "driver"}
 """Key of the environment -> its name, where a difference makes speeds hard to compare."""
@@ -52,11 +51,7 @@ class Changes:
         if factor is None:
             return "speed unknown"
         ranges = [record.speed_range(record.best) for record in (self.before, self.after)]
-        reach = math.hypot(
-            *(math.log(high / low) / 2 if low and high else 0.0 for low, high in ranges)
-        )
-        low, high = factor * math.exp(-reach), factor * math.exp(reach)
-        return f"{rounded(factor, (high - low) / 2, 2)}x ({range_words(low, high, 2)}) the speed"
+        return f"{ratio_words(factor, *ranges)} the speed"
 
     def _memory(self) -> str:
         more = self.held_bytes_more

@@ -211,10 +211,15 @@ def speedup_words(record: Record, of: Trial | None = None, over: Trial | None = 
         return None
     if not record.is_confirmed and any(_disagrees(each.plan, record) for each in (of, over)):
         return "not decided"
-    reach = math.hypot(*(_half_width(each, record) for each in (of, over)))
-    factor, low, high = (speed / other * math.exp(sign * reach) for sign in (0, -1, 1))
-    words = f"{rounded(factor, (high - low) / 2, 2)}x ({range_words(low, high, 2)})"
+    words = ratio_words(speed / other, record.speed_range(of), record.speed_range(over))
     return words if record.is_confirmed else f"{words}, not confirmed"
+
+
+def ratio_words(factor: float, *ranges: tuple[float | None, float | None]) -> str:
+    """Return a ratio of two speeds with those ranges: "1.14x (1.11-1.17)"."""
+    reach = math.hypot(*(math.log(high / low) / 2 for low, high in ranges if low and high))
+    low, high = factor * math.exp(-reach), factor * math.exp(reach)
+    return f"{rounded(factor, (high - low) / 2, 2)}x ({range_words(low, high, 2)})"
 
 
 def shown_memory(held: int | None, budget: int | None = None) -> str:
@@ -417,9 +422,3 @@ def _disagrees(plan: Plan, record: Record) -> bool:
     ran = [trial for trial in probes_of(record.trials) if trial.plan == plan]
     speeds = [speed for trial in ran if (speed := trial.samples_per_second)]
     return max(speeds) > _DISAGREE * min(speeds)
-
-
-def _half_width(trial: Trial, record: Record) -> float:
-    """Return half the width of the range of a plan's log speed; 0: it is not known."""
-    low, high = record.speed_range(trial)
-    return math.log(high / low) / 2 if low and high else 0.0
