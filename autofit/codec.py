@@ -88,22 +88,27 @@ _MOST_CHARACTERS = 2**26
 """Of a file that is read: a report takes about 5,000 a trial."""
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
-    """Return what a JSON file holds.
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the object in a JSON file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no JSON, or holds numbers or characters that are none.
+        InvalidArgument: it cannot be read, is no JSON, or holds what JSON has no form for.
     """
-    with open(path, encoding="utf-8") as file:
-        text = file.read(_MOST_CHARACTERS + 1)
-    if len(text) > _MOST_CHARACTERS:
-        raise ValueError(f"it has more than {_MOST_CHARACTERS:,} characters")
     try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
+        if len(text) > _MOST_CHARACTERS:
+            raise ValueError(f"it has more than {_MOST_CHARACTERS:,} characters")
         data = json.loads(text)
         json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        if not isinstance(data, dict):
+            raise ValueError(f"it holds a {type(data).__name__}")
+    except OSError as error:
+        raise InvalidArgument(
+            f"cannot read {os.fspath(path)}: {error.strerror or error}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{os.fspath(path)} is not a JSON object: {error}") from error
     return data
 
 

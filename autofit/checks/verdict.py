@@ -21,7 +21,7 @@ from autofit.errors import InvalidArgument
 from autofit.notebook import shown
 from autofit.plan import Plan, Settings
 from autofit.report.record import Record
-from autofit.units import format_bytes, kind_of
+from autofit.units import format_bytes
 
 ASSUMED = " (assumed: no gpu given)"
 METHODS = {"probe": "a probe: run on the device", "predict": "a dry run on torch's meta device"}
@@ -198,14 +198,10 @@ def read_earlier(path: str | os.PathLike[str]) -> tuple[Verdict, Settings]:
     Raises:
         InvalidArgument: the file cannot be read, or is neither of the two.
     """
-    try:
-        content = read_json(path)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InvalidArgument(f"cannot read {os.fspath(path)} to compare with: {why}") from error
+    content = read_json(path)
     try:
         return _earlier(content)
-    except (TypeError, InvalidArgument) as error:
+    except InvalidArgument as error:
         raise InvalidArgument(
             f"{os.fspath(path)} is neither a report nor output of `autofit check --json`: {error}"
         ) from error
@@ -228,9 +224,7 @@ def read_fraction(text: str) -> float:
     return number / (100 if percent else 1)
 
 
-def _earlier(content: Any) -> tuple[Verdict, Settings]:
-    if not isinstance(content, dict):
-        raise TypeError(f"it holds {kind_of(content)}")
+def _earlier(content: dict[str, Any]) -> tuple[Verdict, Settings]:
     if "best" not in content:
         return from_json(content, Verdict, "the verdict"), {}
     record = Record.from_dict(content)

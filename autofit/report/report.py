@@ -26,7 +26,7 @@ from autofit.report.record import Record
 from autofit.report.summary import Place, one_line, summary
 from autofit.report.text import WIDTH, markdown, render
 from autofit.strategy import Strategy
-from autofit.units import counted, kind_of
+from autofit.units import counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -251,16 +251,7 @@ def load(path: str | os.PathLike[str]) -> Report:
     """
     if not isinstance(path, (str, os.PathLike)):
         raise InvalidArgument(f"give the path of a report as a text or a Path, got {path!r}")
-    try:
-        data = read_json(path)
-    except OSError as error:
-        raise InvalidArgument(
-            f"cannot read the report {os.fspath(path)}: {error.strerror or error}"
-        ) from error
-    except ValueError as error:
-        raise InvalidArgument(f"{os.fspath(path)} is not a JSON report: {error}") from error
-    if not isinstance(data, dict):
-        raise InvalidArgument(f"{os.fspath(path)} is not a report: it holds {kind_of(data)}")
+    data = read_json(path)
     try:
         return Report(Record.from_dict(data))
     except InvalidArgument as error:
