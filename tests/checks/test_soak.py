@@ -159,16 +159,6 @@ def test_a_search_in_a_script_is_soaked_from_the_command_line(
     assert "8 steps" in soaked.stdout
 
 
-def test_a_report_with_an_older_fingerprint_is_compared_by_what_it_says(
-    report: autofit.Report, workload: autofit.Workload
-) -> None:
-    record = replace(report.record, workload={**report.record.workload, "fingerprint": "f00d"})
-    assert soak(record, workload, steps=8).measurement.ok
-    other = autofit.Workload(nn.Linear(32, 32), torch.randn(8, 32))
-    with pytest.raises(InvalidArgument, match="parameters"):
-        soak(record, other, steps=8)
-
-
 @pytest.mark.parametrize(
     ("model", "samples", "words"),
     [
