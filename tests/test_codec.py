@@ -1,4 +1,4 @@
-"""Dataclasses as JSON: round trips, and refusals that name the place."""
+"""Values as JSON, and as text for people."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from autofit.codec import Amount, Count, Duration, Number, from_json, read_json, to_json
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan, Scalar
+from autofit.units import counted, format_bytes, format_rate, format_seconds, parse_bytes, rounded
 
 
 @dataclass(frozen=True)
@@ -90,3 +91,122 @@ def test_files_that_are_no_json_are_refused(text: str, tmp_path: Any) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ValueError, match=r".+"):
         read_json(tmp_path / "a.json")
+
+
+# -- Sizes are read as people write them, and numbers become text that keeps three digits
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("24G", 24 * 2**30),
+        ("1.5 m", 3 * 2**19),
+        (" 512 mib ", 512 * 2**20),
+        ("1.5 TiB", 3 * 2**39),
+        ("80GB", 80 * 10**9),
+        (".5kB", 500),
+        ("1000000", 1_000_000),
+        ("7 b", 7),
+    ],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["24X", "", "GiB", "-1GiB", "1e9", "24 GiBs", "1,5GiB", "nan"])
+def test_what_is_no_size_is_refused_with_the_text_and_an_example(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="24GiB") as refusal:
+        parse_bytes(text)
+    assert repr(text) in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["0", "0GiB", "0.4"])
+def test_a_size_of_nothing_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match=repr(text)):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (None, "?"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536 * 2**20, "1.50 GiB"),
+        (2**20, "1.00 MiB"),
+        (100 * 2**30, "100 GiB"),
+        (-3 * 2**30, "-3.00 GiB"),
+        (12.34 * 2**40, "12.3 TiB"),
+    ],
+)
+def test_bytes_as_text(size: float | None, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "?"),
+        (0.0123, "12.3 ms"),
+        (1.0, "1.00 s"),
+        (95, "1 min 35 s"),
+        (59.96, "1 min 0 s"),
+        (3600, "1 h 0 min"),
+        (2.5e-6, "2.50 us"),
+        (3e-9, "3e-09 s"),
+    ],
+)
+def test_seconds_as_text(seconds: float | None, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(None, "?"), (1234.5, "1234 samples/s"), (0.52, "0.52 samples/s"), (43.21, "43.2 samples/s")],
+)
+def test_rates_as_text(rate: float | None, text: str) -> None:
+    assert format_rate(rate) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "spread", "text"),
+    [
+        (168.34, 0.0, "168"),
+        (168.34, 0.004, "168"),
+        (168.34, 4.9, "168"),
+        (168.34, 12.0, "170"),
+        (1234.5, 60.0, "1230"),
+        (2.113, 0.02, "2.11"),
+        (2.113, 0.2, "2.1"),
+        (80.0, 1.6, "80"),
+        (0.052, 0.3, "0.1"),
+    ],
+)
+def test_no_digit_is_shown_that_the_spread_hides(value: float, spread: float, text: str) -> None:
+    assert rounded(value, spread) == text
+    assert format_rate(value, spread) == f"{text} samples/s"
+
+
+def test_a_duration_is_rounded_in_the_unit_that_it_is_shown_in() -> None:
+    assert format_seconds(0.2134, 0.03) == "210 ms"
+    assert format_seconds(1.5, 0.3) == "1.5 s"
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (format_bytes(2**30 - 1), "1.00 GiB"),
+        (format_bytes(1023 * 2**20), "1023 MiB"),
+        (format_seconds(59.97), "1 min 0 s"),
+        (format_seconds(59.9), "59.9 s"),
+        (format_seconds(0.9999), "1.00 s"),
+        (format_rate(0.004), "0.0040 samples/s"),
+        (counted(2, "process"), "2 processes"),
+        (counted(2, "entry"), "2 entries"),
+        (counted(2, "day"), "2 days"),
+        (counted(1, "process"), "1 process"),
+    ],
+)
+def test_no_unit_is_shown_by_as_many_as_the_next_one_holds(shown: str, text: str) -> None:
+    assert shown == text

@@ -1,4 +1,4 @@
-"""The progress of a search as plain lines for a log, and as a live line for a terminal."""
+"""What a terminal and a log are shown while a search runs, and how wide."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import pty
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,9 @@ import torch
 from torch import nn
 
 import autofit
+from autofit.cli.console import exit_code
 from autofit.cli.progress import ProgressLine
+from autofit.errors import Unsupported
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan, Settings
 from autofit.searching import wording
@@ -274,3 +277,59 @@ def test_a_log_that_logging_writes_is_not_written_twice(
             show(event)
     assert len(caplog.records) > 3
     assert capsys.readouterr().err == ""
+
+
+# -- How results look: color for a terminal, none for a file or where NO_COLOR asks for that
+
+REPORT = Path(__file__).parents[1] / "report" / "tiny_resnet.json"
+
+
+def shown(columns: int, **environment: str) -> str:
+    """What `autofit report` writes to a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "autofit", "report", str(REPORT), "-v"],
+        stdout=theirs,
+        stdin=subprocess.DEVNULL,
+        env={"PATH": os.environ["PATH"], "COLUMNS": str(columns), "TERM": "xterm"} | environment,
+    )
+    os.close(theirs)
+    parts: list[bytes] = []
+    while True:
+        try:
+            part = os.read(ours, 2**16)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        parts.append(part)
+    os.close(ours)
+    assert process.wait(60) == 0
+    return b"".join(parts).decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_color"),
+    [({}, True), ({"NO_COLOR": "1"}, False)],
+)
+def test_a_terminal_gets_color_unless_it_is_not_wanted(
+    environment: dict[str, str], has_color: bool
+) -> None:
+    assert ("\x1b[" in shown(100, **environment)) is has_color
+
+
+@pytest.mark.parametrize(("columns", "most"), [(60, 60), (250, 100)])
+def test_text_is_as_wide_as_the_terminal_up_to_100_columns(columns: int, most: int) -> None:
+    lines = shown(columns, NO_COLOR="1").splitlines()
+    unbroken = ("    ", "Apply:", "More:", "Page:")  # code and commands
+    bare = [line for line in lines if not line.startswith(unbroken)]
+    assert most - 12 <= max(map(len, bare)) <= most
+
+
+def test_a_terminal_without_columns_shows_the_report() -> None:
+    assert "samples/s" in shown(1, NO_COLOR="1").replace("\n", " ")
+
+
+def test_a_probe_of_settings_that_cannot_run_exits_as_a_prediction_of_them_does() -> None:
+    assert exit_code(Outcome.UNSUPPORTED) == Unsupported.exit_code == 2
+    assert exit_code(Outcome.USER_ERROR) == 3

@@ -1,15 +1,21 @@
-"""A target names a workload in a file or in a module, and says what is wrong where it does not."""
+"""Targets, and files that others wrote."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autofit.cli.options import load_target
-from autofit.errors import InvalidArgument
+from autofit.errors import InvalidArgument, StudyError
+from autofit.report.report import load
+from autofit.searching.storage import check_opens
 
 SOURCE = """
 import torch
@@ -98,3 +104,125 @@ def test_a_file_whose_name_is_no_module_name_is_read_all_the_same(tmp_path: Path
     path = tmp_path / "run-2.1.py"
     path.write_text(SOURCE)
     assert load_target(f"{path}:ready").sample_batch_size == 3
+
+
+# -- Reports, names and streams that come from elsewhere end a command in words
+
+TRAINING = """
+import torch
+from autofit import Workload
+from torch import nn
+
+def make():
+    batch = (torch.randn(8, 8), torch.randn(8, 1))
+    return Workload(nn.Linear(8, 1), batch, criterion=nn.MSELoss())
+"""
+
+
+Ended = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def autofit(run_python: Callable[..., Ended]) -> Callable[..., Ended]:
+    """Run `autofit` in a folder."""
+    return lambda folder, *words: run_python("-m", "autofit", *words, cwd=folder)
+
+
+def spawned(folder: Path, *arguments: str | bytes, **given: Any) -> Ended:
+    """The same in an interpreter that starts with other variables or streams."""
+    return subprocess.run(
+        [sys.executable, "-m", "autofit", *arguments],
+        cwd=folder, text=True, errors="replace", timeout=240, **{"capture_output": True} | given,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(autofit: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a training and the report of its search."""
+    made = tmp_path_factory.mktemp("searched")
+    (made / "train.py").write_text(TRAINING)
+    ended = autofit(
+        made, "search", "train.py:make", "--device", "cpu", "--vram-budget", "1GiB",
+        "--max-probes", "1", "--out", "report.json",
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    return made
+
+
+def changed_report(folder: Path, name: str, **parts: Any) -> str:
+    content = json.loads((folder / "report.json").read_text())
+    for part, values in parts.items():
+        content[part] = values(content[part])
+    (folder / name).write_text(json.dumps(content))
+    return name
+
+
+def test_a_file_without_end_is_no_report(autofit: Any, tmp_path: Path) -> None:
+    huge = tmp_path / "huge.json"
+    with huge.open("wb") as file:
+        file.truncate(2**36)  # it takes no room on the disk
+    for path in (str(huge), "/dev/zero"):
+        ended = autofit(tmp_path, "report", path)
+        assert ended.returncode == 2, ended.stderr
+        assert "characters" in ended.stderr
+
+
+@pytest.mark.parametrize("path", [5, b"report.json", None])
+def test_what_is_no_path_is_no_report(path: Any) -> None:
+    with pytest.raises(InvalidArgument, match="path"):
+        load(path)
+
+
+def test_a_report_of_an_unknown_gpu_without_its_memory_asks_for_one(
+    autofit: Any, folder: Path
+) -> None:
+    report = changed_report(
+        folder,
+        "foo.json",
+        environment=lambda e: {"device": "cuda", "torch": "2", "gpu": "Foo 9000"},
+    )
+    ended = autofit(folder, "check", "train.py:make", "--plan-from", report)
+    assert ended.returncode == 2, ended.stderr
+    assert "gpu=" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "study",
+    [
+        "~nosuchuser/study.log",
+        "sqlite:///study.db?detect_types=99999999999999999999",
+        "sqlite:///study.db?cached_statements=-99999999999999",
+    ],
+)
+def test_a_study_that_its_driver_cannot_open_is_refused(
+    study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StudyError):
+        check_opens(study)
+
+
+def test_a_check_of_a_file_whose_name_is_no_unicode_is_written(tmp_path: Path) -> None:
+    name = b"caf\xe9.py"
+    without_unicode = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text(TRAINING)
+    ended = spawned(
+        tmp_path, "check", name + b":make", "--gpu", "L4",
+        "--junit-xml", "j.xml",
+        env=os.environ | without_unicode | {"GITHUB_STEP_SUMMARY": "s.md"},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert b"<testsuite" in (tmp_path / "j.xml").read_bytes()
+    assert (tmp_path / "s.md").read_bytes().strip()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_standard_error_costs_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    with open("/dev/full", "w") as full:
+        ended = spawned(
+            tmp_path, "predict", "train.py:make", "--gpu", "L4,T4", "--json",
+            stdout=subprocess.PIPE, stderr=full, capture_output=False,
+        )  # fmt: skip
+    assert ended.returncode == 0
+    assert json.loads(ended.stdout)

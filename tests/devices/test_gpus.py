@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from autofit.devices.cuda import device_meant, open_device
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpus import Gpu, find_gpu, known_gpus
 from autofit.devices.request import budget_bytes
 from autofit.errors import DeviceUnavailable, InvalidArgument
 from autofit.units import GIB, MIB
+from emulated_gpu import card_names, find_card
 
 
 @pytest.mark.parametrize(
@@ -174,3 +175,17 @@ def test_without_one_it_is_what_is_free_less_a_margin() -> None:
 def test_what_is_no_budget_is_refused(asked: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         _budget(asked)
+
+
+# -- autofit and the emulated GPU, which know nothing of each other, mean the same card by a
+
+
+@pytest.mark.parametrize("gpu", known_gpus(), ids=lambda gpu: gpu.name)
+def test_a_known_gpu_is_emulated_as_it_is_known(gpu: Gpu) -> None:
+    card = find_card(gpu.name)
+    assert (card.total_bytes, card.capability) == (gpu.total_bytes, gpu.capability)
+    assert (card.multiprocessors, card.context_bytes) == (gpu.multiprocessors, gpu.context_bytes)
+
+
+def test_no_other_card_has_a_name() -> None:
+    assert sorted(card_names()) == sorted(gpu.name for gpu in known_gpus())

@@ -1,7 +1,8 @@
-"""Traces that serve several GPUs and micro-batches are those that a dry run would have made."""
+"""What other sizes and variants require: lines through dry runs."""
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -9,12 +10,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 from torch import nn
 
+from autofit.devices.base import Environment
 from autofit.devices.gpus import find_gpu
-from autofit.plan import Plan, ResolvedPlan
+from autofit.plan import CostHint, Dimension, Plan, ResolvedPlan, Scalar, variant_key
 from autofit.prediction.dry_run import dry_run
 from autofit.prediction.needs import SharedRuns, need_of, on_line
+from autofit.prediction.predict import predict, predict_resolved
+from autofit.prediction.variant_lines import gpu_of, variant_lines
 from autofit.registry import load_strategies
+from autofit.space import Space
 from autofit.training.workload import Workload
+from autofit.units import GIB
 from benchmarks.workload_models import GPT, resnet
 
 PRECISION = tuple(load_strategies(["precision"]))
@@ -145,3 +151,171 @@ def test_what_departs_from_a_line_is_run() -> None:
         run = dry_run(workload, ResolvedPlan(Plan(size)), gpu)
         assert shared.need(ResolvedPlan(Plan(size)), gpu) == need_of(run.recording_on(gpu), gpu)
     assert len(shared.made) == 6
+
+
+# -- Memory and time lines before the first probe
+
+A100, H200 = find_gpu("A100"), find_gpu("H200")
+SPACE = Space({"precision.dtype": Dimension(["default", "bfloat16"])}, 8)
+
+
+def workload(**options: Any) -> Workload:
+    return Workload(
+        lambda: nn.Sequential(nn.Linear(64, 65536), nn.GELU(), nn.Linear(65536, 64)),
+        torch.randn(8, 64),
+        **options,
+    )
+
+
+def test_a_line_tells_what_a_larger_micro_batch_requires() -> None:
+    lines, _, notes = variant_lines(
+        workload(), SPACE, A100, 8 * GIB, strategies=load_strategies(["precision"])
+    )
+    assert len(lines) == 2
+    assert notes == ()
+    for settings in SPACE.variants():
+        fixed, per_sample = lines[variant_key(settings)]
+        required = predict(workload(), plan=Plan(5000, settings=settings), gpu=A100).required_bytes
+        assert fixed + 5000 * per_sample == pytest.approx(required, rel=0.05)
+
+
+def test_lines_hold_near_the_budget_where_the_peak_moves_from_update_to_backward() -> None:
+    """Lists of temporaries in the update bound small micro-batches alone."""
+    layers = [part for _ in range(12) for part in (nn.Linear(1024, 1024), nn.GELU())]
+    wide = Workload(nn.Sequential(*layers), torch.randn(4, 1024))
+    chosen = load_strategies(["optimizer"])
+    setting = "optimizer.implementation"
+    payloads: dict[Scalar, Any] = {value: {"optimizers": [""]} for value in ("for_loop", "fused")}
+    split = Space({setting: Dimension(["default", *payloads], payloads=payloads)}, 4)
+    lines, _, _ = variant_lines(wide, split, H200, round(1.4 * GIB), strategies=chosen)
+    assert len(lines) == 3
+    for settings in split.variants():
+        fixed, per_sample = lines[variant_key(settings)]
+        for micro_batch in (4608, 4992):
+            plan = Plan(micro_batch, settings=settings)
+            needs = predict(wide, plan=plan, gpu=H200).required_bytes
+            assert fixed + micro_batch * per_sample == pytest.approx(needs, rel=0.02)
+
+
+def test_a_time_line_tells_what_a_larger_micro_batch_costs() -> None:
+    _, times, _ = variant_lines(
+        workload(), SPACE, H200, 8 * GIB, strategies=load_strategies(["precision"])
+    )
+    assert set(times) == {variant_key(settings) for settings in SPACE.variants()}
+    for settings in SPACE.variants():
+        fixed, per_sample = times[variant_key(settings)]
+        cost = predict(workload(), plan=Plan(5000, settings=settings), gpu=H200).micro_batch_cost
+        assert cost is not None
+        assert fixed + 5000 * per_sample == pytest.approx(cost.seconds, rel=0.05)
+    plain, bfloat16 = (times[variant_key(settings)] for settings in SPACE.variants())
+    assert bfloat16[1] < plain[1]
+
+
+def test_a_time_line_where_launches_take_longest_still_grows_with_the_kernels() -> None:
+    small = Workload(lambda: nn.Linear(64, 64), torch.randn(8, 64))
+    lines = {}
+    for largest in (64, 4096):
+        _, times, _ = variant_lines(small, space(max_micro_batch=largest), H200, 8 * GIB)
+        ((fixed, per_sample),) = lines[largest] = list(times.values())
+        cost = predict(small, plan=Plan(largest), gpu=H200).micro_batch_cost
+        assert cost is not None
+        assert cost.seconds > cost.kernel_seconds
+        assert fixed + largest * per_sample == pytest.approx(cost.seconds)
+    assert lines[64][0][1] == pytest.approx(lines[4096][0][1], rel=0.3)
+
+
+def test_a_gpu_of_unknown_rates_has_memory_lines_alone() -> None:
+    lines, times, notes = variant_lines(workload(), Space({}, 8), find_gpu("24GiB"), 8 * GIB)
+    assert (len(lines), times, notes) == (1, {}, ())
+
+
+def test_what_cannot_be_predicted_has_a_note_instead() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).mean()
+        return loss * loss.item()
+
+    lines, _, notes = variant_lines(workload(loss_fn=loss_fn), Space({}, 8), A100, 8 * GIB)
+    assert lines == {}
+    assert "loss * loss.item()" in notes[0]
+
+
+def test_the_time_it_may_take_is_limited() -> None:
+    lines, _, notes = variant_lines(workload(), SPACE, A100, 8 * GIB, timeout_s=-1.0)
+    assert lines == {}
+    assert len(notes) == 1
+
+
+def space(**options: Any) -> Space:
+    return Space({}, **{"sample_batch_size": 8} | options)
+
+
+@pytest.mark.parametrize(
+    "bounded",
+    [
+        space(sample_batch_size=8192),
+        space(sample_batch_size=2**17, max_micro_batch=2**17),
+        space(max_micro_batch=8),
+        space(sample_batch_size=1, max_micro_batch=1),
+        space(global_batch=32),
+        space(global_batch=32, may_change_accumulation=False),
+    ],
+    ids=["8192", "all of 2^17", "n itself", "one", "global batch", "one split"],
+)
+def test_no_size_is_looked_at_that_the_space_does_not_have(
+    bounded: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+
+    def noted(workload: Workload, resolved: ResolvedPlan, *given: Any, **options: Any) -> Any:
+        looked.append(resolved.plan.micro_batch)
+        return predict_resolved(workload, resolved, *given, **options)
+
+    monkeypatch.setattr("autofit.prediction.variant_lines.predict_resolved", noted)
+    lines, _, notes = variant_lines(workload(), bounded, A100, 8 * GIB)
+    assert notes == ()
+    ((fixed, per_sample),) = lines.values()
+    assert max(looked) <= bounded.largest_micro_batch
+    steps = min(2, bounded.baseline.accumulation_steps)
+    largest = Plan(looked[-1], accumulation_steps=steps)
+    required = predict(workload(), plan=largest, gpu=A100).required_bytes
+    assert fixed + looked[-1] * per_sample == pytest.approx(required, rel=0.001)
+
+
+def test_what_tells_most_is_predicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain, then one value at a time: those without a hint, those in between last."""
+    dimensions = {
+        "placement.level": Dimension(range(5)),
+        "hinted.level": Dimension((0, 1), hints={1: CostHint(0.5)}),
+        "precision.dtype": Dimension(["default", "tf32", "bfloat16"]),
+        "compiled.mode": Dimension(("no", "yes"), trial_cost_s=60.0),
+        "beside.plain": Dimension((0, 1), when={"placement.level": [1]}),
+    }
+    asked: list[dict[str, Any]] = []
+
+    def noted(workload: Workload, resolved: ResolvedPlan, *given: Any, **options: Any) -> Any:
+        settings = resolved.plan.settings
+        asked.append({n: v for n, v in settings.items() if v != dimensions[n].values[0]})
+        return predict_resolved(workload, resolved, *given, **options)
+
+    monkeypatch.setattr("autofit.prediction.variant_lines.predict_resolved", noted)
+    lines, _, _ = variant_lines(workload(), Space(dimensions, 8), A100, 8 * GIB)
+    level, dtype = "placement.level", "precision.dtype"
+    order = [{}, {level: 4}, {dtype: "bfloat16"}, {level: 2}, {dtype: "tf32"}]
+    order += [{level: 1}, {level: 3}, {"hinted.level": 1}]
+    assert [settings for settings, _ in groupby(asked)] == order
+    assert len(lines) == len(order)
+
+
+def environment(gpu: str | None, capability: str | None) -> Environment:
+    return Environment("cuda", gpu, capability, 80 * GIB, None, None, "2.11", "3.11")
+
+
+def test_the_gpu_of_an_environment() -> None:
+    known = gpu_of(environment("NVIDIA H100 80GB HBM3", "9.0"))
+    assert known is not None
+    assert (known.total_bytes, known.capability) == (80 * GIB, (9, 0))
+    assert known.rates == find_gpu("H100").rates
+    unknown = gpu_of(environment("NVIDIA Unheard-of 9000", "9.0"))
+    assert unknown is not None
+    assert unknown.rates is None
+    assert gpu_of(environment(None, None)) is None

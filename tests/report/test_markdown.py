@@ -1,11 +1,15 @@
-"""Markdown of a report: what a pull request shows, whatever a name contains."""
+"""Markdown of a report, and of two reports compared: what a pull request shows."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
+import pytest
+
 from autofit.measurement import ACT
+from autofit.report.changes import Changes
 from autofit.report.record import Record
 from autofit.report.summary import summary
 from autofit.report.text import markdown, plain
@@ -46,3 +50,77 @@ def test_names_are_shown_and_mean_nothing(record: Record) -> None:
     assert re.search(r"\\\|.*\\`x\\`.*\\\[a\\\]", bullets[0])
     fences = re.findall(r"^(`+)python$", text, re.MULTILINE)
     assert max(map(len, fences)) == 4  # longer than any in the code
+
+
+# -- Two reports compared: plan, speed and bytes, and what forbids to compare them
+
+
+@pytest.fixture
+def later(record: Record) -> Record:
+    """The plan that the earlier report measured as trial 5 is now the best, and slower."""
+    slower = replace(
+        record.trials[5].measurement, step_times_s=[0.38, 0.379, 0.381, 0.38], loss=0.25
+    )
+    trials = (*record.trials[:6], replace(record.trials[6], plan=record.trials[5].plan,
+                                          measurement=slower), record.trials[7])  # fmt: skip
+    return replace(record, trials=trials)
+
+
+def test_plan_speed_and_bytes_are_in_the_first_line(record: Record, later: Record) -> None:
+    changes = Changes(record, later)
+    assert re.fullmatch(
+        r"16 x 2, folding\.level=1 became 8 x 4, folding\.level=1: 0\.5\d?x \(.*\) the speed, "
+        "22.0 MiB less memory",
+        changes.headline(),
+    )
+    assert changes.speed_factor == pytest.approx(0.5)
+    assert changes.held_bytes_more == -22 * 2**20
+    back = Changes(later, record)
+    assert re.search(r" 2(\.\d+)?x \(.*\) the speed, 22\.0 MiB more", back.headline())
+
+
+def test_a_report_against_itself_has_not_changed(record: Record) -> None:
+    same = Changes(record, record)
+    assert re.fullmatch(r"The same plan: 1\.0+x \(.*\) the speed, the same memory", same.headline())
+    assert [row[0] for row in same.rows()] == ["throughput", "memory"]
+    assert list(same.cautions()) == []
+
+
+def test_only_figures_that_changed_are_listed(record: Record, later: Record) -> None:
+    rows = {label: (was, is_now) for label, was, is_now in Changes(record, later).rows()}
+    assert rows["micro-batch"] == ("16", "8")
+    assert rows["accumulation steps"] == ("2", "4")
+    assert rows["memory"] == ("44.0 MiB", "22.0 MiB")
+    assert "VRAM budget" not in rows
+    assert "settings" not in rows
+
+
+def test_what_forbids_to_compare_is_said(record: Record) -> None:
+    other = replace(
+        record,
+        environment={**record.environment, "torch": "2.15.0"},
+        workload={**record.workload, "fingerprint": "beef"},
+        vram_budget_bytes=2**27,
+        search=replace(record.search, comparison_ended=False),
+    )
+    text = Changes(record, other).to_text()
+    for words in (
+        "! The workloads differ",
+        "torch changed from 2.13.0 to 2.15.0",
+        "VRAM budget changed from 64.0 MiB to 128 MiB",
+        "The later report's best plan is not confirmed",
+    ):
+        assert words in text
+    assert "GPU" not in text
+
+
+def test_the_forms_say_the_same(record: Record, later: Record) -> None:
+    changes = Changes(record, later)
+    text, data = changes.to_text(), json.loads(json.dumps(changes.to_dict()))
+    assert max(map(len, text.splitlines())) <= 100
+    assert changes.to_markdown().startswith(f"### {changes.headline()}")
+    for what, was, is_now in changes.rows():
+        assert re.search(rf"^{re.escape(what)} +{re.escape(was)} +{re.escape(is_now)}$", text, re.M)
+        assert f"| {what} | {was} | {is_now} |" in changes.to_markdown()
+        assert {"what": what, "before": was, "after": is_now} in data["changes"]
+    assert data["after"]["micro_batch"] == 8
