@@ -143,27 +143,6 @@ def test_a_workload_says_all_of_it() -> None:
         autofit.search(workload, batch(), criterion=nn.MSELoss(), **HERE)
 
 
-class Integers(nn.Module):
-    """An output that is no loss and cannot be averaged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).argmax(-1)
-
-
-def test_an_output_that_is_no_loss_and_cannot_be_averaged() -> None:
-    with pytest.raises(autofit.InvalidArgument, match="loss_fn"):
-        autofit.search(Integers, batch(), **HERE)
-
-
-def test_a_loss_that_is_no_scalar() -> None:
-    with pytest.raises(autofit.InvalidArgument, match=r"loss_fn.*, 3\]"):
-        autofit.search(model, batch(), loss_fn=lambda m, b: m(b), **HERE)
-
-
 def test_a_loss_that_is_not_finite_on_the_baseline() -> None:
     probes: list[Event] = []
     with pytest.raises(autofit.WorkloadFailed, match="not finite"):

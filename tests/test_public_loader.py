@@ -120,8 +120,3 @@ def test_a_loader_that_hangs_ends_with_the_timeout_and_costs_no_answer(tmp_path:
     assert report.best.ok
     assert report.record.findings["loader"]["failed"] == "the time of the search was over"
     assert not any(Path(f"/proc/{path.name}").exists() for path in tmp_path.iterdir())
-
-
-def test_a_loader_is_checked_before_anything_is_started() -> None:
-    with pytest.raises(autofit.InvalidArgument, match="must accept num_workers"):
-        fed_by(lambda batch_size: [])

@@ -533,14 +533,6 @@ def test_a_changed_workload_is_refused_an_old_study(tmp_path: Path) -> None:
 # -- a single probe ---------------------------------------------------------------------------
 
 
-def test_a_probe_runs_the_plan_it_is_given_in_full() -> None:
-    workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
-    trial = autofit.probe(workload, plan=autofit.Plan(8, accumulation_steps=5), **HERE)
-    assert trial.ok
-    assert trial.measurement.micro_batches_run == 5
-    assert trial.measurement.held_bytes
-
-
 class Naming:
     """A strategy of the user's own, given as an object: it names the model and nothing else."""
 

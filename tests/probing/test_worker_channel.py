@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-import autofit
-from autofit.errors import InvalidArgument, is_users
+from autofit.errors import InvalidArgument
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest, ProbeResult
@@ -111,12 +109,6 @@ def test_the_optimizers_state_is_part_of_what_a_plan_holds(live: Live) -> None:
     assert made - brought == 512 * counts
 
 
-def test_every_probe_starts_from_the_same_weights(live: Live) -> None:
-    losses = [live.probe(4, **HOPELESS).measurement.loss for _ in range(2)]
-    assert losses[0] is not None
-    assert losses[0] == losses[1]
-
-
 def test_the_users_error_begins_with_what_was_tried(live: Live) -> None:
     raised = live.probe(77).user_exception
     assert raised is not None
@@ -182,19 +174,6 @@ def test_a_worker_computes_as_its_parent_does() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision(before)
-
-
-def exits() -> nn.Module:
-    sys.exit(0)
-
-
-def test_an_exit_while_the_model_is_built_is_the_users_error() -> None:
-    workload = Workload(exits, (torch.randn(4, 6), torch.arange(4)), criterion=_criterion)
-    with pytest.raises(SystemExit) as exited:
-        autofit.probe(workload, device="cpu", vram_budget=BUDGET)
-    assert exited.value.code == 0
-    assert is_users(exited.value)
-    assert "in exits" in "".join(traceback.format_exception(exited.value))
 
 
 @pytest.mark.cuda
