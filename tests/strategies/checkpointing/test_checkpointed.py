@@ -235,15 +235,6 @@ def test_an_error_in_a_unit_leaves_the_next_step_right(
         assert all(map(torch.equal, plain, _gradients(model, x)))
 
 
-def test_one_module_standing_twice_in_a_sequential(checkpointed: Checkpointed) -> None:
-    shared = nn.Tanh()
-    model = nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4), shared)
-    x = torch.randn(2, 4)
-    plain = model(x)
-    with checkpointed(model, ["[0:2]", "[2:4]"]):
-        assert torch.equal(model(x), plain)
-
-
 @pytest.mark.parametrize("unit", ["blocks.9", "flat[2:7]", "blocks.0[0:1]"])
 def test_a_unit_that_is_not_there_is_refused(
     model: Net, checkpointed: Checkpointed, unit: str

@@ -133,20 +133,6 @@ def test_inputs_that_change_in_place_are_noticed(record: Record) -> None:
     assert record(Residual(), _batch()).overwritten == {"read", "own"}
 
 
-def test_calls_of_a_shared_module_are_all_there(record: Record) -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.block(self.block(self.block(x))).mean()
-
-    timeline = record(Shared(), _batch(), keep=True).timeline()
-    assert len(timeline.calls_of["block"]) == 3
-    assert timeline.gain("block") == 4 * ACTIVATION, "three tanh and the last exp"
-
-
 @contextmanager
 def _offload(training: Training) -> Iterator[None]:
     """As a strategy does that moves saved tensors elsewhere."""
