@@ -63,6 +63,8 @@ def test_tied_weights_are_placed_once(device: CpuDevice) -> None:
     assert device.allocated_bytes() == sum(4 * p.numel() for p in model.parameters())
 
 
+
+
 def _phase_of_the_end(budget: int, rows: int, checkpointed: bool) -> str:
     """Where a training step of a model of 4 MiB with activations of 2 KiB a row runs out."""
     device = CpuDevice()
@@ -96,6 +98,38 @@ def test_memory_ends_where_the_budget_does_in_every_phase(
     budget_mib: int, rows: int, checkpointed: bool, phase: str
 ) -> None:
     assert _phase_of_the_end(budget_mib * MIB, rows, checkpointed) == phase
+
+
+def test_after_memory_ended_everything_is_given_back_and_computing_goes_on(
+    device: CpuDevice,
+) -> None:
+    with device.accounting():
+        model = device.place_model(_net())
+        before = device.allocated_bytes()
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError, match=r"64\.0 MiB"):
+                model(device.place(torch.randn(2**15, 512)))
+            assert _allocated(device) == before
+        model(device.place(torch.randn(64, 512))).mean().backward()
+    model.zero_grad()
+    device.release_cache()
+    device.reset_peaks()
+    assert device.read().peak_allocated_bytes == _allocated(device) == before
+    device.check_health()
+
+
+def test_reserved_bytes_are_whole_segments_and_go_back_on_release(device: CpuDevice) -> None:
+    with device.accounting():
+        small = device.place(torch.ones(10))
+    reading = device.read()
+    assert reading.allocated_bytes == 512
+    assert reading.reserved_bytes == 2 * MIB
+    assert reading.non_torch_bytes == 0
+    del small
+    gc.collect()
+    assert device.read().reserved_bytes == 2 * MIB
+    device.release_cache()
+    assert device.read().reserved_bytes == 0
 
 
 def test_it_says_what_it_is(device: CpuDevice) -> None:
