@@ -12,9 +12,10 @@ from torch import nn
 import autofit
 from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.testing import PlainContext, check_strategy
+from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 
@@ -210,6 +211,40 @@ def test_a_model_that_normalizes_over_samples_may_have_it() -> None:
 
     (strategy,) = load_strategies(["offload"])
     assert strategy.dimensions(PlainContext(normalized))[SETTING].values == (False, True)
+
+
+def test_looking_at_what_is_saved_makes_no_update() -> None:
+    workload = deep()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    model = workload.build_model()
+    optimizer.add_param_group({"params": list(model.parameters()), "lr": 1.0})
+    before = [p.detach().clone() for p in model.parameters()]
+    plain = ResolvedPlan(Plan(1), {}, ())
+    recipe = Recipe(criterion=nn.functional.mse_loss)
+    with Training(model, optimizer, recipe, plain, device=torch.device("cpu")) as live:
+        moved = offload._moved_bytes(SAMPLES, live, workload.batch(1))
+    # a sample's share of every output of tanh and dropout is less than what is worth moving
+    assert moved >= 16 * 4 * SAMPLES * WIDTH
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_parameters_and_buffers_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at every forward, which the time of a step would show."""
+    asked = []
+    parameters = nn.Module.parameters
+
+    def noted(model: nn.Module, recurse: bool = True) -> Any:
+        asked.append(model)
+        return parameters(model, recurse)
+
+    view = ResolvedPlan(Plan(4, settings={SETTING: True}), {}, load_strategies(["offload"]))
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with Training(model, optimizer, Recipe(), view, device=torch.device("cpu")) as live:
+        monkeypatch.setattr(nn.Module, "parameters", noted)
+        for _ in range(2):
+            live.accumulate(torch.randn(4, 8))
+    assert asked == []
 
 
 @on_each_device

@@ -237,6 +237,25 @@ def test_what_the_users_step_raises_is_raised(checkpointing: Strategy) -> None:
         checkpointing.dimensions(context)
 
 
+@pytest.mark.parametrize(("dropout", "seeds"), [(0.0, {0}), (0.1, {0, 1, 2})])
+def test_a_step_without_random_numbers_is_compared_from_one_seed(
+    checkpointing: Strategy, dropout: float, seeds: set[int]
+) -> None:
+    tried: set[int] = set()
+
+    class Watched(PlainContext):
+        def compare(self, *settings: Any, seed: int = 0, **more: Any) -> Any:
+            tried.add(seed)
+            return super().compare(*settings, seed=seed, **more)
+
+    layers = [
+        nn.TransformerEncoderLayer(16, 2, 64, dropout=dropout, batch_first=True) for _ in range(3)
+    ]
+    context = Watched(lambda: Workload(nn.Sequential(*layers), torch.randn(8, 6, 16)))
+    assert len(checkpointing.dimensions(context)[SETTING].values) > 2
+    assert tried == seeds
+
+
 class SkipsAtRandom(nn.Module):
     """LayerDrop, in code outside of the blocks."""
 
