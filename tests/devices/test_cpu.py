@@ -63,8 +63,6 @@ def test_tied_weights_are_placed_once(device: CpuDevice) -> None:
     assert device.allocated_bytes() == sum(4 * p.numel() for p in model.parameters())
 
 
-
-
 def _phase_of_the_end(budget: int, rows: int, checkpointed: bool) -> str:
     """Where a training step of a model of 4 MiB with activations of 2 KiB a row runs out."""
     device = CpuDevice()

@@ -179,3 +179,21 @@ def test_a_second_ctrl_c_at_once_loses_nothing(tmp_path: Path) -> None:
     running.communicate(timeout=100)
     assert running.returncode == 130, shown
     assert autofit.load(tmp_path / "report.json").best.ok
+
+
+def test_ctrl_c_after_the_search_ends_it_with_its_report() -> None:
+    """The looks that follow the answer are skipped, and the report says that it was interrupted."""
+    stages = []
+
+    def press_ctrl_c(event: Any) -> None:
+        stage = getattr(event, "stage", "")
+        stages.append(stage)
+        if stage.startswith("measuring what bounds"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    report = autofit.search(
+        make_workload(), device="cpu", vram_budget="64MiB", max_probes=3, progress=press_ctrl_c
+    )
+    assert report.record.search.stopped_because == "interrupted"
+    assert report.record.memory
+    assert not report.record.findings["bounds"]
