@@ -151,19 +151,6 @@ def _as_group_norm_takes(tensors: Any, data: torch.Tensor) -> tuple[list[torch.T
     return taken, [each.nbytes for each in copied]
 
 
-def _layer_norm(args: Any) -> tuple[Any, Order]:
-    """Return what the meta device does; CUDA copies data that is not contiguous meanwhile."""
-    results = aten.native_layer_norm(*args)
-    copies = [] if args[0].is_contiguous() else [args[0].nbytes]
-    return results, [*copies, *results]
-
-
-def _native_dropout(args: Any) -> tuple[Any, Order]:
-    """Return what the meta device does; CUDA makes the mask first (Dropout.cu)."""
-    results = aten.native_dropout(*args)
-    return results, [results[1], results[0]]
-
-
 class _FusedRmsNorm(torch.autograd.Function):
     """Keeps what `_fused_rms_norm` keeps on CUDA: its input, and one number for each row."""
 
@@ -467,9 +454,7 @@ STAND_INS: dict[str, Callable[[Any], tuple[Any, Order]]] = {
     "_thnn_fused_gru_cell": _fused_gru_cell,
     "_thnn_fused_gru_cell_backward": _fused_gru_cell_backward,
     "_thnn_fused_lstm_cell": _fused_lstm_cell,
-    "native_dropout": _native_dropout,
     "native_group_norm": _group_norm,
     "native_group_norm_backward": _group_norm_backward,
-    "native_layer_norm": _layer_norm,
 }
 """From the positional arguments: the results, and the order of allocations."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from functools import cache
+from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -157,9 +159,11 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
                 return args[0]
             if _ON_LISTS_IN_PLACE.fullmatch(name):
                 if name.startswith("_foreach"):
-                    self._shape_cache.check(func, args, kwargs, super().compute)
+                    self._shape_cache.check(func, _unlike_rows(args), kwargs, super().compute)
                 return None
         result = self._shape_cache.result(func, args, kwargs, super().compute)
+        if name == "native_dropout":
+            self._order = [result[1], result[0]]  # CUDA makes the mask first (Dropout.cu)
         if name == "convolution":
             return in_layout_of_cudnn(args[0], args[1], (result,))[0]
         if name == "convolution_backward":
@@ -317,6 +321,19 @@ class ShapeCache:
             looks = [None if tensor is None else _look(tensor) for tensor in tensors]
             self._looks[key] = type(result) if several else None, looks
         return result
+
+
+def _unlike_rows(args: Any) -> list[Any]:
+    """Return the arguments of an operator on lists, which have an entry for each parameter.
+
+    Most parameters look like another one, so one row of each look is kept.
+    """
+    lists = [isinstance(arg, (list, tuple)) and len(arg) == len(args[0]) for arg in args]
+    rows = list(zip(*compress(args, lists), strict=True))
+    with suppress(_CannotBeKept):
+        rows = list({_key(row): row for row in rows}.values())
+    columns = zip(*rows, strict=True)
+    return [next(columns) if is_list else arg for arg, is_list in zip(args, lists, strict=True)]
 
 
 def _call_key(func: Any, args: Any, kwargs: Any) -> Hashable | None:
