@@ -313,7 +313,7 @@ class CostHint:
     fixed_bytes: Number | None = None
 
 
-_BY_VALUE = ("payloads", "hints", "trial_costs_s")
+_BY_VALUE = ("payloads", "hints", "trial_costs_s", "accumulation")
 
 
 MOST_VALUES = 1000
@@ -339,9 +339,9 @@ class Dimension:
         trial_costs_s: the same of single values, in place of `trial_cost_s`. Below zero where a
             value makes what another setting costs cheaper.
         fresh_worker: a probe of a value other than the first wants a worker of its own.
-        accumulation: whether the other values go with accumulation. True: with one accumulation
-            step they are the same as the first, so that they are tried with more alone. False: they
-            are tried with one alone. None: with any number.
+        accumulation: whether a value goes with accumulation. True: with one accumulation step it is
+            the same as the first, so that it is tried with more alone. False: it is tried with one
+            alone. Values that are not in it go with any number.
         opt_in: its values other than the first are only tried where the strategy is named.
         relieves: which of `BOUNDS` its values shorten; a report names the dimension where that
             takes most of a step's time.
@@ -354,7 +354,7 @@ class Dimension:
     trial_cost_s: float = field(default=0.0, kw_only=True)
     trial_costs_s: Mapping[Scalar, float] = field(default_factory=dict, kw_only=True)
     fresh_worker: bool = field(default=False, kw_only=True)
-    accumulation: bool | None = field(default=None, kw_only=True)
+    accumulation: Mapping[Scalar, bool] = field(default_factory=dict, kw_only=True)
     opt_in: bool = field(default=False, kw_only=True)
     relieves: Sequence[str] = field(default=(), kw_only=True)
 
@@ -433,7 +433,7 @@ class DimensionForm:
     trial_cost_s: Number = 0.0
     trial_costs_s: Sequence[Number | None] = ()
     fresh_worker: bool = False
-    accumulation: bool | None = None
+    accumulation: Sequence[bool | None] = ()
     opt_in: bool = False
     relieves: Sequence[str] = ()
 

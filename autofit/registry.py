@@ -164,6 +164,7 @@ def resolve(
     }
     known = space.complete({n: v for n, v in chosen.settings.items() if n not in given})
     settings = {**known, **chosen.settings}
+    _check_accumulation(chosen, space)
     used = {setting.partition(".")[0] for setting in settings}
     resolved = ResolvedPlan(
         replace(chosen, settings=settings),
@@ -172,6 +173,17 @@ def resolve(
     )
     _check_payloads(resolved, given)
     return resolved
+
+
+def _check_accumulation(plan: Plan, space: Space) -> None:
+    for name, dimension in space.dimensions.items() if plan.accumulation_steps > 1 else ():
+        value = plan.settings.get(name, dimension.values[0])
+        if dimension.accumulation.get(value) is False:
+            raise InvalidArgument(
+                f"{name}={value} is for plans of one micro-batch, and this one has "
+                f"{plan.accumulation_steps}: choose another value, or micro_batch="
+                f"{plan.samples_per_step}"
+            )
 
 
 def _check_payloads(resolved: ResolvedPlan, given: Mapping[str, Any]) -> None:

@@ -93,7 +93,7 @@ class Space:
 
     def largest_micro_batch_of(self, settings: Settings) -> int:
         """Return the largest micro-batch of a variant's plans; 0 if it has none of its own."""
-        allowed = {dimension.accumulation for dimension in self._changed(settings)}
+        allowed = self._accumulation(settings)
         if True not in allowed:
             is_whole = self._plan(self.largest_micro_batch, {}).accumulation_steps == 1
             return self.largest_micro_batch if is_whole or False not in allowed else 0
@@ -105,8 +105,13 @@ class Space:
 
     def smallest_micro_batch_of(self, settings: Settings) -> int:
         """Return the smallest micro-batch of a variant's plans: the largest if it may not split."""
-        is_whole = any(each.accumulation is False for each in self._changed(settings))
-        return self.largest_micro_batch if is_whole and self.global_batch is not None else 1
+        is_whole = self.global_batch is not None and False in self._accumulation(settings)
+        return self.largest_micro_batch if is_whole else 1
+
+    def _accumulation(self, settings: Settings) -> set[bool]:
+        """Return whether the values accumulate, of those that do not go with both."""
+        named = [(dimension.accumulation, settings[n]) for n, dimension in self.dimensions.items()]
+        return {accumulation[value] for accumulation, value in named if value in accumulation}
 
     def plan(self, micro_batch: int, settings: Settings) -> Plan:
         """Return the variant's plan with the largest possible micro-batch up to this one.
@@ -125,7 +130,8 @@ class Space:
             before = dict(settled)
             for name in settled.keys() & self.dimensions.keys():
                 dimension = self.dimensions[name]
-                fits = accumulates is None or dimension.accumulation in (None, accumulates)
+                asked = dimension.accumulation.get(settled[name])
+                fits = None in (asked, accumulates) or asked is accumulates
                 if not fits or not dimension.allowed_with(settled):
                     settled[name] = dimension.values[0]
         return settled

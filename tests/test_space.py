@@ -11,6 +11,7 @@ from autofit.codec import from_json, to_json
 from autofit.errors import InvalidArgument
 from autofit.plan import Dimension, DimensionForm, Plan, payloads_of
 from autofit.planning.feasibility import Sizes
+from autofit.registry import resolve
 from autofit.space import UNBOUNDED_MICRO_BATCH, Space
 
 DIMENSIONS = {
@@ -168,7 +169,7 @@ def test_the_planner_of_several_ranks_proposes_what_plans_can_be_split_into(
 def test_what_needs_accumulation_is_tried_where_there_is_some(
     geometry: dict[str, int], largest: int
 ) -> None:
-    shared = Dimension(["once", "each"], accumulation=True)
+    shared = Dimension(["once", "each"], accumulation={"each": True})
     space = Space({**DIMENSIONS, "parallel.accumulation": shared}, 4, **geometry)  # type: ignore[arg-type]  # as above
     assert from_json(to_json(DimensionForm.of(shared)), DimensionForm, "it").dimension() == shared
     each = {**space.default_settings, "parallel.accumulation": "each"}
@@ -198,7 +199,7 @@ def test_what_needs_accumulation_is_tried_where_there_is_some(
 def test_what_forbids_accumulation_is_tried_where_there_need_not_be_any(
     geometry: dict[str, int], size: int
 ) -> None:
-    whole = Dimension(["step", "backward"], accumulation=False)
+    whole = Dimension(["step", "backward"], accumulation={"backward": False})
     space = Space({**DIMENSIONS, "update.when": whole}, 4, **geometry)  # type: ignore[arg-type]  # as above
     assert from_json(to_json(DimensionForm.of(whole)), DimensionForm, "it").dimension() == whole
     backward = {**space.default_settings, "update.when": "backward"}
@@ -215,16 +216,33 @@ def test_what_forbids_accumulation_is_tried_where_there_need_not_be_any(
 
 
 def test_without_a_global_batch_what_forbids_accumulation_has_every_size() -> None:
-    space = Space({"update.when": Dimension(["step", "backward"], accumulation=False)}, 4)
+    space = Space(
+        {"update.when": Dimension(["step", "backward"], accumulation={"backward": False})}, 4
+    )
     backward = {"update.when": "backward"}
     assert space.smallest_micro_batch_of(backward) == 1
     assert space.plan(3, backward).settings == backward
 
 
+def test_one_value_of_several_may_forbid_accumulation() -> None:
+    modes = Dimension(["off", "default", "graphs"], accumulation={"graphs": False})
+    space = Space({"compile.mode": modes}, 4, global_batch=8)
+    for mode, smallest in (("default", 1), ("graphs", 8)):
+        settings = {"compile.mode": mode}
+        assert space.smallest_micro_batch_of(settings) == smallest
+        assert space.plan(8, settings).settings == settings
+    assert space.plan(4, {"compile.mode": "default"}).settings == {"compile.mode": "default"}
+    assert space.plan(4, {"compile.mode": "graphs"}).settings == {"compile.mode": "off"}
+    asked = Plan.split(8, 4, settings={"compile.mode": "graphs"})
+    with pytest.raises(InvalidArgument, match="graphs is for plans of one micro-batch"):
+        resolve(asked, space)
+    assert resolve(Plan.split(8, 4, settings={"compile.mode": "default"}), space)
+
+
 def test_nothing_needs_accumulation_and_forbids_it() -> None:
     dimensions = {
-        "update.when": Dimension(["step", "backward"], accumulation=False),
-        "parallel.accumulation": Dimension(["once", "each"], accumulation=True),
+        "update.when": Dimension(["step", "backward"], accumulation={"backward": False}),
+        "parallel.accumulation": Dimension(["once", "each"], accumulation={"each": True}),
     }
     space = Space(dimensions, 4, global_batch=8)
     assert len(list(space.variants())) == 3
@@ -233,7 +251,7 @@ def test_nothing_needs_accumulation_and_forbids_it() -> None:
 def test_what_depends_on_a_setting_that_needs_accumulation_goes_with_it() -> None:
     dimensions = {
         "parallel.bucket": Dimension(["small", "large"], when={"parallel.accumulation": ["each"]}),
-        "parallel.accumulation": Dimension(["once", "each"], accumulation=True),
+        "parallel.accumulation": Dimension(["once", "each"], accumulation={"each": True}),
     }
     space = Space(dimensions, 8, global_batch=32)
     asked = {"parallel.bucket": "large", "parallel.accumulation": "each"}

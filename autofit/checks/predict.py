@@ -428,7 +428,7 @@ class _Predictor:
             self.note(f"{setting} was left at {values[0]}: {why}; set it in the plan to predict it")
             values = values[:1]
         payloads = {value: load for value, load in dimension.payloads.items() if value in values}
-        split = dimension.accumulation
+        split = {value: each for value, each in dimension.accumulation.items() if value in values}
         return Dimension(values, payloads=payloads, when=dimension.when, accumulation=split)
 
     def _fit(self, settings: Settings, gpu: Gpu, space: Space) -> Fit:

@@ -473,7 +473,7 @@ class _Survey(Posterior):
     def _of_other_splits(self, columns: NDArray[np.intp]) -> list[int]:
         """Return the variants that those become in a plan of one micro-batch, and of many."""
         space = self.spec.space
-        if all(dimension.accumulation is None for dimension in space.dimensions.values()):
+        if not any(dimension.accumulation for dimension in space.dimensions.values()):
             return []
         sizes = 1, space.largest_micro_batch
         plans = [space.plan(size, self.variants[at]) for at in columns for size in sizes]

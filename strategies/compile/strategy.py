@@ -7,6 +7,9 @@ modes more: "reduce-overhead" replays the calls as CUDA graphs, which saves laun
 memory of its own, and "max-autotune-no-cudagraphs" times several kernels for each product and
 convolution, which takes longest. On a CPU inductor has neither.
 
+CUDA graphs write the gradients of a replay over those of the one before, which torch reports or not
+(pytorch issues 169545 and 96693), so "reduce-overhead" is for one micro-batch alone.
+
 `compile.region` is "model", or "blocks": what repeats in the model is compiled once for all of its
 kind, which takes less time and leaves the rest as it is; of several ranks, under
 `DistributedDataParallel` alone. `compile.memory_budget` is the share of the activations that the
@@ -29,6 +32,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -113,6 +117,7 @@ class Compile:
             MODE: Dimension(
                 [OFF, *_MODES[context.device.type]],
                 when=_PLAIN_CALLS,
+                accumulation={GRAPHS: False} if GRAPHS in _MODES[context.device.type] else {},
                 trial_cost_s=_cost_s(context, step.operators),
                 trial_costs_s=_costs_of_modes(context, step),
                 fresh_worker=True,
@@ -225,6 +230,7 @@ def _compiled(
         stack.enter_context(_environment_kept())
         if mode == GRAPHS:
             stack.enter_context(_graphs_freed(training.device))
+            stack.callback(training.wrap_forward(partial(_not_accumulating, training.model)))
         notes = _Notes(mode)
         stack.enter_context(_marks_kept(training.model))
         if budget != 1.0:  # around forwards, which is where the partitioner runs
@@ -288,6 +294,22 @@ def _graphs_freed(device: torch.device) -> Iterator[None]:
     finally:
         if before is None:
             cudagraph_trees.reset_cudagraph_trees()
+
+
+@contextmanager
+def _not_accumulating(model: nn.Module) -> Iterator[None]:
+    """Refuse a forward whose gradients would be added to others.
+
+    Raises:
+        Unsupported: there are gradients already.
+    """
+    if torch.is_grad_enabled() and any(each.grad is not None for each in model.parameters()):
+        raise Unsupported(
+            f"{MODE}={GRAPHS}: a CUDA graph writes its gradients over those of its last replay, so "
+            "that they cannot be added up (pytorch issue 169545): drop the gradients before each "
+            "forward, or choose another mode"
+        )
+    yield
 
 
 def _put_back(module: nn.Module, before: Any) -> None:

@@ -211,7 +211,7 @@ def _of_one_step(context: Context) -> Mapping[str, Dimension]:
                 "compile.mode": ("off", None),
                 "precision.dtype": ("default", "tf32", "bfloat16", None),  # float16 has a scaler
             },
-            accumulation=False,
+            accumulation={"backward": False},
             relieves=("memory traffic",),
         )
     if shares:

@@ -61,7 +61,7 @@ class Parallel:
             types.append("bfloat16")
         return {
             MODE: Dimension(modes, payloads=dict.fromkeys(SHARDED, units)),
-            ACCUMULATION: Dimension(["once", "each"], accumulation=True),
+            ACCUMULATION: Dimension(["once", "each"], accumulation={"each": True}),
             COMMUNICATION: Dimension(types),
         }
 

@@ -155,7 +155,7 @@ def test_with_a_global_batch_every_plan_keeps_it(make_device: MakeDevice) -> Non
 
 
 def test_a_split_that_may_not_change_leaves_one_geometry(make_device: MakeDevice) -> None:
-    other = make_device(global_batch=50, may_change_accumulation=False)
+    other = make_device(global_batch=50, may_change_accumulation={"backward": False})
     splits = {r.plan.accumulation_steps for r in _probed(other)}
     assert splits == {other.space.baseline.accumulation_steps}
 
@@ -331,7 +331,7 @@ def test_settings_that_forbid_accumulation_are_probed_in_one_micro_batch(
     make_device: MakeDevice,
 ) -> None:
     name = "update.when"
-    whole = {**DIMENSIONS, name: Dimension(("step", "backward"), accumulation=False)}
+    whole = {**DIMENSIONS, name: Dimension(("step", "backward"), accumulation={"backward": False})}
     device = make_device(dimensions=whole, global_batch=24)
     result = run_search(device.prober(), device.spec())
     assert {trial.plan.accumulation_steps for trial in result.trials} > {1}
@@ -344,7 +344,7 @@ def test_settings_that_forbid_accumulation_are_probed_in_one_micro_batch(
 def test_settings_that_need_accumulation_are_not_probed_without(make_device: MakeDevice) -> None:
     """Though there the value would look as fast as the one that it is the same as."""
     name = "parallel.accumulation"
-    shared = {**DIMENSIONS, name: Dimension(("once", "each"), accumulation=True)}
+    shared = {**DIMENSIONS, name: Dimension(("once", "each"), accumulation={"each": True})}
     plain, free, whole = (
         run_search(device.prober(), device.spec())
         for device in (

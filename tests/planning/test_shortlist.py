@@ -147,7 +147,7 @@ def test_where_nothing_fits_the_leanest_variants_are_on_the_shortlist() -> None:
 
 @pytest.mark.slow
 def test_settings_that_need_accumulation_are_searched_in_large_spaces() -> None:
-    dimensions = SMALL | {"late.sync": Dimension((False, True), accumulation=True)}
+    dimensions = SMALL | {"late.sync": Dimension((False, True), accumulation={True: True})}
     spec = _spec(dimensions, global_batch=16, max_micro_batch=None)
     result = run_search(_prober(), spec, max_probes=6)
     posterior = Posterior(spec, result.trials)

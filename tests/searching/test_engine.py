@@ -445,7 +445,7 @@ def test_the_budget_that_is_expected_to_work_does(make_device: MakeDevice, budge
 
 
 def test_where_only_one_split_was_tried_the_way_to_others_is_named(make_device: MakeDevice) -> None:
-    other = make_device(budget=GIB, global_batch=8, may_change_accumulation=False)
+    other = make_device(budget=GIB, global_batch=8, may_change_accumulation={"backward": False})
     with pytest.raises(
         NoFeasiblePlan, match=r"no other micro-batch than 4 .*allow_accumulation_change=True"
     ):
@@ -517,7 +517,7 @@ def test_another_sampler_may_propose_what_depends_on_accumulation(
     make_device: MakeDevice,
 ) -> None:
     dimensions = {
-        "parallel.accumulation": Dimension(["once", "each"], accumulation=True),
+        "parallel.accumulation": Dimension(["once", "each"], accumulation={"each": True}),
         "parallel.bucket": Dimension(["small", "large"], when={"parallel.accumulation": ["each"]}),
     }
     other = make_device(dimensions=dimensions, global_batch=32)

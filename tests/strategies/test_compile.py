@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch._functorch import config as functorch
 
 import autofit
 from autofit.devices.cpu import CpuDevice
+from autofit.errors import Unsupported
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan, payloads_of
 from autofit.probing.probe import probe_if
@@ -75,6 +77,7 @@ def test_a_gpu_has_two_modes_more_and_autotuning_costs_by_the_product() -> None:
         )
         mode = COMPILE.dimensions(context)[MODE]
         assert list(mode.values)[1:] == ["default", "reduce-overhead", "max-autotune-no-cudagraphs"]
+        assert mode.accumulation == {"reduce-overhead": False}
         assert mode.trial_cost_of("reduce-overhead") == mode.trial_cost_of("default")
         return float(mode.trial_cost_of(mode.values[-1]) - mode.trial_cost_of("default"))
 
@@ -102,6 +105,21 @@ def test_a_mode_is_told_to_the_compiler() -> None:
     assert not config.max_autotune
     lines = COMPILE.describe({MODE: "reduce-overhead"}, {})
     assert lines[-1] == "model = torch.compile(model, mode='reduce-overhead', dynamic=False)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "micro_batch"), [("reduce-overhead", 2), ("reduce-overhead", 4), ("default", 2)]
+)
+def test_cuda_graphs_refuse_to_add_gradients_up(mode: str, micro_batch: int) -> None:
+    """Each replay writes its gradients over those of the last."""
+    plan = ResolvedPlan(Plan.split(4, micro_batch, settings={MODE: mode}), {}, (COMPILE,))
+    refused = mode == "reduce-overhead" and micro_batch == 2
+    with TrainingBuilder(workload, CpuDevice(), 0).training(workload(), plan) as training:
+        with pytest.raises(Unsupported, match="169545") if refused else nullcontext():
+            training.step(workload().batch(4))
+        with torch.no_grad():  # as an evaluation
+            training.loss(workload().batch(4))
 
 
 def test_without_a_compiler_it_is_empty_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

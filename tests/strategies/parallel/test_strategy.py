@@ -45,7 +45,7 @@ def test_plain_ddp_comes_first_and_what_is_sharded_names_its_modules() -> None:
     units = {"modules": ["0", "1"]}
     assert mode.payloads == {"fsdp2": units, "fsdp2_keep": units}
     assert offered["parallel.accumulation"].values == ("once", "each")
-    assert offered["parallel.accumulation"].accumulation
+    assert offered["parallel.accumulation"].accumulation == {"each": True}
 
 
 def test_ranks_share_one_training_however_little_the_arithmetic_may_change() -> None:
