@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 from autofit.codec import Amount, Count, Duration, Number, Wait, to_json
@@ -174,10 +174,15 @@ class Measurement:
             return None
         return self.peak_reserved_bytes + (self.non_torch_bytes or 0)
 
-    @property
+    @cached_property
     def step_time_s(self) -> float | None:
         """Median seconds of an optimizer step."""
         return statistics.median(self.step_times_s) if self.step_times_s else None
+
+    @cached_property
+    def step_error(self) -> float:
+        """The standard error of the log of `step_time_s`, as far as its steps tell."""
+        return median_error(self.step_times_s)
 
     @property
     def step_time_interval_s(self) -> tuple[float, float] | None:
@@ -376,7 +381,6 @@ BETWEEN = 0.01
 was repeated. It counts as one repetition."""
 
 _SIMILAR = 1.5  # step times within this factor of each other are assumed to be equally noisy
-_REMEMBERED = 10_000  # probes; each decision of a search asks about all that it made
 _ENOUGH = 2  # repetitions in the final comparison from which they alone say how it scatters
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Standard errors of a 95 % interval by degrees of freedom, from 1 on (Student's t)."""
@@ -394,7 +398,9 @@ class Noise:
 
     def __init__(self, probes: Sequence[Trial]) -> None:
         timed = [trial for trial in probes if trial.measurement.step_times_s]
-        self._usual = _of_similar([(seconds_of(trial), _error_of_steps(trial)) for trial in timed])
+        self._usual = _of_similar(
+            [(seconds_of(trial), trial.measurement.step_error) for trial in timed]
+        )
         self.repeated = _repeated(timed)
         compared = _repeated(trial for trial in timed if trial.kind is TrialKind.CONFIRMATION)
         self._between, self._degrees = self._learned(self.repeated)
@@ -436,26 +442,18 @@ class Noise:
         for trials in repeated:
             logs = [math.log(seconds_of(trial)) for trial in trials]
             explained = statistics.fmean(self._of_steps(trial) ** 2 for trial in trials)
-            squares += (statistics.variance(logs) - explained) * (len(logs) - 1)
+            mean = statistics.fmean(logs)
+            squares += sum((log - mean) ** 2 for log in logs) - explained * (len(logs) - 1)
             degrees += len(logs) - 1
         return math.sqrt(max(squares, BETWEEN**2) / degrees), degrees
 
     def _of_steps(self, trial: Trial) -> float:
-        return max(_error_of_steps(trial), self._usual[seconds_of(trial)])
+        return max(trial.measurement.step_error, self._usual[seconds_of(trial)])
 
 
 def seconds_of(trial: Trial) -> float:
     """Return the median seconds of one micro-batch of a timed probe."""
-    return statistics.median(trial.measurement.step_times_s) / trial.plan.accumulation_steps
-
-
-def _error_of_steps(trial: Trial) -> float:
-    return _median_error(tuple(trial.measurement.step_times_s))
-
-
-@lru_cache(_REMEMBERED)
-def _median_error(times: tuple[float, ...]) -> float:
-    return median_error(times)
+    return (trial.measurement.step_time_s or 0.0) / trial.plan.accumulation_steps
 
 
 def _repeated(timed: Iterable[Trial]) -> list[list[Trial]]:

@@ -36,30 +36,30 @@ FIRST_SEED = 20_000
 _PLANNING = "autofit.planning."
 
 CONSTANTS = (
-    "planner.MIN_WORTH",
-    "planner.PATIENCE",
-    "planner.NOISE_WORTH",
-    "planner._SURPRISE",
-    "proposals.POTENTIAL_CREDIT",
-    "proposals.OOM_COST",
-    "proposals.SMALLEST_FACTOR",
-    "proposals.MAX_STEP",
-    "proposals.VETO_RISK",
-    "proposals._SHARED",
-    "proposals._IRREGULAR",
-    "proposals._DROP_LATER",
-    "proposals._DROP_ODDS",
-    "proposals._WIDE",
+    "constants.MIN_WORTH",
+    "constants.PATIENCE",
+    "constants.NOISE_WORTH",
+    "constants.SURPRISE",
+    "constants.POTENTIAL_CREDIT",
+    "constants.OOM_COST",
+    "constants.SMALLEST_FACTOR",
+    "constants.MAX_STEP",
+    "constants.VETO_RISK",
+    "constants.SHARED_SIZES",
+    "constants.IRREGULAR",
+    "constants.DROP_LATER",
+    "constants.DROP_ODDS",
+    "constants.WIDE_GAP",
+    "constants.MEMORY_ERROR",
+    "constants.CEILING_MARGIN",
+    "constants.LEAST_SPREAD",
+    "constants.SURE",
+    "constants.ALIKE",
+    "constants.TIE",
+    "constants.MOST_GIVEN_UP",
+    "constants.MOST_LOST",
+    "constants.MOST_BLOCKS",
     "posterior.Posterior.draws",
-    "posterior._MEMORY_ERROR",
-    "posterior.CEILING_MARGIN",
-    "departures.LEAST",
-    "departures._SURE",
-    "departures._ALIKE",
-    "confirmation.TIE",
-    "confirmation.MOST_GIVEN_UP",
-    "confirmation.MOST_LOST",
-    "confirmation._MOST_BLOCKS",
 )
 """Each is doubled, then halved."""
 
@@ -101,17 +101,13 @@ def changes() -> Iterator[Change]:
         for word, factor in (("doubled", 2), ("halved", 0.5)):
             changed = type(value)(value * factor)
             yield Change(f"{name} {word}", ((owner, attribute, changed),))
-    columns = importlib.import_module(f"{_PLANNING}columns")
+    constants = importlib.import_module(f"{_PLANNING}constants")
     for field in DEVIATIONS:
         for word, factor in (("doubled", 2), ("halved", 0.5)):
             priors = [
-                (
-                    "columns",
-                    name,
-                    replace(prior, **{field: factor * getattr(prior, field)}),
-                )
-                for name, prior in vars(columns).items()
-                if name.endswith("_PRIOR")
+                ("constants", name, replace(prior, **{field: factor * getattr(prior, field)}))
+                for name, prior in vars(constants).items()
+                if name.endswith("_PRIOR") and name != "OOM_COST_WITH_PRIOR"
             ]
             yield Change(f"LinePrior.{field} {word}", tuple(priors))
 
@@ -123,17 +119,17 @@ def _rules() -> Iterator[Change]:
     def none_of_them(*given: Any, **named: Any) -> list[Any]:
         return []
 
-    regimes = importlib.import_module(f"{_PLANNING}posterior")._REGIMES
+    regimes = owner_of("constants").REGIMES
     left_out: dict[str, tuple[str, str, Any]] = {
-        "lookahead": ("proposals", "POTENTIAL_CREDIT", 0.0),
+        "lookahead": ("constants", "POTENTIAL_CREDIT", 0.0),
         "a size within the widest gap": ("planner", "within_gap", nothing),
         "a size before a drop": ("proposals", "_before_drop", nothing),
         "sizes between measured ones": ("proposals", "_sizes_between", none_of_them),
         "a repeat after a surprise": ("planner", "_surprise", nothing),
         "halving after a failure": ("proposals", "_halfway", lambda found: found.bound.copy()),
-        "regimes but the first": ("posterior", "_REGIMES", regimes[:1]),
-        "regimes of uneven sizes": ("posterior", "_REGIMES", [regimes[0], regimes[3]]),
-        "residuals that others share": ("departures", "_ALIKE", 0.0),
+        "regimes but the first": ("constants", "REGIMES", regimes[:1]),
+        "regimes of uneven sizes": ("constants", "REGIMES", (regimes[0], regimes[3])),
+        "residuals that others share": ("constants", "ALIKE", 0.0),
     }
     for name, value in left_out.items():
         yield Change(f"without {name}", (value,))

@@ -25,43 +25,34 @@ import numpy as np
 
 from autofit.measurement import Trial, TrialKind, compared_log_speed, middle_of
 from autofit.plan import Plan, Scalar, Settings
+from autofit.planning.constants import (
+    BLOCKS_WHERE_UNSURE,
+    CHANGED,
+    DOUBT,
+    DOUBTED,
+    HEADROOM,
+    MOST_BLOCKS,
+    MOST_GIVEN_UP,
+    MOST_LOST,
+    MOST_MEASURED_FASTER,
+    MOST_RIVALS,
+    TIE,
+    UNSURE,
+)
 from autofit.planning.feasibility import MicroBatches
 from autofit.planning.least_squares import Array
 from autofit.planning.posterior import Posterior
 from autofit.planning.proposals import gain_of_repeating, oom_cost
 from autofit.units import format_bytes, format_rate
 
-TIE = 0.005
-"""Plans whose log speeds are nearer to each other than this are equally fast. No turn is taken
-that is expected to gain less."""
-
-MOST_GIVEN_UP = 0.02
-"""A plan is tied with the fastest where it measured slower by no more than this log speed."""
-
-MOST_LOST = 0.05
-"""An answer is decided where, with 95 %, no other plan is faster by more than this log speed."""
-
-_MOST_RIVALS = 2
-_MOST_MEASURED_FASTER = 6  # rivals that no belief may pass over, because they measured faster
-_MOST_BLOCKS = 8
-_UNSURE = 0.2  # of the log of a factor, to either side with 95 %: "4 times" may be 3.3 or 4.9
-_BLOCKS_WHERE_UNSURE = 3  # of each: their median leaves out one of another moment
-_DOUBT = 0.05  # the probability that a plan is much faster after all, which is left
-_CHANGED = 2.0
-"""A quiet machine repeats a plan within a few percent, the accumulation that the search leaves out
-included; beside busy loops factors of 10 and 33 were seen."""
-_DOUBTED = math.log(1.2)
-"""Samples/s lose less than this from one micro-batch to a larger one, but for few devices."""
-_HEADROOM = 2.0  # deviations of held bytes below the budget
-
 
 @dataclass(frozen=True)
 class Finalist:
-    """A plan in the final comparison.
+    """A plan in the final comparison, or as the search measured it.
 
     Attributes:
         plan: the plan.
-        blocks: its fitting trials of the comparison, at least one.
+        blocks: its fitting trials there, at least one.
         log_speed: median over the blocks of the log of samples per second, with its start over
             the whole training where that is known.
     """
@@ -77,7 +68,7 @@ def next_turn(posterior: Posterior) -> Plan | None:
     first = _next_newcomer(posterior, compared)
     if first is not None or not compared:
         return first
-    if sum(len(finalist.blocks) for finalist in compared) >= _MOST_BLOCKS:
+    if sum(len(finalist.blocks) for finalist in compared) >= MOST_BLOCKS:
         return None
     winner = _winner(posterior, compared)
     rivals = _worth_a_turn(posterior, compared, winner)
@@ -92,7 +83,7 @@ def best_of(posterior: Posterior) -> Trial | None:
     plan.
     """
     compared = finalists(posterior)
-    searched = _searched_log_speeds(posterior)
+    searched = _searched(posterior)
     if compared:
         winner = _winner(posterior, compared)
         turns = {finalist.plan for finalist in compared}
@@ -101,9 +92,11 @@ def best_of(posterior: Posterior) -> Trial | None:
         is_fastest = has_met and all(gap <= uncertain for gap, uncertain in ahead)
         if is_fastest or next_turn(posterior) is None:
             return middle_of(winner.blocks)
-    fastest = max(searched, key=lambda plan: searched[plan], default=None)
-    blocks = [finalist.blocks for finalist in compared if finalist.plan == fastest]
-    return None if fastest is None else middle_of([*blocks, _searched(posterior)[fastest]][0])
+    fastest = max(searched.values(), key=lambda each: each.log_speed, default=None)
+    if fastest is None:
+        return None
+    turns_of = {finalist.plan: finalist for finalist in compared}
+    return middle_of(turns_of.get(fastest.plan, fastest).blocks)
 
 
 def is_decided(posterior: Posterior, best: Plan) -> bool:
@@ -126,22 +119,7 @@ def is_factor_decided(posterior: Posterior, best: Plan) -> bool:
 
 def finalists(posterior: Posterior) -> list[Finalist]:
     """Return the plans that have had a turn in the final comparison, the fastest first."""
-    blocks: dict[Plan, list[Trial]] = {}
-    for trial in posterior.fitting:
-        if trial.kind is TrialKind.CONFIRMATION:
-            blocks.setdefault(trial.plan, []).append(trial)
-    compared = [
-        Finalist(
-            plan,
-            tuple(its),
-            float(
-                posterior.over_training(
-                    np.array(compared_log_speed(its)), _start_up_s(posterior, plan)
-                )
-            ),
-        )
-        for plan, its in blocks.items()
-    ]
+    compared = _measured(posterior, turns=True).values()
     return sorted(compared, key=lambda finalist: -finalist.log_speed)
 
 
@@ -158,14 +136,13 @@ def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan |
     had_turn = {finalist.plan for finalist in compared}
     leader = max(beliefs, key=lambda plan: beliefs[plan])
     baseline = posterior.spec.space.baseline
-    measured = _searched_log_speeds(posterior)
     wanted = [leader, baseline] if baseline in beliefs else [leader]
-    wanted.append(max(measured, key=lambda plan: measured[plan]))
+    wanted.append(max(_searched(posterior).values(), key=lambda each: each.log_speed).plan)
     rivals = had_turn - {baseline}
-    if len(rivals) <= _MOST_RIVALS:
+    if len(rivals) <= MOST_RIVALS:
         others = sorted(beliefs, key=lambda plan: -beliefs[plan])
         wanted += [plan for plan in others if _gain_of_turn(posterior, plan, leader) > TIE]
-    if compared and len(rivals) <= _MOST_MEASURED_FASTER:
+    if compared and len(rivals) <= MOST_MEASURED_FASTER:
         winner = _winner(posterior, compared)
         wanted += _measured_faster(posterior, winner.plan)
         if _lacks_headroom(posterior, winner.blocks):
@@ -191,8 +168,8 @@ def _worth_a_turn(
             each
             for each in compared
             if each.plan == baseline
-            and min(len(each.blocks), len(winner.blocks)) < _BLOCKS_WHERE_UNSURE
-            and _ahead(posterior, baseline, winner.plan)[1] > _UNSURE
+            and min(len(each.blocks), len(winner.blocks)) < BLOCKS_WHERE_UNSURE
+            and _ahead(posterior, baseline, winner.plan)[1] > UNSURE
         ]
     return first or [
         each for each in near if _gain_of_turn(posterior, each.plan, winner.plan) > TIE
@@ -212,7 +189,7 @@ def _undecided(posterior: Posterior, best: Plan) -> list[Plan]:
         if sum(_ahead(posterior, plan, best)) <= MOST_LOST:
             return False
         ahead = posterior.log_speed(plan) - posterior.log_speed(best)
-        return baseline in (plan, best) or float((ahead > MOST_LOST).mean()) > _DOUBT
+        return baseline in (plan, best) or float((ahead > MOST_LOST).mean()) > DOUBT
 
     return [plan for plan in _searched(posterior) if plan != best and may_be_faster(plan)]
 
@@ -223,8 +200,8 @@ def _changed(posterior: Posterior, plan: Plan) -> bool:
     searched = _searched(posterior).get(plan)
     if not blocks or not searched:
         return False
-    apart = compared_log_speed(blocks[0]) - compared_log_speed(searched)
-    return abs(apart) > math.log(_CHANGED)
+    apart = compared_log_speed(blocks[0]) - compared_log_speed(searched.blocks)
+    return abs(apart) > math.log(CHANGED)
 
 
 def _ahead(posterior: Posterior, plan: Plan, other: Plan) -> tuple[float, float]:
@@ -232,16 +209,17 @@ def _ahead(posterior: Posterior, plan: Plan, other: Plan) -> tuple[float, float]
 
     By the blocks of both, or else by the probes of the search of both.
     """
-    blocks = {each.plan: each for each in finalists(posterior)}
-    if plan in blocks and other in blocks:
-        first, second = list(blocks[plan].blocks), list(blocks[other].blocks)
-        ahead = blocks[plan].log_speed - blocks[other].log_speed
-    else:
-        of, speeds = _searched(posterior), _searched_log_speeds(posterior)
-        first, second, ahead = of[plan], of[other], speeds[plan] - speeds[other]
-    errors = posterior.errors
-    error = math.hypot(errors.of_all(first), errors.of_all(second))
-    return ahead, error * errors.significant([*first, *second])
+    found = _measured(posterior, turns=True)
+    if plan not in found or other not in found:
+        found = _searched(posterior)
+    first, second = found[plan], found[other]
+    significant = posterior.errors.significant([*first.blocks, *second.blocks])
+    return first.log_speed - second.log_speed, _error(posterior, first, second) * significant
+
+
+def _error(posterior: Posterior, first: Finalist, second: Finalist) -> float:
+    """Return the standard error of the log by which one measured faster than the other."""
+    return math.hypot(*(posterior.errors.of_all(each.blocks) for each in (first, second)))
 
 
 def _winner(posterior: Posterior, compared: Sequence[Finalist]) -> Finalist:
@@ -274,7 +252,7 @@ def _lacks_headroom(posterior: Posterior, trials: Sequence[Trial]) -> bool:
     """
     held = max(_held_bytes(trial) for trial in trials)
     error = posterior.memory_error(held)
-    return held * math.exp(_HEADROOM * error) > posterior.spec.vram_budget_bytes
+    return held * math.exp(HEADROOM * error) > posterior.spec.vram_budget_bytes
 
 
 def _tied_with_headroom(posterior: Posterior, winner: Plan) -> list[Plan]:
@@ -282,8 +260,8 @@ def _tied_with_headroom(posterior: Posterior, winner: Plan) -> list[Plan]:
     speed = posterior.mean_log_speed(winner)
     tied = [
         plan
-        for plan, trials in _searched(posterior).items()
-        if not _lacks_headroom(posterior, trials)
+        for plan, searched in _searched(posterior).items()
+        if not _lacks_headroom(posterior, searched.blocks)
         and posterior.mean_log_speed(plan) >= speed - MOST_GIVEN_UP
     ]
     return sorted(tied, key=posterior.mean_log_speed)[-1:]
@@ -294,14 +272,12 @@ def _measured_faster(posterior: Posterior, than: Plan) -> list[Plan]:
 
     Those that were compared with it are left out: blocks tell more.
     """
-    speeds, of = _searched_log_speeds(posterior), _searched(posterior)
-    had_turn = {finalist.plan for finalist in finalists(posterior)}
+    searched, had_turn = _searched(posterior), _measured(posterior, turns=True)
     return [
-        plan
-        for plan in sorted(speeds, key=lambda plan: -speeds[plan])
-        if plan not in had_turn
-        and speeds[plan] - speeds[than]
-        > math.hypot(posterior.errors.of_all(of[plan]), posterior.errors.of_all(of[than]))
+        each.plan
+        for each in sorted(searched.values(), key=lambda each: -each.log_speed)
+        if each.plan not in had_turn
+        and each.log_speed - searched[than].log_speed > _error(posterior, each, searched[than])
     ]
 
 
@@ -311,45 +287,40 @@ def _doubted(posterior: Posterior, best: Plan) -> list[Plan]:
     They do so on some devices; and where the machine was slow for a time, which no probe at other
     times shows. Once one has measured so again, the others are believed.
     """
-    of, speeds = _searched(posterior), _searched_log_speeds(posterior)
-    compared = {each.plan: each.log_speed for each in finalists(posterior)}
-    if best not in speeds:
+    searched, compared = _searched(posterior), _measured(posterior, turns=True)
+    if best not in searched:
         return []
+    slow = searched[best].log_speed - DOUBTED
     doubted = [
-        plan
-        for plan in sorted(speeds, key=lambda plan: -speeds[plan])
-        if plan.variant == best.variant
-        and plan.micro_batch > best.micro_batch
-        and speeds[best] - speeds[plan] > _DOUBTED
+        each
+        for each in sorted(searched.values(), key=lambda each: -each.log_speed)
+        if each.plan.variant == best.variant
+        and each.plan.micro_batch > best.micro_batch
+        and each.log_speed < slow
     ]
-    again = [plan for plan in doubted if plan in compared or len(of[plan]) > 1]
-    slow = [plan for plan in again if speeds[best] - compared.get(plan, speeds[plan]) > _DOUBTED]
-    return [] if slow else [plan for plan in doubted if plan not in again]
+    again = [each for each in doubted if each.plan in compared or len(each.blocks) > 1]
+    if any(compared.get(each.plan, each).log_speed < slow for each in again):
+        return []
+    return [each.plan for each in doubted if each not in again]
 
 
-def _searched(posterior: Posterior) -> Mapping[Plan, list[Trial]]:
-    """Return the search's probes of each plan that fits."""
+def _searched(posterior: Posterior) -> Mapping[Plan, Finalist]:
+    """Return each plan that fits, as the search's probes have it."""
+    return _measured(posterior, turns=False)
+
+
+def _measured(posterior: Posterior, *, turns: bool) -> Mapping[Plan, Finalist]:
+    """Return each plan that fits by its turns, or else by the probes of the search."""
     of: dict[Plan, list[Trial]] = {}
     for trial in posterior.fitting:
-        if trial.kind is not TrialKind.CONFIRMATION:
+        if (trial.kind is TrialKind.CONFIRMATION) == turns:
             of.setdefault(trial.plan, []).append(trial)
-    return of
-
-
-def _searched_log_speeds(posterior: Posterior) -> Mapping[Plan, float]:
-    """Return, per plan that fits, its log of samples/s by the probes of the search."""
-    return {
-        plan: float(
-            posterior.over_training(
-                np.array(compared_log_speed(trials)), _start_up_s(posterior, plan)
-            )
-        )
-        for plan, trials in _searched(posterior).items()
-    }
-
-
-def _start_up_s(posterior: Posterior, plan: Plan) -> float:
-    return float(posterior.start_up_s[posterior.index(plan)])
+    found = {}
+    for plan, its in of.items():
+        start_up_s = float(posterior.start_up_s[posterior.index(plan)])
+        log_speed = posterior.over_training(np.array(compared_log_speed(its)), start_up_s)
+        found[plan] = Finalist(plan, tuple(its), float(log_speed))
+    return found
 
 
 def _expected_value(posterior: Posterior, trial: Trial) -> float:
@@ -368,7 +339,7 @@ def _gain_of_turn(posterior: Posterior, plan: Plan, other: Plan) -> float:
     ahead = posterior.log_speed(plan) - posterior.log_speed(other)
     if ahead.mean() > 0:
         ahead = -ahead
-    noise = next(posterior.noise(trial) for trial in posterior.fitting if trial.plan == plan)
+    noise = next(posterior.errors.of(trial) for trial in posterior.fitting if trial.plan == plan)
     return float(gain_of_repeating(ahead[:, None], np.array([noise]))[0])
 
 

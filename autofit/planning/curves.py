@@ -12,6 +12,14 @@ and moves to the nearest point that explains the measurements, each perturbed by
 its own error (randomize-then-optimize; Bardsley, Solonen, Haario and Laine, SIAM J. Sci. Comput.
 36, 2014; `autofit.planning.least_squares`). A bound is a quantile over draws, and therefore wide
 where little was measured.
+
+A step time need not be a line: launches set a floor, a cache or another kernel makes it jump, some
+sizes suit a kernel better than others. Its log is therefore a line plus a departure that changes in
+steps: between two measured sizes it jumps from the one's to the other's, nobody knows where. A
+probe halfway is therefore as likely to be as good as the better of the two as it is to be as bad as
+the worse, which is what makes it worth a try. Beyond the sizes that a variant ran, its departure
+changes as those of the other variants do, or not at all: they launch similar kernels on the same
+device.
 """
 
 from __future__ import annotations
@@ -20,25 +28,27 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.plan import Dimension, Settings
-from autofit.planning.least_squares import MANY, Array, Fitted, Readings, fit, nearest
-from autofit.planning.line_prior import (
-    Hints,
+from autofit.plan import Dimension, Scalar, Settings, variant_key
+from autofit.planning.constants import (
+    ALIKE,
+    BEYOND,
+    LEAST_SPREAD,
+    MANY_READINGS,
+    MULTIPLES,
+    ORDERED,
+    SURE,
+    TINY,
     LinePrior,
-    Terms,
-    log_effects,
-    predicted_effects,
-    shared_features,
 )
+from autofit.planning.least_squares import Array, Fitted, Readings, fit, nearest
 
-MULTIPLES = (8, 4, 2)
-"""Kernels may work in tiles of so many samples."""
-
-_NEGLIGIBLE = 1e-9  # of the largest, for a singular value
+Hints: TypeAlias = Mapping[tuple[str, Scalar], float]
+"""(setting, value) -> expected ratio of a coefficient to that of the setting's first value."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +238,7 @@ class LineFamily:
                 [problem.reduced(weights), interactions[:, seen], uneven[:, : problem.uneven]]
             )
             start = None
-            if len(points) >= MANY:
+            if len(points) >= MANY_READINGS:
                 start = problem.likeliest([count for _, count, _ in parts])
             found = nearest(prior, problem.readings, errors[:, problem.order], start)
             terms = prior.shape[1] - len(seen) - problem.uneven
@@ -260,7 +270,8 @@ class LineFamily:
         problem = _Problem(self, points, freedoms)
 
         def fitted(spreads: Sequence[float], similar: Fitted | None) -> Fitted:
-            readings = problem.with_spreads(np.array(spreads)[:, None])
+            precision = 1 / (problem.errors**2 + np.array(spreads)[:, None] ** 2)
+            readings = replace(problem.readings, precision=precision)
             found = fit(readings, None if similar is None else similar.weights)
             log_y = np.empty_like(found.log_y)
             log_y[:, problem.order] = found.log_y
@@ -287,6 +298,7 @@ class _Problem:
 
     Attributes:
         order: of the points, that sorts them.
+        errors: (readings), the error of each.
         seen: the variants that have points.
         uneven: how many weights of `MULTIPLES` there are.
         readings: the problem.
@@ -309,13 +321,13 @@ class _Problem:
         ones = np.ones((len(freedoms), 1))
         mean_a, mean_b = family._means(points)
         x = np.array([point.x for point in points])[self.order]
-        self._errors = np.array([point.error for point in points])[self.order]
+        self.errors = np.array([point.error for point in points])[self.order]
         self.readings = Readings(
             starts=starts,
             log_x=np.log(x),
             log_y=np.log([point.y for point in points])[self.order],
             at_least=np.array([point.at_least for point in points])[self.order],
-            precision=1 / (self._errors**2 + spread**2),
+            precision=1 / (self.errors**2 + spread**2),
             mean_a=mean_a[self.seen],
             mean_b=mean_b[self.seen],
             features_a=np.hstack([of_a, shared_a, np.zeros_like(of_b)]),
@@ -331,10 +343,6 @@ class _Problem:
             ),
             power=power,
         )
-
-    def with_spreads(self, spreads: Array) -> Readings:
-        """Return the readings with these deviations around the lines, (draws, 1)."""
-        return replace(self.readings, precision=1 / (self._errors**2 + spreads**2))
 
     def likeliest(self, counts: Sequence[int]) -> Array:
         """Return (draws, weights): the likeliest, for parts of so many draws of equal freedom."""
@@ -364,5 +372,205 @@ def _essential(features: Array) -> tuple[Array, Array]:
     Weights that are independent and standard normal are so in every orthonormal basis.
     """
     left, sizes, basis = np.linalg.svd(features, full_matrices=False)
-    count = int((sizes > _NEGLIGIBLE * sizes.max(initial=0.0)).sum())
+    count = int((sizes > TINY * sizes.max(initial=0.0)).sum())
     return left[:, :count] * sizes[:count], basis[:count]
+
+
+def shared_features(count: int, prior: LinePrior, predicted: bool) -> tuple[Array, Array]:
+    """Return features for A and B of two terms of all variants.
+
+    Of predicted lines one shifts the intercepts and one the slopes, else one shifts and one tilts.
+    """
+    ones, none = np.ones((count, 1)), np.zeros((count, 1))
+    if predicted:
+        shifts = prior.predicted_intercept * ones, prior.predicted_level * ones
+        return np.hstack([shifts[0], none]), np.hstack([none, shifts[1]])
+    level, split = prior.level * ones, prior.split * ones
+    return np.hstack([level, split]), np.hstack([level, -split])
+
+
+def log_effects(name: str, dimension: Dimension, hints: Hints) -> dict[Scalar, float]:
+    return {v: float(np.log(hints[name, v])) for v in dimension.values if (name, v) in hints}
+
+
+def predicted_effects(
+    name: str,
+    dimension: Dimension,
+    variants: Sequence[Settings],
+    lines: Mapping[int, tuple[float, float]],
+) -> dict[Scalar, tuple[float, float]]:
+    """Return log effects on (intercept, slope) of values with a predicted line."""
+    found = {variant_key(variants[index]): np.log(line) for index, line in lines.items()}
+    effects: dict[Scalar, tuple[float, float]] = {}
+    for value in dimension.values[1:]:
+        line = found.get(variant_key({**variants[0], name: value}))
+        if line is not None:
+            intercept, slope = line - np.log(lines[0])
+            effects[value] = float(intercept), float(slope)
+    return effects
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of one setting: prior means, (variants), and features, (variants, terms).
+
+    A feature is the standard deviation of its term, because weights are standard normal.
+    """
+
+    mean_a: Array
+    mean_b: Array
+    features_a: Array
+    features_b: Array
+
+    @classmethod
+    def of_setting(
+        cls,
+        values: Sequence[Scalar],
+        by_variant: Sequence[Scalar],
+        prior: LinePrior,
+        intercept_hints: Mapping[Scalar, float],
+        slope_hints: Mapping[Scalar, float],
+        predicted: Mapping[Scalar, tuple[float, float]],
+    ) -> Terms:
+        """Return the terms of a setting with these values; a prediction overrides a hint.
+
+        Args:
+            values: of the setting.
+            by_variant: the value that each variant has.
+            prior: the standard deviations.
+            intercept_hints, slope_hints: value -> log effect.
+            predicted: value -> log effects on intercept and slope.
+        """
+        rows = [values.index(value) for value in by_variant]
+        intercepts = {**intercept_hints, **{v: both[0] for v, both in predicted.items()}}
+        slopes = {**slope_hints, **{v: both[1] for v, both in predicted.items()}}
+        is_ordered = _is_ordered(values)
+        # Between predicted values of an ordered setting the effect is interpolated.
+        known_between = bool(predicted) and is_ordered
+        hinted = np.array([v in intercept_hints and v not in predicted for v in values])
+        mean_a = _effects(values, intercepts, known_between)
+        features_a = _one_each(np.where(hinted, prior.hinted_intercept, prior.intercept))
+        if slopes:
+            known = np.array([value in slopes for value in values])
+            mean_b = _effects(values, slopes, known_between)
+            is_predicted = np.array([value in predicted for value in values])
+            around = np.where(is_predicted, prior.predicted_slope, prior.hinted_slope)
+            around = np.hypot(around, prior.own_share * mean_b)
+            own = _one_each(np.where(known, around, prior.slope))
+            features_b = np.hstack([prior.common_share * mean_b[:, None], own])
+        elif is_ordered:
+            mean_b, features_b = np.zeros(len(values)), _trend_features(len(values), prior)
+        else:
+            is_changed = (np.arange(len(values)) > 0)[:, None]
+            mean_b = np.where(is_changed[:, 0], prior.slope_mean, 0.0)
+            own = _one_each(np.full(len(values), prior.slope))
+            features_b = np.hstack([prior.shared_slope * is_changed, own])
+        return cls(mean_a[rows], mean_b[rows], features_a[rows], features_b[rows])
+
+
+def _effects(values: Sequence[Scalar], known: Mapping[Scalar, float], between: bool) -> Array:
+    """Return the log effect of each value; unknown ones are 0, or interpolated if `between`."""
+    if not between:
+        return np.array([known.get(value, 0.0) for value in values])
+    points = {values[0]: 0.0, **known}
+    at = sorted(points, key=values.index)
+    effects: Array = np.interp(
+        range(len(values)), [values.index(value) for value in at], [points[value] for value in at]
+    )
+    return effects
+
+
+def _one_each(deviations: Array) -> Array:
+    """Return (values, values - 1): an independent term for each value but the first."""
+    features: Array = np.diag(deviations)[:, 1:]
+    return features
+
+
+def _trend_features(count: int, prior: LinePrior) -> Array:
+    """Return (values, values): a straight trend, and a random walk around it."""
+    last, index = count - 1, np.arange(count)[:, None]
+    steps = (np.arange(1, count) <= index) * prior.curvature / np.sqrt(last)
+    return np.hstack([prior.trend * index / last, steps])
+
+
+def _is_ordered(values: Sequence[Scalar]) -> bool:
+    """Return whether neighbouring values can be expected to have similar effects."""
+    if len(values) < ORDERED or any(isinstance(v, bool | str) for v in values):
+        return False
+    return list(values) == sorted(values, key=float)
+
+
+def spread_of(residuals: Array, noise: Array) -> float:
+    """Return the standard deviation of departures that explains these residuals beyond noise.
+
+    Args:
+        residuals: (points), logs of measured over expected step times.
+        noise: (points), their standard deviation where there is no departure.
+    """
+    if not len(residuals):
+        return LEAST_SPREAD
+    excess = (residuals**2 - noise**2).sum() - SURE * np.sqrt(2 * (noise**4).sum())
+    return float(np.sqrt(max(LEAST_SPREAD**2, excess / len(residuals))))
+
+
+class Departures:
+    """Draws of the departures of every plan, given measured ones.
+
+    Args:
+        points: the measured step times, at least one.
+        residuals: (draws, points), logs of measured over expected step times.
+        spread: standard deviation of departures.
+        variants: how many variants there are.
+        seed: of the draws.
+    """
+
+    def __init__(
+        self, points: Sequence[Point], residuals: Array, spread: float, variants: int, seed: int
+    ) -> None:
+        random = np.random.default_rng(seed)
+        draws = len(residuals)
+        self._jump = random.random((draws, variants))
+        self._alike = random.random((draws, variants)) < ALIKE
+        of, log_x = np.array([p.variant for p in points]), np.log([p.x for p in points])
+        order = np.lexsort((log_x, of))
+        of, log_x = of[order], log_x[order]
+        is_first = np.append(True, (np.diff(of) > 0) | (np.diff(log_x) > 0))
+        starts = np.flatnonzero(is_first)  # the first point of each plan
+        weights = np.array([point.error for point in points])[order] ** -2
+        precision = np.add.reduceat(weights, starts)[:, None] + spread**-2
+        weighted = residuals.T[order] * weights[:, None]
+        mean = np.add.reduceat(weighted, starts, axis=0) / precision
+        drawn = mean + random.standard_normal(mean.shape) / np.sqrt(precision)
+        of, log_x = of[starts], log_x[starts]
+        # (variants): how many sizes each ran; (variants, most sizes): their logs, then `BEYOND`;
+        # (variants, most sizes, draws): the departures there.
+        self._count = np.bincount(of, minlength=variants)
+        at = np.arange(len(of)) - np.repeat(np.cumsum(self._count) - self._count, self._count)
+        self._sizes = np.full((variants, self._count.max()), BEYOND)
+        self._sizes[of, at] = log_x
+        self._values = np.zeros((*self._sizes.shape, draws))
+        self._values[of, at] = drawn
+        self._common_x, which = np.unique(log_x, return_inverse=True)
+        self._common = np.bincount(which, drawn.mean(axis=1)) / np.bincount(which)
+
+    def of(self, variants: NDArray[np.intp], log_x: Array) -> Array:
+        """Return (draws, plans): departures of plans of these variants at these sizes.
+
+        Args:
+            variants: (plans), of each.
+            log_x: (plans), or (draws or 1, plans), logs of their micro-batches.
+        """
+        count, sizes = self._count[variants], self._sizes[variants]
+        plan, draw = np.arange(len(variants)), np.arange(len(self._jump))[:, None]
+        last = np.maximum(count - 1, 0)
+        after = (sizes < log_x[..., None]).sum(axis=-1)
+        left, right = np.maximum(after - 1, 0), np.minimum(after, last)
+        start = sizes[plan, left]
+        width = sizes[plan, right] - start
+        share = np.where(width > 0, (log_x - start) / np.where(width > 0, width, 1.0), 0.0)
+        chosen = np.where(share > self._jump[:, variants], right, left)
+        nearest = np.clip(log_x, sizes[:, 0], sizes[plan, last])
+        seen = np.where(count > 0, np.interp(nearest, self._common_x, self._common), 0.0)
+        change = np.interp(log_x, self._common_x, self._common) - seen
+        departures: Array = self._values[variants, chosen, draw] + self._alike[:, variants] * change
+        return departures

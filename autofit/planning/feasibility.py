@@ -18,14 +18,11 @@ from numpy.typing import NDArray
 
 from autofit.measurement import Outcome, Trial, TrialKind, probes_of
 from autofit.plan import Scalar, Settings, VariantKey, variant_key
+from autofit.planning.constants import MOST_ACCIDENTS
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 
 MicroBatches: TypeAlias = NDArray[np.int64]
-
-MOST_ACCIDENTS = 3
-"""After so many plans in a row that ended by accidents, a plan that ran before shows whether the
-machine is to blame."""
 
 _ABOUT_SIZE = (Outcome.SIZE_LIMIT, Outcome.HOST_OOM)
 _OF_THE_TRAINING = (Outcome.UNSUPPORTED, Outcome.NONFINITE, Outcome.LEAK)

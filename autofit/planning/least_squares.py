@@ -16,16 +16,16 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from autofit.planning.constants import (
+    INACTIVE,
+    ITERATIONS,
+    LEAST_GAIN,
+    LEAST_STEP,
+    MANY_READINGS,
+    SHORTENED,
+)
+
 Array: TypeAlias = NDArray[np.float64]
-
-_ITERATIONS = 12
-_LEAST_STEP = 1e-3  # of a weight, whose standard deviation is 1 beforehand
-MANY = 60
-"""From so many readings on, draws start at the likeliest weights, which takes a third of the steps:
-the readings leave no other way to explain them. Most searches have fewer probes."""
-
-_LEAST_GAIN = 0.1  # of a draw's cost: a step that is expected to gain less changes no decision
-_INACTIVE = 1e-6  # precision of a bound that holds: the reading then has no weight
 
 
 @dataclass(frozen=True)
@@ -253,26 +253,28 @@ def nearest(prior: Array, readings: Readings, errors: Array, start: Array | None
         start: (draws, weights), where to begin; None: at the prior draws. From the likeliest
             weights all draws would end beside these, also where few readings leave other ways.
     """
-    least_gain = _LEAST_GAIN if len(readings.log_y) >= MANY else 0.0
+    least_gain = LEAST_GAIN if len(readings.log_y) >= MANY_READINGS else 0.0
     target = readings.log_y + errors / np.sqrt(readings.precision)
     weights, step = (prior if start is None else start).copy(), np.zeros_like(prior)
     promise = np.zeros(len(prior))
     cost, length = np.full(len(prior), np.inf), np.ones(len(prior))
     moving = np.arange(len(prior))
-    for _ in range(_ITERATIONS):
+    for _ in range(ITERATIONS):
         here = readings.of(moving)
         trial = weights[moving] + length[moving, None] * step[moving]
         value, share = here.predicted(trial)
         away = prior[moving] - trial
         with np.errstate(over="ignore", invalid="ignore"):
             residual = target[moving] - value
-            precision = np.where(here.at_least & (residual < 0), _INACTIVE, here.precision)
+            precision = np.where(here.at_least & (residual < 0), INACTIVE, here.precision)
             pull = precision * residual
             trial_cost = (away**2).sum(axis=1) + (pull * residual).sum(axis=1)
         better = trial_cost < cost[moving]  # never where log y is no number
         accepted = moving[better]
         weights[accepted], cost[accepted] = trial[better], trial_cost[better]
-        length[moving] = np.where(better, np.minimum(1.0, 2 * length[moving]), length[moving] / 4)
+        length[moving] = np.where(
+            better, np.minimum(1.0, 2 * length[moving]), length[moving] / SHORTENED
+        )
         if len(accepted):
             at = readings.of(accepted)
             if len(accepted) < len(better):
@@ -284,7 +286,7 @@ def nearest(prior: Array, readings: Readings, errors: Array, start: Array | None
             step[accepted] = _System.of(at, share, precision).solved(at, gradient)
             promise[accepted] = np.einsum("dw,dw->d", gradient, step[accepted])
         ahead = length[moving, None] * step[moving]
-        is_long = np.abs(ahead).max(axis=1) >= _LEAST_STEP
+        is_long = np.abs(ahead).max(axis=1) >= LEAST_STEP
         moving = moving[is_long & (length[moving] * promise[moving] >= least_gain)]
         if not len(moving):
             break

@@ -9,35 +9,31 @@ that take long to try come last, beside the leading plans alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autofit.measurement import Measurement, Outcome, Trial
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
+from autofit.planning.constants import (
+    COSTLY_LEADERS,
+    FORECAST_STEPS,
+    MIN_WORTH,
+    MIN_WORTH_WITH_LINES,
+    NOISE_WORTH,
+    NOISY,
+    PATIENCE,
+    PATIENCE_WITH_LINES,
+    SURPRISE,
+    SURPRISE_PROBES,
+    TIMED_S,
+    VETO_RISK,
+)
 from autofit.planning.least_squares import Array
 from autofit.planning.posterior import Mask, Posterior
-from autofit.planning.proposals import (
-    VETO_RISK,
-    likeliest_to_fit,
-    new_plans,
-    within_gap,
-)
+from autofit.planning.proposals import likeliest_to_fit, new_plans, within_gap
 from autofit.units import format_bytes
-
-MIN_WORTH, PATIENCE = 0.003, 10
-MIN_WORTH_WITH_LINES, PATIENCE_WITH_LINES = 0.005, 8
-"""The search ends when no probe is worth more than the first; after as many probes as the second
-that minimum grows with the square of their number. With predicted memory lines the ladder is short:
-on recorded worlds what is left below 0.005 costs one to two probes and gains nothing."""
-
-NOISE_WORTH = 0.05
-"""The share of the noise of the leading plan's probes below which no gain is looked for."""
-
-_NOISY = 0.1  # from this scatter on, a reader should know that it bounds what is looked for
-_FEW = 4  # fitting probes before step times can be odd
-_SURPRISE = 4.0  # times their noise by which departures are odd
-_LEADERS = 2  # costly values are tried on this many of the fastest other variants
 
 
 @dataclass(frozen=True)
@@ -77,12 +73,12 @@ def decide(
     doubted = _surprise(posterior) if may_repeat else None
     if doubted is not None:
         return doubted
-    costly = posterior.trial_costs_s > 0
+    costly = posterior.columns.trial_costs_s > 0
     plan = propose(posterior, posterior.usable & ~costly)
     if plan is None and costly.any():
         seconds = _probe_seconds(posterior)
         beside = posterior.usable & costly
-        if leaders := posterior.cheap_leaders(_LEADERS):
+        if leaders := posterior.cheap_leaders(COSTLY_LEADERS):
             beside &= posterior.beside(leaders)
         if seconds_left is not None:
             beside &= seconds <= seconds_left
@@ -101,8 +97,8 @@ def decide(
 def _where_noisy(posterior: Posterior) -> str:
     """Say how noisy measurements are, where that bounds the gains that are looked for."""
     leader = posterior.leader
-    noise = 0.0 if leader is None else posterior.noise(leader)
-    return f", where measurements scatter by {noise:.0%}" if noise > _NOISY else ""
+    noise = 0.0 if leader is None else posterior.errors.of(leader)
+    return f", where measurements scatter by {noise:.0%}" if noise > NOISY else ""
 
 
 def veto(posterior: Posterior, plan: Plan) -> Measurement | None:
@@ -140,7 +136,7 @@ def forecast(posterior: Posterior, plan: Plan) -> Forecast:
     if not overheads:
         return Forecast(peak, None)
     step_time_s = plan.samples_per_step / float(np.exp(np.median(posterior.log_speed(plan))))
-    return Forecast(peak, max(overheads) + max(5.0, 10 * step_time_s))
+    return Forecast(peak, max(overheads) + max(TIMED_S, FORECAST_STEPS * step_time_s))
 
 
 def propose(posterior: Posterior, allowed: Mask, *, seconds: Array | None = None) -> Plan | None:
@@ -178,18 +174,18 @@ def _least_worth(posterior: Posterior, leader: Trial) -> float:
         least, patience = MIN_WORTH_WITH_LINES, PATIENCE_WITH_LINES
     factor = posterior.spec.effort.least_worth_factor
     # A quick search looks for large gains alone, and noise does not make those small.
-    least = max(factor * least, min(factor, 1.0) * NOISE_WORTH * posterior.noise(leader))
+    least = max(factor * least, min(factor, 1.0) * NOISE_WORTH * posterior.errors.of(leader))
     return least * max(1.0, len(posterior.probes) / patience) ** 2
 
 
 def _surprise(posterior: Posterior) -> Plan | None:
     """Return the leading plan, to repeat it, where nothing yet tells noise from odd step times."""
     leader = posterior.leader
-    if leader is None or posterior.repeated or len(posterior.fitting) < _FEW:
+    if leader is None or posterior.errors.repeated or len(posterior.fitting) < SURPRISE_PROBES:
         return None
     if any(trial.plan == leader.plan for trial in posterior.in_flight):
         return None
-    return leader.plan if posterior.spread > _SURPRISE * posterior.typical_noise else None
+    return leader.plan if posterior.spread > SURPRISE * posterior.typical_noise else None
 
 
 def _probe_seconds(posterior: Posterior) -> Array:
@@ -197,7 +193,7 @@ def _probe_seconds(posterior: Posterior) -> Array:
     space = posterior.spec.space
     ran = [t.measurement for t in posterior.fitting if not space.is_costly(t.plan.settings)]
     usual = [m.seconds for m in ran if m.seconds is not None]
-    extra_s = posterior.trial_costs_s
+    extra_s = posterior.columns.trial_costs_s
     return extra_s + (float(np.mean(usual)) if usual else 0.0)
 
 
@@ -207,5 +203,51 @@ def _per_second(posterior: Posterior, worths: Array, seconds: Array) -> Array:
     training_s = math.inf
     if samples is not None and leader is not None:
         training_s = samples / math.exp(posterior.mean_log_speed(leader.plan))
-    pays = (worths > 0) & (np.maximum(worths, 0) * training_s > seconds)
+    pays = (worths > 0) & (worths > seconds / training_s)
     return np.where(pays, worths / seconds, -np.inf)
+
+
+def believing(posterior: Posterior, running: Sequence[tuple[Plan, TrialKind]]) -> Posterior:
+    """Return the posterior that also believes those plans; the same one where there are none.
+
+    Args:
+        posterior: of what was measured.
+        running: the plans, and why each runs.
+    """
+    known = [each for each in running if each[0].variant in posterior.given.index]
+    if not known:
+        return posterior
+    posterior = posterior.about([plan for plan, _ in known])
+    first = 1 + max((trial.number for trial in posterior.measured), default=-1)
+    believed = [
+        Trial(number, kind, plan, _forecast(posterior, plan))
+        for number, (plan, kind) in enumerate(known, start=first)
+    ]
+    return Posterior(posterior.spec, posterior.measured, believed, posterior.given)
+
+
+def _forecast(posterior: Posterior, plan: Plan) -> Measurement:
+    """Return what a probe is expected to measure, with the noise and duration of the leader's.
+
+    It is expected to fit, or the plan would not be running; but to fail like all others while
+    nothing has fitted, so that the next worker tries another variant.
+    """
+    leader = posterior.leader
+    if leader is None:
+        return Measurement(Outcome.OOM, detail="in flight")
+    measured = leader.measurement
+    step_time_s = plan.samples_per_step / math.exp(posterior.mean_log_speed(plan))
+    factor = step_time_s / (measured.step_time_s or step_time_s)
+    held = posterior.spec.vram_budget_bytes
+    if posterior.can_predict_memory:
+        held = min(held, round(float(np.median(posterior.held_bytes(plan)))))
+    return Measurement(
+        Outcome.OK,
+        detail="in flight",
+        step_times_s=[factor * seconds for seconds in measured.step_times_s],
+        peak_allocated_bytes=held,
+        peak_reserved_bytes=held,
+        non_torch_bytes=0,
+        allocator_retries=0,
+        seconds=measured.seconds,
+    )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -18,42 +18,145 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autofit.measurement import Noise, Outcome, Trial, TrialKind, oom_probes_of, seconds_of
-from autofit.plan import Dimension, Plan, Settings, VariantKey
-from autofit.planning.columns import Columns, Given
-from autofit.planning.curves import Freedom, LineDraws, Point
-from autofit.planning.departures import LEAST, Departures, spread_of
-from autofit.planning.feasibility import (
-    Exclusions,
-    MicroBatches,
-    Sizes,
-    exclusions_of,
-    trusted,
+from autofit.plan import Dimension, Plan, Settings, VariantKey, variant_key
+from autofit.planning.constants import (
+    CEILING_MARGIN,
+    DRAWS,
+    LEAST_SPREAD,
+    MEMORY_ERROR,
+    MEMORY_PRIOR,
+    MOST_VARIANTS,
+    NO_SPEED,
+    PREDICTED_TIME_PRIOR,
+    REGIMES,
+    SURVEY_DRAWS,
+    SURVEYED_LEADERS,
+    TIME_PRIOR,
 )
+from autofit.planning.curves import (
+    Departures,
+    Freedom,
+    Hints,
+    LineDraws,
+    LineFamily,
+    Point,
+    spread_of,
+)
+from autofit.planning.feasibility import Exclusions, MicroBatches, Sizes, exclusions_of, trusted
 from autofit.planning.least_squares import Array
-from autofit.planning.search_spec import SearchSpec
-from autofit.planning.shortlist import MOST_VARIANTS, SURVEY_DRAWS, shortlist
+from autofit.planning.search_spec import MemoryLine, SearchSpec
 
 Mask: TypeAlias = NDArray[np.bool_]
 
-DRAWS = 160
-_MEMORY_ERROR = 0.02
-"""Least standard deviation of the log of held bytes, around the line of the variant."""
 
-CEILING_MARGIN = 0.8
-"""The log margin below the budget at a ceiling, in standard deviations of what a probe holds: about
-80 % of its probes then fit."""
+@dataclass(frozen=True)
+class Columns:
+    """The variants that a posterior's arrays have a column for, and what is known of each before.
 
-_SURVEYED_LEADERS = 4  # costly values beside so many of the fastest are on a shortlist
-_HOPELESS = -1000.0  # the log of a speed that no plan has
+    Attributes:
+        variants: the settings of each.
+        index: the column of each.
+        largest_micro_batches: (variants), the largest micro-batch of each one's plans.
+        trial_costs_s: (variants), the extra seconds of a probe of each.
+        values: (settings, variants), the place of each one's value among those of the setting.
+        memory, time: the prior of bytes and of seconds over micro-batch.
+    """
 
-_REGIMES = [
-    (odds * others, Freedom(power, uneven, max(fixed, factor), factor))
-    for others, power, fixed in ((1.0, 1.0, 1.0), (0.5, 4.0, 5.0))
-    for odds, uneven, factor in ((1.0, 0.0, 1.0), (0.2, 0.08, 1.0), (0.2, 0.03, 3.0))
-]
-"""The ways in which step times may follow from the settings and the micro-batch, each with its odds
-beforehand. Where launches overlap kernels, a small micro-batch takes as long as its launches: it
-tells little of larger ones, and settings differ in how much they launch."""
+    variants: list[Settings]
+    index: Mapping[VariantKey, int]
+    largest_micro_batches: MicroBatches
+    trial_costs_s: Array
+    values: NDArray[np.intp]
+    memory: LineFamily
+    time: LineFamily
+
+    def among(self, few: NDArray[np.intp]) -> Columns:
+        """Return these columns alone."""
+        variants = [self.variants[column] for column in few]
+        return Columns(
+            variants,
+            {variant_key(settings): column for column, settings in enumerate(variants)},
+            self.largest_micro_batches[few],
+            self.trial_costs_s[few],
+            self.values[:, few],
+            self.memory.among(few),
+            self.time.among(few),
+        )
+
+
+class Given:
+    """What follows from the specification alone, whatever was probed: found once for a search.
+
+    Attributes:
+        index: the place of each variant among all.
+    """
+
+    def __init__(self, spec: SearchSpec) -> None:
+        self._spec = spec
+        self._variants: list[Settings] = list(spec.space.variants())
+        self.index: dict[VariantKey, int] = {
+            variant_key(settings): index for index, settings in enumerate(self._variants)
+        }
+
+    @cached_property
+    def columns(self) -> Columns:
+        """One for every variant."""
+        space, variants = self._spec.space, self._variants
+        times = self._by_index(self._spec.predicted_times)
+        largest = [space.largest_micro_batch_of(settings) for settings in variants]
+        costs_s = [space.trial_cost_s(settings) for settings in variants]
+        values = [
+            [dimension.values.index(settings[name]) for settings in variants]
+            for name, dimension in space.dimensions.items()
+        ]
+        return Columns(
+            variants,
+            self.index,
+            np.array(largest),
+            np.array(costs_s),
+            np.array(values, dtype=np.intp).reshape(-1, len(variants)),
+            LineFamily(
+                variants,
+                space.dimensions,
+                MEMORY_PRIOR,
+                slope_hints=self.hints("bytes_per_sample"),
+                intercept_hints=self.hints("fixed_bytes"),
+                lines=self.predicted_lines,
+            ),
+            LineFamily(
+                variants,
+                space.dimensions,
+                PREDICTED_TIME_PRIOR if times else TIME_PRIOR,
+                slope_hints=self.hints("seconds_per_sample"),
+                lines=times,
+            ),
+        )
+
+    @cached_property
+    def predicted_lines(self) -> Mapping[int, MemoryLine]:
+        """Predicted memory lines by the place of the variant."""
+        return self._by_index(self._spec.predicted_lines)
+
+    def hints(self, field: str) -> Hints:
+        """Return that field of the hints of all values."""
+        return {
+            (name, value): factor
+            for name, dimension in self._spec.space.dimensions.items()
+            for value, hint in dimension.hints.items()
+            if (factor := getattr(hint, field)) is not None and factor > 0
+        }
+
+    def _by_index(self, lines: Mapping[VariantKey, MemoryLine]) -> Mapping[int, MemoryLine]:
+        """Return predicted lines by variant index; empty without the plain variant's.
+
+        Lines with a coefficient that has no logarithm are left out.
+        """
+        found = {
+            index: line
+            for key, index in self.index.items()
+            if (line := lines.get(key)) is not None and min(line) > 0
+        }
+        return found if 0 in found else {}
 
 
 class Posterior:
@@ -62,7 +165,7 @@ class Posterior:
     Attributes:
         spec: the specification of the search.
         measured: the trials that were run, less accidents of an ill machine.
-        in_flight: trials that are believed, not measured; see `autofit.planning.in_flight`.
+        in_flight: trials that are believed, not measured; see `autofit.planning.planner.believing`.
         given: what other posteriors of the specification use too.
         probes: both.
     """
@@ -92,11 +195,6 @@ class Posterior:
         if all(plan.variant in self.columns.index for plan in plans):
             return self
         return Posterior(self.spec, self.measured, self.in_flight, self.given, plans)
-
-    @property
-    def variant_keys(self) -> Collection[VariantKey]:
-        """The variants that plans may have."""
-        return self.given.index.keys()
 
     @cached_property
     def columns(self) -> Columns:
@@ -178,38 +276,37 @@ class Posterior:
     @cached_property
     def time(self) -> LineDraws:
         """Seconds of one micro-batch over its size, departures left out."""
-        probabilities, spreads = self._regimes
+        probabilities, freedoms = self._regimes
         shares = np.diff(np.round(self.draws * np.cumsum([0.0, *probabilities])).astype(int))
         parts = [
-            (replace(freedom, spread=spread), int(count), self.seed + 10 * index)
-            for index, ((_, freedom), spread, count) in enumerate(
-                zip(_REGIMES, spreads, shares, strict=True), start=1
-            )
+            (freedom, int(count), self.seed + 10 * index)
+            for index, (freedom, count) in enumerate(zip(freedoms, shares, strict=True), start=1)
         ]
         return self.columns.time.mixed_draws(self._time_points, parts)
 
     @property
     def spread(self) -> float:
         """Standard deviation of the log of a plan's mean step time around its line."""
-        probabilities, spreads = self._regimes
-        return spreads[int(np.argmax(probabilities))]
+        probabilities, freedoms = self._regimes
+        return freedoms[int(np.argmax(probabilities))].spread
 
     @cached_property
-    def _regimes(self) -> tuple[Array, list[float]]:
-        """The probability of each regime, and the spread around its lines."""
-        log_odds = np.log([odds for odds, _ in _REGIMES])
-        spreads = [LEAST] * len(_REGIMES)
-        points = self._time_points
+    def _regimes(self) -> tuple[Array, list[Freedom]]:
+        """The probability of each regime, and the freedom of its lines."""
+        log_odds = np.log([odds for odds, *_ in REGIMES])
+        freedoms = [Freedom(*rest) for _, *rest in REGIMES]
+        spreads, points = [LEAST_SPREAD] * len(freedoms), self._time_points
         if points:
             noise, log_y = np.array([p.error for p in points]), np.log([p.y for p in points])
-            fitted = self.columns.time.fits(points, [freedom for _, freedom in _REGIMES])
+            fitted = self.columns.time.fits(points, freedoms)
             found = fitted(spreads, None)
             for _ in range(2):
                 spreads = [spread_of(log_y - line, noise) for line in found.log_y]
                 found = fitted(spreads, found)
             log_odds += found.log_evidence
         odds = np.exp(log_odds - log_odds.max())
-        return odds / odds.sum(), spreads
+        pairs = zip(freedoms, spreads, strict=True)
+        return odds / odds.sum(), [replace(freedom, spread=spread) for freedom, spread in pairs]
 
     @cached_property
     def departures(self) -> Departures:
@@ -250,13 +347,13 @@ class Posterior:
 
     def log_speed(self, plan: Plan) -> Array:
         """(draws,): log of the plan's samples per second, its own measurements included."""
-        at = self._column_of.get(plan)
-        return self._log_speeds_of([plan])[:, 0] if at is None else self._of_fitting[:, at]
+        found = self._of_fitting.get(plan)
+        return self._log_speeds_of([plan])[:, 0] if found is None else found[0]
 
     def mean_log_speed(self, plan: Plan) -> float:
         """Return the expected log of the plan's samples per second."""
-        at = self._column_of.get(plan)
-        return float(self.log_speed(plan).mean() if at is None else self._mean_of_fitting[at])
+        found = self._of_fitting.get(plan)
+        return float(self.log_speed(plan).mean()) if found is None else found[1]
 
     @cached_property
     def leader(self) -> Trial | None:
@@ -267,19 +364,11 @@ class Posterior:
         return max(self.fitting, key=lambda t: self.mean_log_speed(t.plan), default=None)
 
     @cached_property
-    def _column_of(self) -> Mapping[Plan, int]:
-        plans = dict.fromkeys(trial.plan for trial in self.fitting)
-        return {plan: column for column, plan in enumerate(plans)}
-
-    @cached_property
-    def _of_fitting(self) -> Array:
-        """(draws, plans): `log_speed` of the plans of `fitting`, all at once."""
-        return self._log_speeds_of(list(self._column_of))
-
-    @cached_property
-    def _mean_of_fitting(self) -> Array:
-        mean: Array = self._of_fitting.mean(axis=0)
-        return mean
+    def _of_fitting(self) -> Mapping[Plan, tuple[Array, float]]:
+        """`log_speed` and `mean_log_speed` of the plans of `fitting`, all at once."""
+        plans = list(dict.fromkeys(trial.plan for trial in self.fitting))
+        drawn = self._log_speeds_of(plans)
+        return dict(zip(plans, zip(drawn.T, drawn.mean(axis=0).tolist(), strict=True), strict=True))
 
     def _log_speeds_of(self, plans: Sequence[Plan]) -> Array:
         """Return (draws, plans): `log_speed` of each."""
@@ -292,7 +381,7 @@ class Posterior:
 
         The most that was measured: what a compiler has done once it remembers.
         """
-        start_up_s = self.trial_costs_s.copy()
+        start_up_s = self.columns.trial_costs_s.copy()
         measured: dict[int, float] = {}
         for trial in self.fitting if start_up_s.any() else ():
             index, seen_s = self.index(trial.plan), trial.measurement.start_up_s
@@ -300,11 +389,6 @@ class Posterior:
                 measured[index] = max(measured.get(index, 0.0), seen_s)
         start_up_s[list(measured)] = list(measured.values())
         return start_up_s
-
-    @property
-    def trial_costs_s(self) -> Array:
-        """(variants): the extra seconds of a probe of each."""
-        return self.columns.trial_costs_s
 
     def over_training(self, log_speed: Array, start_up_s: Array | float) -> Array:
         """Return the log of samples/s over the whole training, its start included.
@@ -381,25 +465,16 @@ class Posterior:
         all that is held.
         """
         segment_bytes = min(self.spec.segment_bytes, held_bytes)
-        return max(_MEMORY_ERROR, segment_bytes / math.sqrt(12) / held_bytes)
+        return max(MEMORY_ERROR, segment_bytes / math.sqrt(12) / held_bytes)
 
     def oom_risk(self, plan: Plan) -> float:
         """Return the probability that a probe of the plan runs out of memory."""
         return float((self.memory_limit[:, self.index(plan)] < plan.micro_batch).mean())
 
-    def noise(self, trial: Trial) -> float:
-        """Return the standard deviation of the log of a probe's step time; see `Noise.of`."""
-        return self.errors.of(trial)
-
     @cached_property
     def typical_noise(self) -> float:
         """The median of all probes' noise; 0 if nothing was timed."""
         return statistics.median([point.error for point in self._time_points] or [0.0])
-
-    @property
-    def repeated(self) -> list[list[Trial]]:
-        """The timed probes of each plan that was timed more than once."""
-        return self.errors.repeated
 
     @cached_property
     def errors(self) -> Noise:
@@ -415,17 +490,15 @@ class Posterior:
         }
         for trial in self.probes:
             outcome, held = trial.measurement.outcome, trial.measurement.held_bytes
-            variant, x = self.index(trial.plan), float(trial.plan.micro_batch)
             if trial.plan in refuted and outcome is Outcome.OK:
                 continue
-            if outcome in (Outcome.OK, Outcome.OVER_BUDGET) and held:
-                points.append(Point(variant, x, float(held), self.memory_error(held)))
-            elif outcome.about_memory and not trial.measurement.contended:
-                budget = float(self.spec.vram_budget_bytes)
-                points.append(Point(variant, x, budget, self.memory_error(budget), at_least=True))
-            elif outcome.about_memory and held:  # other processes used part of the budget
+            is_exact = outcome in (Outcome.OK, Outcome.OVER_BUDGET) and bool(held)
+            # Of what ran out while other processes used part of the budget, it needs what it held.
+            y = held if is_exact or trial.measurement.contended else self.spec.vram_budget_bytes
+            if y and (is_exact or outcome.about_memory):
+                x, error = float(trial.plan.micro_batch), self.memory_error(y)
                 points.append(
-                    Point(variant, x, float(held), self.memory_error(held), at_least=True)
+                    Point(self.index(trial.plan), x, float(y), error, at_least=not is_exact)
                 )
         return points
 
@@ -436,7 +509,7 @@ class Posterior:
                 self.index(trial.plan),
                 trial.plan.mean_micro_batch,
                 seconds_of(trial),
-                self.noise(trial),
+                self.errors.of(trial),
             )
             for trial in self.probes
             if trial.measurement.step_times_s
@@ -454,17 +527,17 @@ class _Survey(Posterior):
 
     def shortlist(self) -> NDArray[np.intp]:
         """Return the variants worth a column, those that ran among them."""
-        costly = self.trial_costs_s > 0
+        costly = self.columns.trial_costs_s > 0
         groups = np.array([~costly, costly])
         found = shortlist(self._promise(), groups, self.columns.values)
-        beside = costly & self.beside(self.cheap_leaders(_SURVEYED_LEADERS))
+        beside = costly & self.beside(self.cheap_leaders(SURVEYED_LEADERS))
         ran = [0, *(self.index(trial.plan) for trial in self.probes)]
         found = np.unique(np.concatenate([found, np.flatnonzero(beside), ran]))
         return np.union1d(found, self._of_other_splits(found)).astype(np.intp)
 
     def _promise(self) -> Array:
         """(draws, variants): log speed at the ceiling; where nothing fits, how little is held."""
-        promise = _HOPELESS - np.log(self.memory.value_at(self.sizes.smallest))
+        promise = NO_SPEED - np.log(self.memory.value_at(self.sizes.smallest))
         if self.fitting:
             speeds = self.log_speeds(self.ceilings)
             promise = np.where(np.isfinite(speeds), speeds, promise)
@@ -478,6 +551,30 @@ class _Survey(Posterior):
         sizes = 1, space.largest_micro_batch
         plans = [space.plan(size, self.variants[at]) for at in columns for size in sizes]
         return [self.index(plan) for plan in plans]
+
+
+def shortlist(
+    promise: Array, groups: NDArray[np.bool_], values: NDArray[np.intp]
+) -> NDArray[np.intp]:
+    """Return the variants that a draw names in some group, and the best of every value.
+
+    Args:
+        promise: (draws, variants), larger for a better variant; -inf for one that may not be run.
+        groups: (groups, variants), which variants are named together.
+        values: (settings, variants), the place of each one's value in its setting.
+    """
+    named = [_best(np.where(group, promise, -np.inf)) for group in groups]
+    order = np.argsort(-promise.mean(axis=0), kind="stable")
+    firsts = [order[np.unique(places[order], return_index=True)[1]] for places in values]
+    return np.unique(np.concatenate([*named, *firsts]))
+
+
+def _best(promise: Array) -> NDArray[np.intp]:
+    """Return the variants that some draw names, those excluded left out."""
+    most = min(MOST_VARIANTS // SURVEY_DRAWS, promise.shape[1])
+    named = np.argpartition(-promise, most - 1, axis=1)[:, :most]
+    best: NDArray[np.intp] = named[np.take_along_axis(promise, named, axis=1) > -np.inf]
+    return best
 
 
 def _not_cheap(dimensions: Mapping[str, Dimension]) -> set[str]:

@@ -13,56 +13,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autofit.measurement import Trial
 from autofit.plan import Plan
-from autofit.planning.curves import MULTIPLES
-from autofit.planning.departures import LEAST
+from autofit.planning.constants import (
+    APART,
+    DROP_LATER,
+    DROP_ODDS,
+    ENOUGH_BELOW,
+    FARTHEST,
+    IRREGULAR,
+    LEAST_OWN,
+    MAX_STEP,
+    MAX_STEP_WITH_LINES,
+    MIN_STEP,
+    MOST_DROP,
+    MOST_WITHOUT_FIT,
+    MULTIPLES,
+    OOM_COST,
+    OOM_COST_WITH_PRIOR,
+    OUT_OF_REACH,
+    POTENTIAL_CREDIT,
+    RISKS,
+    SHARED_SIZES,
+    SMALLEST_FACTOR,
+    TINY,
+    VETO_RISK,
+    WIDE_GAP,
+)
 from autofit.planning.feasibility import MicroBatches
 from autofit.planning.least_squares import Array
 from autofit.planning.posterior import Mask, Posterior
-
-Proposal: TypeAlias = tuple[float, Plan]
-"""The worth of a probe, and its plan."""
-
-POTENTIAL_CREDIT = 0.9
-"""The share of a variant's potential that a probe is credited with which will make it known."""
-
-OOM_COST = 0.045
-OOM_COST_WITH_PRIOR = 0.12
-"""The cost of the first OOM: a lost probe, and perhaps a new worker. See `oom_cost`."""
-
-SMALLEST_FACTOR = 0.25
-"""The cost's factor while no more than the smallest micro-batch is known to fit: there is much to
-gain from the next, and nothing yet tells fixed bytes from those of a sample."""
-
-MAX_STEP = 4
-MAX_STEP_WITH_LINES = 16
-"""No micro-batch is tried that is more than this many times the largest measured: the second where
-memory lines were predicted."""
-
-VETO_RISK = 0.1
-"""A proposal of another sampler that is more likely than this to run out of memory is refused."""
-
-_RISKS = (0.006, 0.015, 0.03, 0.06, 0.12, 0.25, 0.4, 0.6)
-_MIN_STEP = 1.02  # a smaller step beyond the variant's largest micro-batch teaches nothing
-_SHARED = 3  # fastest sizes of other variants that are tried on a new one
-_NEAR = 1.1  # a size that fails below its line's limit by no more than this was expected to fail
-_APART = 1.1  # a size nearer than this factor to one that the variant ran teaches nothing
-_MOST_WITHOUT_FIT = 12
-_IRREGULAR = 2 * LEAST  # spread of step times from which speed need not grow with the size
-_DROP_LATER = 0.5  # the probability that a drop of speed is beyond the middle
-_DROP_ODDS = 0.02  # the probability that speed drops within a factor of e of micro-batches
-_MOST_DROP = math.log(4)
-_WIDE = 2.5  # a gap between measured sizes that may hide a drop
-_ENOUGH_BELOW = 2  # sizes of at most half the leader's that show a drop below it
-_LEAST = 1e-9  # standard deviation of log speeds, so that nothing is divided by zero
-_LEAST_OWN = 0.05  # the share of its variance that a second measurement adds at least to the first
-_HOPELESS = -3.0  # log speed beside the leader's of a variant that does not fit at all
 
 
 def oom_cost(posterior: Posterior, risk: Array) -> Array:
@@ -87,7 +71,7 @@ def new_plans(
     """Return the sizes of allowed variants that may be probed: variants, sizes, and worths."""
     halfway = _halfway(posterior)
     opening = _next_sizes(posterior, halfway)
-    is_irregular = posterior.spread > _IRREGULAR
+    is_irregular = posterior.spread > IRREGULAR
     between = _sizes_between(posterior, halfway) if is_irregular else []
     rows = np.array([*opening, *between])
     row, variants = np.nonzero((rows >= 1) & allowed)
@@ -128,7 +112,7 @@ def _opened(
         variants, sizes: (plans), of each.
     """
     reached = posterior.log_speeds(posterior.ceilings) - ahead
-    reached = np.where(np.isfinite(reached), reached, _HOPELESS)[:, variants]
+    reached = np.where(np.isfinite(reached), reached, OUT_OF_REACH)[:, variants]
     held = posterior.memory.log_values_of(variants, sizes.astype(np.float64))
     errors = posterior.typical_noise, posterior.memory_error(posterior.spec.vram_budget_bytes)
     change = _explained_deviation(np.stack([reached, log_speeds, held]), *errors)
@@ -148,20 +132,20 @@ def _before_drop(posterior: Posterior, leader: Trial) -> tuple[float, int] | Non
         np.full(len(posterior.variants), math.sqrt(plan.micro_batch * above))
     )
     size = int(middle[posterior.index(plan)])
-    smaller = [t for t in posterior.fitting if _APART * t.plan.micro_batch <= plan.micro_batch]
-    if size < _APART * plan.micro_batch or above < _APART * size or not smaller:
+    smaller = [t for t in posterior.fitting if APART * t.plan.micro_batch <= plan.micro_batch]
+    if size < APART * plan.micro_batch or above < APART * size or not smaller:
         return None
 
     def log_speed(trial: Trial) -> float:
         return posterior.mean_log_speed(trial.plan)
 
     beside = max(smaller, key=log_speed)
-    noise = math.hypot(posterior.noise(leader), posterior.noise(beside))
+    noise = math.hypot(posterior.errors.of(leader), posterior.errors.of(beside))
     rise = (log_speed(leader) - log_speed(beside) - noise) / math.log(
         plan.micro_batch / beside.plan.micro_batch
     )
     gain = min(max(rise, 0.0), 1.0) * math.log(size / plan.micro_batch)
-    return _DROP_LATER * gain, size
+    return DROP_LATER * gain, size
 
 
 def _next_sizes(posterior: Posterior, halfway: MicroBatches) -> list[MicroBatches]:
@@ -176,14 +160,14 @@ def _next_sizes(posterior: Posterior, halfway: MicroBatches) -> list[MicroBatche
     bound = np.minimum(halfway, step * max(plan.micro_batch for plan in ran))
     steps: list[MicroBatches] = []
     even_steps: list[MicroBatches] = []
-    for limit in np.quantile(posterior.memory_limit, _RISKS, axis=0):
+    for limit in np.quantile(posterior.memory_limit, RISKS, axis=0):
         wanted = np.maximum(np.minimum(limit, bound), posterior.sizes.smallest)
         sizes = posterior.sizes.handy(wanted)
         even = sizes // MULTIPLES[0] * MULTIPLES[0]
         even = np.where((2 * even > sizes) & (even < sizes), even, 0)
         even = posterior.sizes.down(even.astype(np.float64))
         for wanted_sizes, found in ((sizes, steps), (even, even_steps)):
-            is_new = wanted_sizes > _MIN_STEP * posterior.largest
+            is_new = wanted_sizes > MIN_STEP * posterior.largest
             is_new &= wanted_sizes <= posterior.bound
             found.append(np.where(is_new, wanted_sizes, 0))
     return steps + even_steps
@@ -203,14 +187,15 @@ def _halfway(posterior: Posterior) -> MicroBatches:
     halfway, most = posterior.bound.copy(), int(largest.max(initial=1))
     for trial in posterior.probes:
         index, failed = posterior.index(trial.plan), trial.plan.micro_batch
-        is_expected = trial.measurement.outcome.about_memory and limit[index] < _NEAR * failed
-        if failed == posterior.bound[index] + 1:
-            middle = math.isqrt(max(1, int(largest[index])) * failed)
-            if is_expected:
-                middle = max(middle, int(min(sure[index], failed - 1)))
-            next_size = posterior.sizes.at_least(int(largest[index]) + 1)
-            halfway[index] = min(max(middle, next_size), posterior.bound[index])
-        if failed == posterior.bound[index] + 1 and failed > most and not is_expected:
+        if failed != posterior.bound[index] + 1:
+            continue
+        is_expected = trial.measurement.outcome.about_memory and limit[index] < APART * failed
+        middle = math.isqrt(max(1, int(largest[index])) * failed)
+        if is_expected:
+            middle = max(middle, int(min(sure[index], failed - 1)))
+        next_size = posterior.sizes.at_least(int(largest[index]) + 1)
+        halfway[index] = min(max(middle, next_size), posterior.bound[index])
+        if failed > most and not is_expected:
             next_size = posterior.sizes.at_least(most + 1)
             halfway = np.minimum(halfway, max(next_size, math.isqrt(most * failed)))
     return halfway
@@ -229,28 +214,28 @@ def _sizes_between(posterior: Posterior, halfway: MicroBatches) -> list[MicroBat
     fastest: dict[int, int] = {}
     for trial in fitting:
         fastest.setdefault(posterior.index(trial.plan), trial.plan.micro_batch)
-    shared = list(dict.fromkeys(fastest.values()))[:_SHARED]
+    shared = list(dict.fromkeys(fastest.values()))[:SHARED_SIZES]
     rows = np.zeros((2 + len(shared), len(measured)))
     for index, its in enumerate(measured):
         if not its:
             rows[2:, index] = shared
         elif index in fastest:
             best = fastest[index]
-            below = max((size for size in its if size < best), default=best / 4)
+            below = max((size for size in its if size < best), default=0)
             above = min((size for size in its if size > best), default=0)
-            rows[:2, index] = math.sqrt(best * below), math.sqrt(best * above)
+            rows[:2, index] = math.sqrt(best * below) or best / 2, math.sqrt(best * above)
     found = []
     for row in rows:
         sizes = posterior.sizes.handy(row)
         is_new = [
-            all(max(s, m) >= _APART * min(s, m) for m in its)
+            all(max(s, m) >= APART * min(s, m) for m in its)
             for s, its in zip(sizes.tolist(), measured, strict=True)
         ]
         found.append(np.where(is_new & (sizes <= halfway), sizes, 0))
     return found
 
 
-def within_gap(posterior: Posterior, leader: Trial) -> Proposal | None:
+def within_gap(posterior: Posterior, leader: Trial) -> tuple[float, Plan] | None:
     """Return a size within the widest gap that the leader's variant leaves below the leader.
 
     A drop of speed inside a gap shows at neither end: a line with a larger fixed time explains
@@ -266,19 +251,19 @@ def within_gap(posterior: Posterior, leader: Trial) -> Proposal | None:
     }
     sizes = sorted(own)
     halves = sum(2 * size <= plan.micro_batch for size in sizes)
-    is_known = halves >= _ENOUGH_BELOW and sizes[0] ** 2 <= plan.micro_batch
+    is_known = halves >= ENOUGH_BELOW and sizes[0] ** 2 <= plan.micro_batch
     if is_known or posterior.has_predicted_memory or posterior.spec.predicted_times:
         return None
     below, above = max(zip([1, *sizes], sizes, strict=False), key=lambda gap: gap[1] / gap[0])
     row = np.full(len(posterior.variants), math.sqrt(below * above))
     size = int(posterior.sizes.handy(row)[posterior.index(plan)])
-    if above < _WIDE * below or size < 1 or size in own or size >= above:
+    if above < WIDE_GAP * below or size < 1 or size in own or size >= above:
         return None
     middle, ahead = space.plan(size, plan.settings), own[plan.micro_batch]
-    most = posterior.mean_log_speed(middle) + _MOST_DROP - ahead
+    most = posterior.mean_log_speed(middle) + MOST_DROP - ahead
     if below in own:
         most = min(most, own[below] + math.log(above / below) - ahead)
-    return _DROP_ODDS * math.log(above / below) * most / 2, middle
+    return DROP_ODDS * math.log(above / below) * most / 2, middle
 
 
 def gain_of_repeating(ahead: Array, noise: Array) -> Array:
@@ -289,13 +274,13 @@ def gain_of_repeating(ahead: Array, noise: Array) -> Array:
         noise: (plans), of the log speed from probe to probe.
     """
     deviation = ahead.std(axis=0)
-    change = deviation**2 / np.maximum(np.hypot(deviation, noise), _LEAST)
+    change = deviation**2 / np.maximum(np.hypot(deviation, noise), TINY)
     return _knowledge_gradient(ahead.mean(axis=0), change)
 
 
 def likeliest_to_fit(posterior: Posterior, allowed: Mask) -> Plan | None:
     """Return, while nothing fits, the smallest plan not yet run that is most likely to fit."""
-    if len(posterior.probes) >= _MOST_WITHOUT_FIT:
+    if len(posterior.probes) >= MOST_WITHOUT_FIT:
         return None
     smallest = posterior.sizes.smallest
     chance = (posterior.memory_limit >= smallest).mean(axis=0)
@@ -313,8 +298,8 @@ def _knowledge_gradient(mean: Array, change: Array) -> Array:
         mean: of x.
         change: standard deviation of what x will be expected to be.
     """
-    change = np.maximum(change, _LEAST)
-    z = np.clip(mean / change, -30, 30)
+    change = np.maximum(change, TINY)
+    z = np.clip(mean / change, -FARTHEST, FARTHEST)
     density = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
     below = np.array([math.erf(each / math.sqrt(2)) for each in z.ravel()]).reshape(z.shape)
     gain: Array = change * (density + z * (1 + below) / 2)
@@ -333,10 +318,10 @@ def _explained_deviation(drawn: Array, noise: float, other_noise: float) -> Arra
     deviation, _, other = np.sqrt(np.einsum("iic->ic", products))
     noisy_first = np.sqrt(products[1, 1] + noise**2)
     noisy_other = np.sqrt(products[2, 2] + other_noise**2)
-    one = products[0, 1] / np.maximum(noisy_first * deviation, _LEAST)
-    two = products[0, 2] / np.maximum(noisy_other * deviation, _LEAST)
-    both = products[1, 2] / np.maximum(noisy_first * other, _LEAST)
-    own = np.maximum(1 - both**2, _LEAST_OWN)
+    one = products[0, 1] / np.maximum(noisy_first * deviation, TINY)
+    two = products[0, 2] / np.maximum(noisy_other * deviation, TINY)
+    both = products[1, 2] / np.maximum(noisy_first * other, TINY)
+    own = np.maximum(1 - both**2, LEAST_OWN)
     share = (one**2 + two**2 - 2 * one * two * both) / own
     explained: Array = np.sqrt(np.clip(share, 0.0, 1.0)) * deviation
     return explained

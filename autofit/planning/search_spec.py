@@ -21,6 +21,7 @@ from autofit.plan import (
     forms_of,
     variant_key,
 )
+from autofit.planning.constants import QUICK, QUICK_TIMED_S, THOROUGH, TIMED_S
 from autofit.space import Space
 
 MemoryLine: TypeAlias = tuple[Number, Number]
@@ -39,12 +40,12 @@ class Effort(StrEnum):
     @property
     def least_worth_factor(self) -> float:
         """By how much the least worth of a probe is multiplied."""
-        return {Effort.QUICK: 10.0, Effort.NORMAL: 1.0, Effort.THOROUGH: 0.25}[self]
+        return {Effort.QUICK: QUICK, Effort.NORMAL: 1.0, Effort.THOROUGH: THOROUGH}[self]
 
     @property
     def most_timed_seconds(self) -> float:
         """No further step of a probe is timed once they add up to so many seconds."""
-        return 1.0 if self is Effort.QUICK else 5.0
+        return QUICK_TIMED_S if self is Effort.QUICK else TIMED_S
 
     def covers(self, other: Effort) -> bool:
         """Return whether a search of this effort leaves nothing for one of the other to do."""
@@ -89,11 +90,11 @@ class SearchSpec:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form: what has no texts for keys stands apart."""
         space = replace(self.space, dimensions={})
-        apart = _Apart(
-            forms_of(self.space.dimensions),
-            _pairs(self.predicted_lines),
-            _pairs(self.predicted_times),
+        lines, times = (
+            [(dict(variant), line) for variant, line in predicted.items()]
+            for predicted in (self.predicted_lines, self.predicted_times)
         )
+        apart = _Apart(forms_of(self.space.dimensions), lines, times)
         rest = replace(self, space=space, predicted_lines={}, predicted_times={})
         return {**to_json(rest), **to_json(apart)}
 
@@ -106,12 +107,12 @@ class SearchSpec:
         """
         apart = from_json(data, _Apart, "the specification")
         rest = from_json(data, cls, "the specification")
-        return replace(
-            rest,
-            space=replace(rest.space, dimensions=dimensions_of(apart.dimensions)),
-            predicted_lines=_by_variant(apart.memory_lines),
-            predicted_times=_by_variant(apart.time_lines),
+        lines, times = (
+            {variant_key(settings): line for settings, line in pairs}
+            for pairs in (apart.memory_lines, apart.time_lines)
         )
+        space = replace(rest.space, dimensions=dimensions_of(apart.dimensions))
+        return replace(rest, space=space, predicted_lines=lines, predicted_times=times)
 
 
 @dataclass(frozen=True)
@@ -119,15 +120,3 @@ class _Apart:
     dimensions: Mapping[str, DimensionForm]
     memory_lines: Sequence[tuple[Settings, MemoryLine]]
     time_lines: Sequence[tuple[Settings, TimeLine]]
-
-
-def _pairs(
-    lines: Mapping[VariantKey, tuple[float, float]],
-) -> list[tuple[Settings, tuple[float, float]]]:
-    return [(dict(variant), line) for variant, line in lines.items()]
-
-
-def _by_variant(
-    pairs: Sequence[tuple[Settings, tuple[float, float]]],
-) -> dict[VariantKey, tuple[float, float]]:
-    return {variant_key(settings): line for settings, line in pairs}

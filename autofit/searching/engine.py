@@ -29,8 +29,8 @@ from autofit.measurement import (
 )
 from autofit.plan import Plan
 from autofit.planning import confirmation, planner
-from autofit.planning.feasibility import MOST_ACCIDENTS
-from autofit.planning.in_flight import believing
+from autofit.planning.constants import MOST_ACCIDENTS
+from autofit.planning.planner import believing
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.messages import ProbeRequest, ProbeResult

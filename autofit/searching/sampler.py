@@ -19,7 +19,7 @@ from autofit.errors import InvalidArgument
 from autofit.measurement import TrialKind
 from autofit.plan import Dimension, Plan, Scalar
 from autofit.planning import confirmation, planner
-from autofit.planning.in_flight import believing
+from autofit.planning.planner import believing
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching import trial_codec

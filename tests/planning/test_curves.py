@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from autofit.plan import Dimension, Scalar
+from autofit.planning.constants import MANY_READINGS, LinePrior
 from autofit.planning.curves import LineDraws, LineFamily, Point
-from autofit.planning.least_squares import MANY
-from autofit.planning.line_prior import LinePrior
 
 DIMENSIONS = {"dtype": Dimension(("plain", "half", "other")), "level": Dimension((0, 1, 2, 3))}
 VARIANTS = [{"dtype": d, "level": n} for d in ("plain", "half", "other") for n in range(4)]
@@ -50,7 +49,7 @@ def test_draws_from_many_points_agree_with_those_from_as_few_that_say_as_much() 
     times = 6
     few = [Point(v, x, _truth(v, x), 0.1 / times**0.5) for v, x in where]
     many = [Point(v, x, _truth(v, x), 0.1) for v, x in where * times]
-    assert len(few) < MANY <= len(many)
+    assert len(few) < MANY_READINGS <= len(many)
     for variant in range(len(VARIANTS)):
         expected, found = (
             np.log(_family().draws(points, 1000, seed=0).value_at(16.0)[:, variant])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autofit.planning.curves import Point
-from autofit.planning.departures import LEAST, Departures, spread_of
+from autofit.planning.constants import LEAST_SPREAD
+from autofit.planning.curves import Departures, Point, spread_of
 from autofit.planning.least_squares import Array
 
 DRAWS = 2000
@@ -29,13 +29,13 @@ def test_noise_is_no_spread() -> None:
     residuals = np.random.default_rng(0).normal(0, 0.1, 400)
     assert spread_of(residuals, noise) < 0.05
     assert spread_of(residuals, noise / 10) == pytest.approx(0.1, rel=0.2)
-    assert spread_of(np.zeros(0), np.zeros(0)) == LEAST
+    assert spread_of(np.zeros(0), np.zeros(0)) == LEAST_SPREAD
 
 
 def test_a_few_noisy_probes_hardly_ever_show_a_spread() -> None:
     residuals = np.random.default_rng(0).normal(0, 0.1, (200, 12))
     spreads = [spread_of(row, np.full(12, 0.1)) for row in residuals]
-    assert np.mean(np.array(spreads) > LEAST) < 0.1
+    assert np.mean(np.array(spreads) > LEAST_SPREAD) < 0.1
 
 
 def test_a_noisy_probe_shows_a_share_of_its_departure() -> None:

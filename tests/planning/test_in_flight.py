@@ -10,8 +10,7 @@ import pytest
 from autofit.measurement import Outcome, TrialKind
 from autofit.plan import Plan
 from autofit.planning import planner
-from autofit.planning.in_flight import believing
-from autofit.planning.planner import NothingLeft
+from autofit.planning.planner import NothingLeft, believing
 from autofit.planning.posterior import Posterior
 from tests.simulated import MakeDevice, SimulatedDevice, make_trial, measured
 

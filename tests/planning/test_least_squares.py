@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autofit.planning.least_squares import MANY, Array, Readings, fit, nearest
+from autofit.planning.constants import MANY_READINGS
+from autofit.planning.least_squares import Array, Readings, fit, nearest
 
 DRAWS = 50
 PRIOR = np.random.default_rng(0).standard_normal((DRAWS, 3))
@@ -54,7 +55,7 @@ def test_a_linear_problem_has_the_textbook_solution(sd: float) -> None:
 
 def test_many_readings_leave_a_draw_one_solution_wherever_it_starts() -> None:
     """That of the textbook, near enough for a decision: each draw keeps its prior and errors."""
-    count, sd = 2 * MANY, 3.0
+    count, sd = 2 * MANY_READINGS, 3.0
     errors = np.random.default_rng(1).standard_normal((DRAWS, count))
     weights = nearest(PRIOR, _readings([0.5] * count, sd), errors, np.full((DRAWS, 3), 2.0))
     precision = count / sd**2

@@ -11,8 +11,9 @@ import pytest
 from autofit.measurement import Measurement, Outcome, TrialKind
 from autofit.plan import CostHint, Dimension, Plan, variant_key
 from autofit.planning import planner
+from autofit.planning.constants import MAX_STEP_WITH_LINES
 from autofit.planning.posterior import Posterior
-from autofit.planning.proposals import MAX_STEP_WITH_LINES, oom_cost
+from autofit.planning.proposals import oom_cost
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space

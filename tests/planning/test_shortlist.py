@@ -12,10 +12,10 @@ import pytest
 from autofit.measurement import Outcome, Trial, TrialKind
 from autofit.plan import Dimension, Plan
 from autofit.planning import confirmation, planner
-from autofit.planning.in_flight import believing
+from autofit.planning.constants import MOST_VARIANTS
+from autofit.planning.planner import believing
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import Effort, SearchSpec
-from autofit.planning.shortlist import MOST_VARIANTS
 from autofit.searching.engine import run_search
 from autofit.space import Space
 from autofit.testing import SimulatedProber

@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 from autofit.errors import NoFeasiblePlan, SearchTimedOut, WorkerFailed, WorkloadFailed
 from autofit.measurement import Measurement, Outcome, TrialKind
 from autofit.plan import Dimension, Plan, variant_key
-from autofit.planning.feasibility import MOST_ACCIDENTS
+from autofit.planning.constants import MOST_ACCIDENTS
 from autofit.planning.search_spec import Effort
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.searching import events
