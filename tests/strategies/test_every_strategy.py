@@ -20,11 +20,13 @@ WITH_TESTS_OF_THEIR_OWN = {
     "parallel",
 }
 
+SLOW = ("checkpointing", "optimizer", "precision")
+
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("checkpointing", "precision")))
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
         for name in sorted(set(installed_names()) - WITH_TESTS_OF_THEIR_OWN)
     ],
 )
