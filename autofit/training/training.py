@@ -497,7 +497,7 @@ class Training(AbstractContextManager["Training"]):
         self._loss_scale.begin(optimizers, of=all_of_them)
         for optimizer in optimizers:
             self._prepare_gradients(optimizer)
-            self._update(optimizer)
+            self._call_wrapped(partial(self._loss_scale.step, optimizer))
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         self._loss_scale.end(optimizers, of=all_of_them)
@@ -530,9 +530,6 @@ class Training(AbstractContextManager["Training"]):
             torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_grad_norm)
         if recipe.before_step is not None:
             recipe.before_step(self.model, optimizer)
-
-    def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        self._call_wrapped(lambda: self._loss_scale.step(optimizer))
 
     def _call_wrapped(self, update: Callable[[], None]) -> None:
         for wrapper in self._step_wrappers:
