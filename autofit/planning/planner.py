@@ -156,7 +156,7 @@ def propose(posterior: Posterior, allowed: Mask, *, seconds: Array | None = None
     variants, sizes, worths = new_plans(posterior, leader, allowed)
     rates = worths if seconds is None else _per_second(posterior, worths, seconds[variants])
     worth, plan = -math.inf, None
-    for row in np.argsort(-rates, kind="stable")[: len(in_flight) + 1].tolist():
+    for row in np.argsort(-rates, kind="stable"):
         proposed = space.plan(int(sizes[row]), posterior.variants[variants[row]])
         if proposed not in in_flight and rates[row] > -math.inf:
             worth, plan = float(worths[row]), proposed

@@ -156,7 +156,7 @@ def test_with_a_global_batch_every_plan_keeps_it(make_device: MakeDevice) -> Non
 
 
 def test_a_split_that_may_not_change_leaves_one_geometry(make_device: MakeDevice) -> None:
-    other = make_device(global_batch=50, may_change_accumulation={"backward": False})
+    other = make_device(global_batch=50, may_change_accumulation=False)
     splits = {r.plan.accumulation_steps for r in _probed(other)}
     assert splits == {other.space.baseline.accumulation_steps}
 

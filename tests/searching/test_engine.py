@@ -445,7 +445,7 @@ def test_the_budget_that_is_expected_to_work_does(make_device: MakeDevice, budge
 
 
 def test_where_only_one_split_was_tried_the_way_to_others_is_named(make_device: MakeDevice) -> None:
-    other = make_device(budget=GIB, global_batch=8, may_change_accumulation={"backward": False})
+    other = make_device(budget=GIB, global_batch=8, may_change_accumulation=False)
     with pytest.raises(
         NoFeasiblePlan, match=r"no other micro-batch than 4 .*allow_accumulation_change=True"
     ):
