@@ -41,7 +41,7 @@ OUT_OF_REACH = -3.0  # log speed beside the leader's of a variant that does not 
 RISKS = (0.006, 0.015, 0.03, 0.06, 0.12, 0.25, 0.4, 0.6)  # of an OOM. Two: +1.1, 0
 VETO_RISK = 0.1  # of an OOM: a riskier plan of another sampler is refused; not measured
 # No micro-batch is tried that is more than this many times the largest measured.
-MAX_STEP = 4  # x2: +0.09 +- 0.20, -0.75 +- 0.40
+MAX_STEP = 4  # x2: +0.09 +- 0.20, -0.8; of 72 others -0.35 +- 0.88, -0.2, but +0.5 with noise
 MAX_STEP_WITH_LINES = 16  # with predicted memory lines; not measured
 MIN_STEP = 1.02  # a smaller factor beyond the variant's largest teaches nothing; not measured
 APART = 1.1  # sizes that are nearer than this factor are alike; not measured
