@@ -102,7 +102,7 @@ def _saved_bytes(forward: Callable[[], Tensor]) -> int:
     def pack(tensor: Tensor) -> Tensor:
         nonlocal saved_bytes
         saved_bytes += 0 if tensor.is_leaf and tensor.requires_grad else tensor.nbytes
-        return tensor
+        return tensor.detach()  # an output that is saved as it is would hold itself for good
 
     with suppress(RuntimeError), saved_tensors_hooks(pack, lambda tensor: tensor):
         forward()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import autofit
+from autofit.devices.cpu import CpuDevice
 from autofit.integrations.applied import on_model
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import collect_dimensions, load_strategies
@@ -231,6 +234,20 @@ def nested() -> Workload:
     return Workload(Nested, batch, criterion=functional.mse_loss)
 
 
+def with_a_penalty(model: nn.Module, batch: Any) -> Tensor:
+    inputs = batch[0].detach().requires_grad_()
+    output = model(inputs)
+    (gradient,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+    loss: Tensor = output.square().mean() + gradient.square().mean()
+    return loss
+
+
+def test_a_loss_that_differentiates_is_looked_at_too() -> None:
+    workload = wide()
+    batch = workload.sample_batch
+    assert offered(lambda: Workload(workload.model, batch, loss_fn=with_a_penalty))
+
+
 class Counting(torch.optim.AdamW):
     """Keeps what is of all parameters."""
 
@@ -327,3 +344,24 @@ def test_its_memory_is_predicted() -> None:
         predicted = autofit.predict(workload, plan=plan, gpu=torch.cuda.get_device_name())
         assert predicted.peak_allocated_bytes == pytest.approx(measured, rel=0.01)
     assert held["step"] - held["backward"] > 0.8 * GRADIENT_BYTES
+
+
+def test_looking_at_a_training_leaves_nothing_of_it_in_memory() -> None:
+    """Softmax saves its own output, which must not come to hold itself."""
+    share_held = import_module("autofit.strategies.optimizer.in_backward").share_held
+    device = CpuDevice()
+    device.limit(2**30)
+
+    def look() -> None:
+        layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)), nn.Softmax(-1))
+        model = device.place_model(layers)
+        optimizer, recipe = torch.optim.AdamW(model.parameters()), wide().recipe
+        plan = ResolvedPlan(Plan(4))
+        with Training(model, optimizer, recipe, plan, device=device.torch_device) as live:
+            assert share_held(4, live, (torch.randn(4, WIDTH), torch.randn(4, WIDTH)))
+
+    with device.accounting():
+        before = device.allocated_bytes()
+        look()
+        gc.collect()
+        assert device.allocated_bytes() == before
