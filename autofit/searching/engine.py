@@ -240,6 +240,7 @@ class Search:
 
         Raises:
             NoFeasiblePlan, WorkloadFailed: no plan can be returned.
+            StudyError: the study has lost its baseline.
         """
         best = confirmation.best_of(self._posterior)
         if best is None and self._allowance.seconds_left == 0:
@@ -247,7 +248,8 @@ class Search:
         if best is None:
             raise result.nothing_fits(self._posterior, self._trials)
         baseline = self._baseline
-        assert baseline is not None  # it is the first probe
+        if baseline is None:  # it is the first probe of any study that is whole
+            raise StudyError(f"{self._store.name} lacks its baseline's trial: begin another study")
         has_compared = confirmation.next_turn(self._posterior) is None
         because = stop.because
         if stop.may_probe and not has_compared:

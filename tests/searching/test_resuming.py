@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from optuna.samplers import GridSampler
 
-from autofit.errors import WorkloadFailed
+from autofit.errors import StudyError, WorkloadFailed
 from autofit.measurement import Measurement, Outcome, Trial
 from autofit.plan import Dimension
 from autofit.searching import events
@@ -37,6 +37,15 @@ def test_a_workload_that_failed_is_measured_again(
     untouched = run_search(device.prober(), device.spec(), max_probes=4)
     assert [trial.plan for trial in mended.trials] == [trial.plan for trial in untouched.trials]
     assert mended.baseline.ok
+
+
+def test_a_study_without_its_baseline_is_refused(device: SimulatedDevice, tmp_path: Path) -> None:
+    path = tmp_path / "study.journal"
+    with Store.open(path, IDENTITY) as store:
+        run_search(device.prober(), device.spec(), store=store, max_probes=4)
+    path.write_text(path.read_text().replace('"baseline"', '"search"'))
+    with Store.open(path, IDENTITY) as store, pytest.raises(StudyError, match="baseline"):
+        run_search(device.prober(), store.spec or device.spec(), store=store, max_probes=4)
 
 
 @pytest.mark.slow
