@@ -44,4 +44,4 @@ def test_what_cannot_be_meant_is_refused_in_words(shown: str) -> None:
     for given in ("micro_batch", "settings"):
         assert re.search(rf"InvalidArgument: .*plan=.*{given}=", shown)
     assert "AttributeError" not in shown
-    assert re.search(r"InvalidArgument: .*make_workload.*make_workload\(\)", shown)
+    assert re.search(r"InvalidArgument: workload must be .*, got a function", shown)
