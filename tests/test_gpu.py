@@ -28,6 +28,7 @@ SAMPLES = 512
 WITH_TESTS_OF_THEIR_OWN = {
     "adam_state",
     "attention",
+    "convolution",
     "compile",
     "head_loss",
     "offload",

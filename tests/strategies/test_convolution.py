@@ -62,6 +62,12 @@ def test_conformance() -> None:
     assert check_strategy("convolution", workloads=[convolutions], capabilities=HOPPER) == 2
 
 
+@pytest.mark.cuda
+def test_conformance_on_a_gpu() -> None:
+    made = [convolutions]
+    assert check_strategy("convolution", workloads=made, device="cuda", capabilities=HOPPER) == 2
+
+
 def test_it_is_in_force_in_the_training_and_restored_after_a_failure() -> None:
     seen = []
 
