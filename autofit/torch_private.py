@@ -164,6 +164,7 @@ USES = {
             "torch._C._autograd",
             "torch._C._autograd._saved_tensors_hooks_is_enabled",
             "torch._C._current_graph_task_id",
+            "torch._C._SetExcludeDispatchKeyGuard",
         ),
         "settings that compute saved tensors again are left out: a transform of torch.func or a "
         "backward pass could not be told from a forward",

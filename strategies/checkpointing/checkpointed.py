@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from autofit.errors import InvalidArgument
 from autofit.strategy import NUMPY, PYTHON
 
-from .products import keeping_products
+from .products import Products, around_products
 from .saved_tensors import put_tensors, take_tensors
 from .units import Unit
 
@@ -206,12 +206,12 @@ def recomputed(
         own_args, own_kwargs = live.pop() if live else put_tensors(nest, tensors)
         return function(*own_args, **own_kwargs)
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        again = _Again(holder, state)
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
+        """Return what the first run is in, and what the second."""
         if not holder.__dict__[_KEEPS]:
-            return nullcontext(), again  # of the first run, and of the second
-        first, finding = keeping_products()
-        return first, _both(again, finding)
+            return nullcontext(), _Again(holder, state)
+        products = Products()
+        return around_products(products.keep), _Again(holder, state, products.begin)
 
     return checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts)
 
@@ -230,12 +230,6 @@ def _hooks_allowed() -> bool:
         stacklevel=3,
     )
     return False
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 class _Around:
@@ -260,8 +254,14 @@ class _Again:
     Each recomputation enters it, and what is to be entered around one.
     """
 
-    def __init__(self, holder: nn.Module, state: Sequence[StatePath]) -> None:
+    def __init__(
+        self,
+        holder: nn.Module,
+        state: Sequence[StatePath],
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self._around: _Around = holder.__dict__[_AROUND]
+        self._within = within
         self._entered = ExitStack()
         self._places = [_place(holder, *path) for path in state]
         self._then = _cloned([get() for get, _ in self._places])
@@ -271,6 +271,7 @@ class _Again:
         self._live = [get() for get, _ in self._places]
         self._show(_cloned(self._then))  # a second backward needs `then` once more
         self._entered.enter_context(self._around.enter())
+        self._entered.enter_context(self._within())
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils import _pytree as pytree
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "convolution"})
 ATTENTION = "_scaled_dot_product_"
@@ -35,30 +35,70 @@ def is_product(op: Any, args: Any, kwargs: Any) -> bool:
     return not given.get("dropout_p")
 
 
-def keeping_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a first run, which keeps its products, and of one that finds them."""
-    contexts: Any = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]  # torch
-    return contexts[0], contexts[1]
+class Products:
+    """What the products of a first run made, found again by a second one.
+
+    A product is found by its place among those of the run. One whose result has changed in place
+    since, or whose place another operator or other shapes have, is run again.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Any, Any, list[int]]] = []
+        self._place = 0
+
+    def keep(self, op: Any, run: partial[Any]) -> Any:
+        """Run a product of the first run, and keep what it makes."""
+        made = run()
+        aliases = pytree.tree_map_only(torch.Tensor, _alias, made)
+        self._kept.append(((op, *_shapes(run)), aliases, _versions(aliases)))
+        return made
+
+    def begin(self) -> AbstractContextManager[Any]:
+        """Return the context of a second run, from its start."""
+        self._place = 0
+        return around_products(self._find)
+
+    def _find(self, op: Any, run: partial[Any]) -> Any:
+        place, self._place = self._place, self._place + 1
+        kept, aliases, versions = self._kept[place] if place < len(self._kept) else (None, (), [])
+        if kept != (op, *_shapes(run)) or _versions(aliases) != versions:
+            return run()
+        return pytree.tree_map_only(torch.Tensor, _alias, aliases)
 
 
-def _policy(context: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = is_product(op, args, kwargs)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of its own over the same memory, which counts changes in place with it."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def _shapes(run: partial[Any]) -> list[torch.Size]:
+    given = pytree.tree_leaves((run.args, run.keywords))
+    return [each.shape for each in given if isinstance(each, torch.Tensor)]
+
+
+def _versions(made: Any) -> list[int]:
+    return [each._version for each in pytree.tree_leaves(made) if isinstance(each, torch.Tensor)]
 
 
 def around_products(
-    run: Callable[[Any, Callable[[], Any]], Any],
+    run: Callable[[Any, partial[Any]], Any],
 ) -> AbstractContextManager[Any]:
-    """Have `run(operator, call)` in place of each product of a forward, for as long as entered."""
+    """Have `run(operator, call)` in place of each product, for as long as entered.
+
+    Not of those in a backward pass that begins meanwhile.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode  # a search's caller needs no mode
+
+    pass_under_way = torch._C._current_graph_task_id()
 
     class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         def __torch_dispatch__(
             self, op: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             call = partial(op, *args, **(kwargs or {}))
-            in_forward = torch._C._current_graph_task_id() == -1
-            if in_forward and is_product(op, args, kwargs or {}):
+            is_meant = torch._C._current_graph_task_id() == pass_under_way
+            if is_meant and is_product(op, args, kwargs or {}):
                 return run(op, call)
             return call()
 

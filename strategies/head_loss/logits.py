@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ class Run:
         weight, bias: its parameters, (classes, width) and (classes) or None.
         rows: of logits to hold at once.
         dtype: in which the head multiplies, autocast's where that is on.
+        version: of the weight, when the head ran.
         logits: (..., classes), once something has asked for them.
         chunked_rows: how many rows a loss took by chunks; 0: none has.
     """
@@ -45,12 +46,22 @@ class Run:
     bias: Tensor | None
     rows: int
     dtype: torch.dtype
+    version: int
     logits: Tensor | None = None
     chunked_rows: int = 0
 
     def made(self) -> Tensor:
-        """Return the logits, with the graph of plain training."""
+        """Return the logits, with the graph of plain training.
+
+        Raises:
+            RuntimeError: the weight has changed since the head ran.
+        """
         if self.logits is None:
+            if self.weight._version != self.version:
+                raise RuntimeError(
+                    "logits are asked for after the head's weight has changed, and head_loss.rows "
+                    "keeps none: look at them before the optimizer steps, or set head_loss.rows=0"
+                )
             with torch.enable_grad(), torch.autocast(self.hidden.device.type, enabled=False):
                 self.logits = functional.linear(*self.cast())
         return self.logits
@@ -90,7 +101,7 @@ def _run(
         return functional.linear(hidden, weight, bias)
     is_cast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if is_cast else hidden.dtype
-    run = Run(hidden, weight, bias, rows, dtype)
+    run = Run(hidden, weight, bias, rows, dtype, weight._version)
     if on_run is not None:
         on_run(run)
     return DeferredLogits(run, _Rows(hidden, (*hidden.shape[:-1], weight.shape[0]), dtype))
@@ -165,7 +176,9 @@ class DeferredLogits(Tensor):
         logits = args[0] if args else None
         if isinstance(logits, cls) and logits.run.logits is None:
             if func in _VIEWS:
-                rows = _VIEWS[func](logits.rows, *args[1:], **kwargs)
+                rows = None
+                with suppress(TypeError):  # given by another name: those logits are made
+                    rows = _VIEWS[func](logits.rows, *args[1:], **kwargs)
                 if rows is not None:
                     return cls(logits.run, rows, (logits, func, args[1:], kwargs))
             if func is functional.cross_entropy:
@@ -392,12 +405,15 @@ class _Chunked(torch.autograd.Function):
             rule: how the loss is computed.
         """
         wanted = [tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
+        wide = torch.promote_types(torch.float32, hidden.dtype)  # many chunks are added up in it
         gradients = [
-            torch.zeros_like(tensor) if want and tensor is not None else None
+            torch.zeros_like(tensor, dtype=None if tensor is hidden else wide)
+            if want and tensor is not None
+            else None
             for want, tensor in zip(wanted, (hidden, weight, bias), strict=True)
         ]
         of_hidden, of_weight, of_bias = gradients
-        total = hidden.new_zeros((), dtype=torch.promote_types(torch.float32, hidden.dtype))
+        total = hidden.new_zeros((), dtype=wide)
         with torch.autocast(hidden.device.type, enabled=False):
             cast, its_bias = weight.detach().to(rule.dtype), bias
             if bias is not None:
@@ -412,13 +428,17 @@ class _Chunked(torch.autograd.Function):
                     of_weight += gradient.t() @ part
                 if of_bias is not None:
                     of_bias += gradient.sum(0)
-        ctx.gradients = gradients
+        types = (hidden.dtype, weight.dtype, weight.dtype)
+        ctx.gradients = [
+            None if each is None else each.to(dtype)
+            for each, dtype in zip(gradients, types, strict=True)
+        ]
         return total
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients, scaled by that of the sum."""
-        if ctx.gradients is None:
+        if ctx.gradients is None or torch.is_grad_enabled():  # which create_graph=True does
             raise RuntimeError(
                 "a loss of deferred logits can be differentiated once: pass head_loss.rows=0 to "
                 "keep its graph"

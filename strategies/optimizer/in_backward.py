@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
@@ -49,17 +50,24 @@ def updated_in_backward(training: TrainingView, optimizer: Optimizer) -> Iterato
     """
     updates: Counter[int] = Counter()
 
-    def update(number: int, parameter: Tensor) -> None:
+    def update(parameter: Tensor) -> None:
         updates[id(parameter)] += 1
-        step_of(optimizer, number, parameter)
+        for number, group in enumerate(optimizer.param_groups):  # as they are now
+            if any(each is parameter for each in group["params"]):
+                step_of(optimizer, number, parameter)
 
     with ExitStack() as stack:
-        for number, group in enumerate(optimizer.param_groups):
+        for group in optimizer.param_groups:
             for parameter in filter(_is_trained, group["params"]):
-                step = partial(update, number, parameter)
+                step = partial(update, parameter)
                 stack.callback(training.update_in_backward(parameter, step))
         stack.callback(training.add_notes(lambda: [] if updates else [_NOT_IN_FORCE]))
         yield updates
+
+
+def is_dense(value: Any) -> TypeGuard[Tensor]:
+    """Return whether it is a tensor with memory of its own size."""
+    return isinstance(value, Tensor) and value.layout == torch.strided
 
 
 def _is_trained(parameter: Tensor) -> bool:
@@ -91,7 +99,7 @@ def share_held(samples: int, training: TrainingView, batch: Any) -> float | None
         return None
     held_bytes = sum(each.nbytes for each in parameters)
     states = [state for each in optimizer.state.values() for state in each.values()]
-    held_bytes += sum(state.nbytes for state in states if isinstance(state, Tensor))
+    held_bytes += sum(state.nbytes for state in states if is_dense(state))
     return held_bytes / (held_bytes + gradient_bytes)
 
 

@@ -22,7 +22,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from autofit.errors import Unsupported
 from autofit.strategy import TrainingView
 
-from .in_backward import step_of
+from .in_backward import is_dense, step_of
 
 STATE = "optimizer.state"
 _LOW_BITS = 16
@@ -83,7 +83,7 @@ def _state_of(optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[dict[st
     """Yield what an optimizer holds of a float32 parameter, element by element: where, and name."""
     held = optimizer.state.get(parameter, {}) if parameter.dtype == torch.float32 else {}
     for name, value in held.items():
-        if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
+        if is_dense(value) and value.shape == parameter.shape and name != "step":
             yield held, name
 
 

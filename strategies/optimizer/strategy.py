@@ -208,6 +208,7 @@ def _of_one_step(context: Context) -> Mapping[str, Dimension]:
             hints={"backward": replace(_SAME_ACTIVATIONS, fixed_bytes=share)},
             when={
                 **own_state,
+                "checkpointing.level": (0, None),  # a recomputation may read what is updated
                 "compile.mode": ("off", None),
                 "precision.dtype": ("default", "tf32", "bfloat16", None),  # float16 has a scaler
             },

@@ -248,6 +248,50 @@ def test_evaluation_gets_plain_logits_and_leaving_restores_the_head() -> None:
     assert type(made(ids)) is Tensor
 
 
+def test_gradients_of_many_chunks_are_added_up_in_float32() -> None:
+    """Each chunk adds about as much; in bfloat16 the sum would stop growing."""
+    torch.manual_seed(0)
+    head, rows = nn.Linear(WIDTH, 64).bfloat16(), torch.randn(4096, WIDTH).bfloat16()
+    exact = nn.Linear(WIDTH, 64).double()
+    exact.load_state_dict(head.state_dict())
+    targets = torch.zeros(len(rows), dtype=torch.long)
+    with deferred([head], 4):
+        torch.autograd.backward(functional.cross_entropy(head(rows), targets))
+    torch.autograd.backward(functional.cross_entropy(exact(rows.double()), targets))
+    for given, wanted in zip(head.parameters(), exact.parameters(), strict=True):
+        assert given.grad is not None
+        assert wanted.grad is not None
+        assert (given.grad - wanted.grad).norm() < 0.02 * wanted.grad.norm()
+
+
+def test_arguments_of_views_may_be_named() -> None:
+    inputs, targets = batch()
+    plain, chunked = model(), model()
+    wanted = functional.cross_entropy(plain(inputs).transpose(1, 2), targets)
+    with deferred([chunked.head], 16):
+        found = functional.cross_entropy(chunked(inputs).transpose(dim0=1, dim1=2), targets)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_logits_cannot_be_made_of_other_weights() -> None:
+    made, (inputs, targets) = model(), batch()
+    with deferred([made.head], 16):
+        logits = made(inputs)
+        flat(logits, targets).backward()
+        with torch.no_grad():
+            made.head.weight += 1
+        with pytest.raises(RuntimeError, match=r"weight has changed.*head_loss\.rows=0"):
+            logits.argmax(-1)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    made, (inputs, targets) = model(), batch()
+    with deferred([made.head], 16):
+        loss = flat(made(inputs), targets)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        torch.autograd.grad(loss, made.embedding.weight, create_graph=True)
+
+
 def test_a_second_backward_of_one_loss_is_refused() -> None:
     made, (ids, targets) = model(), batch()
     with deferred([made.head], 7):

@@ -69,6 +69,36 @@ def offered(build: Callable[[], Workload]) -> bool:
     return WHEN in collect_dimensions([UPDATE], context)
 
 
+def test_a_recomputation_would_read_what_is_updated() -> None:
+    dimension = collect_dimensions([UPDATE], PlainContext(wide, "cpu"))[WHEN]
+    assert dimension.when is not None
+    assert list(dimension.when["checkpointing.level"]) == [0, None]
+
+
+def test_momentum_of_sparse_gradients_is_looked_at() -> None:
+    def build() -> Workload:
+        model = nn.Sequential(nn.Embedding(512, 8, sparse=True), nn.Linear(8, 8))
+        batch = torch.randint(512, (2, 4)), torch.randn(2, 4, 8)
+        make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        return Workload(model, batch, criterion=functional.mse_loss, optimizer=make)
+
+    collect_dimensions([UPDATE], PlainContext(build, "cpu"))
+
+
+def test_groups_in_another_order_keep_their_hyperparameters() -> None:
+    def ends(settings: dict[str, Any]) -> dict[str, Tensor]:
+        workload = wide()
+        model = workload.build_model()
+        optimizer = in_groups(torch.optim.AdamW, list(model.parameters()))
+        plan = ResolvedPlan(Plan(4, settings=settings), {}, (UPDATE,))
+        with Training(model, optimizer, workload.recipe, plan, device=torch.device("cpu")) as live:
+            optimizer.param_groups.reverse()
+            live.step(workload.sample_batch)
+        return model.state_dict()
+
+    assert_equal(ends({}), ends({WHEN: "backward"}))
+
+
 def test_conformance() -> None:
     strategy = load_strategies(["optimizer"], numerics="exact")[0]
     assert check_strategy(strategy, workloads=[wide, tied]) == 4

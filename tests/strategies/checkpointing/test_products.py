@@ -47,6 +47,13 @@ class Convolving(nn.Module):
         return x + torch.relu(self.norms[1](self.second(x)))
 
 
+class Overwriting(Attending):
+    """Changes the results of products in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(super().forward(x)).relu_()).add_(1.0)
+
+
 class Blocks(nn.Module):
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -120,6 +127,26 @@ def test_a_step_is_exact_and_runs_no_product_again(name: str, part: Callable[[st
     assert (without.products, again.products) == (0, 0)
     assert all_again.products > 0
     assert again.attentions == 0
+
+
+@pytest.mark.parametrize("make", [Attending, Overwriting])
+def test_one_block_called_often_under_autocast(
+    make: Callable[[], nn.Module], part: Callable[[str], Any]
+) -> None:
+    """Autocast casts its weights in the first call alone, and recomputations cast them again."""
+
+    def trained(units: list[str]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        block = make()
+        model = Blocks(lambda: block)
+        with part("checkpointed").checkpointed(model, units):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(MODELS["attention"][1]).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    assert all(map(torch.equal, trained([]), trained(["blocks.0~"])))
 
 
 def test_a_module_is_given_back_as_it_was(part: Callable[[str], Any]) -> None:
