@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "convolution"})
 ATTENTION = "_scaled_dot_product_"
@@ -88,18 +89,17 @@ def around_products(
 
     Not of those in a backward pass that begins meanwhile.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode  # a search's caller needs no mode
+    return _Watching(run)
 
-    pass_under_way = torch._C._current_graph_task_id()
 
-    class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
-        def __torch_dispatch__(
-            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            call = partial(op, *args, **(kwargs or {}))
-            is_meant = torch._C._current_graph_task_id() == pass_under_way
-            if is_meant and is_product(op, args, kwargs or {}):
-                return run(op, call)
-            return call()
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    def __init__(self, run: Callable[[Any, partial[Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self._run, self._pass_under_way = run, torch._C._current_graph_task_id()
 
-    return Watching()  # type: ignore[no-untyped-call]  # torch
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = partial(op, *args, **(kwargs or {}))
+        is_meant = torch._C._current_graph_task_id() == self._pass_under_way
+        if is_meant and is_product(op, args, kwargs or {}):
+            return self._run(op, call)
+        return call()
