@@ -2,7 +2,7 @@
 
     python -m benchmarks.recomputation [--rounds 3]
 
-On the CPU, a decoder of six blocks, plain and with a gated MLP, is probed at every checkpoint level
+On the CPU, a decoder of four blocks, plain and with a gated MLP, is probed at every checkpoint level
 that is found with units that keep their products and without, in turns. For each level with such
 units: its peak and step time, and the time of levels without them at the same peak, between the two
 nearest ones in proportion. Prints Markdown. Run it on a quiet machine.
@@ -29,7 +29,7 @@ from autofit.registry import load_strategies
 from autofit.testing import PlainContext
 from autofit.training.workload import Workload
 
-WIDTH, TOKENS, BLOCKS, SAMPLES = 384, 256, 6, 4
+WIDTH, TOKENS, BLOCKS, SAMPLES = 384, 256, 4, 2
 SETTING = "checkpointing.level"
 
 
