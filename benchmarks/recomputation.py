@@ -2,10 +2,10 @@
 
     python -m benchmarks.recomputation [--rounds 3]
 
-On the CPU, a decoder of four blocks, plain and with a gated MLP, is probed at every checkpoint level
-that is found with units that keep their products and without, in turns. For each level with such
-units: its peak and step time, and the time of levels without them at the same peak, between the two
-nearest ones in proportion. Prints Markdown. Run it on a quiet machine.
+On the CPU, a decoder of four blocks, plain and with a gated MLP, is probed at every level that is
+found with units that keep their products and without, in turns. For each level with such units: its
+peak and step time, and the time of levels without them at the same peak, between the two nearest
+ones in proportion. Prints Markdown. Run it on a quiet machine.
 """
 
 from __future__ import annotations
