@@ -34,6 +34,7 @@ VOCABULARY = {
     "measurement",
     "space",
     "strategy",
+    "world",
     "torch_private",
 }
 """Every room above the vocabulary may import it."""
@@ -49,6 +50,7 @@ ALLOWED = {
     "measurement": {"plan", "codec", "units", "errors"},
     "space": {"codec", "plan", "units", "errors"},
     "strategy": {"plan", "errors"},
+    "world": {"strategy", "errors"},
     "registry": VOCABULARY,
     "planning": VOCABULARY,
     "memory": VOCABULARY,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autofit.errors import InvalidArgument
-from autofit.strategy import World, check_ranks, world_of_environment
+from autofit.strategy import World
+from autofit.world import check_ranks, world_of_environment
 
 
 def test_a_process_of_torchrun_is_one_of_its_ranks() -> None:

@@ -29,10 +29,11 @@ from autofit.probing.prober import Target
 from autofit.probing.together import owned_by_rank_0
 from autofit.registry import load_strategies
 from autofit.report.report import Report
-from autofit.strategy import Strategy, world_of_environment
+from autofit.strategy import Strategy
 from autofit.training.loss import STOOD_IN, LossSource
 from autofit.training.workload import Workload
 from autofit.units import format_bytes
+from autofit.world import world_of_environment
 
 if TYPE_CHECKING:
     from autofit.probing.survey import Survey

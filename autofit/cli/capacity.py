@@ -40,7 +40,7 @@ from autofit.cli.options import (
 )
 from autofit.errors import InvalidArgument, PredictionUnavailable, users_code
 from autofit.report.report import Report, check_is_file
-from autofit.strategy import world_of_environment
+from autofit.world import world_of_environment
 
 if TYPE_CHECKING:
     from autofit.prediction.predict import Prediction

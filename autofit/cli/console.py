@@ -36,7 +36,7 @@ from autofit.measurement import Outcome
 from autofit.report.changes import Changes
 from autofit.report.report import Report, load, write
 from autofit.report.summary import Place
-from autofit.strategy import world_of_environment
+from autofit.world import world_of_environment
 
 _OF_THE_WORKLOAD = (Outcome.LEAK, Outcome.NONFINITE, Outcome.USER_ERROR)
 """Outcomes that another device or worker would not change."""

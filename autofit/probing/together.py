@@ -22,7 +22,8 @@ from autofit.interrupts import interrupts_deferred
 from autofit.plan import check_count
 from autofit.probing.messages import Reply, message_of_reply, reply_of
 from autofit.probing.process_identity import runs_here, this_process
-from autofit.strategy import World, check_ranks, world_of_environment
+from autofit.strategy import World
+from autofit.world import check_ranks, world_of_environment
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports no name

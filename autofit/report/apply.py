@@ -16,8 +16,9 @@ from weakref import WeakSet
 
 from autofit.errors import InvalidArgument
 from autofit.report.record import Record
-from autofit.strategy import ALONE, Strategy, World, check_ranks, world_of_environment
+from autofit.strategy import ALONE, Strategy, World
 from autofit.units import kind_of
+from autofit.world import check_ranks, world_of_environment
 
 if TYPE_CHECKING:
     import torch

@@ -200,7 +200,7 @@ from autofit.training.loss import Recipe
 from autofit.training.optimizers import build_optimizer
 from autofit.training.ranks import Ranks
 from autofit.training.training import Training
-from autofit.strategy import world_of_environment
+from autofit.world import world_of_environment
 
 PAYLOADS = {"parallel.mode": {"modules": []}}
 world, device = world_of_environment(), torch.device("cpu")

@@ -139,7 +139,7 @@ from autofit.searching.result import paste_lines
 from autofit.training.loss import Recipe
 from autofit.training.optimizers import build_optimizer
 from autofit.training.training import Training
-from autofit.strategy import world_of_environment
+from autofit.world import world_of_environment
 
 PAYLOADS = {"parallel.mode": {"modules": ["1", "2"]}}
 SAY = "# before each micro-batch: "
