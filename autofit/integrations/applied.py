@@ -208,7 +208,7 @@ def on_model(
     view: Any = _ForeignTraining(model, optimizer)
     with ExitStack() as stack:
         for strategy, settings, payloads in rest.by_strategy():
-            vars(view)["strategy"] = strategy.name
+            view.strategy = strategy.name
             stack.enter_context(strategy.apply(view, settings, payloads))
         if view.contexts:
             stack.enter_context(_entered_around(model, entry, view.contexts))
@@ -216,16 +216,20 @@ def on_model(
 
 
 class _ForeignTraining:
-    """What a strategy sees of a training that another library runs: a part of `TrainingView`."""
+    """What a strategy sees of a training that another library runs: a part of `TrainingView`.
+
+    Attributes:
+        strategy: the name of the one that looks.
+        contexts: what strategies enter around each forward.
+    """
 
     world = ALONE
-    scaler: None = None
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
         tensors = itertools.chain(model.parameters(), model.buffers())
-        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        vars(self).update(model=model, optimizer=optimizer, device=device)
-        vars(self).update(contexts=ForwardContexts(), strategy="")
+        self.strategy, self.contexts = "", ForwardContexts()
+        self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        self.model, self.optimizer, self.scaler = model, optimizer, None
 
     def place_model(self) -> None:
         """Do nothing: the library has placed it."""
@@ -233,10 +237,10 @@ class _ForeignTraining:
     def wrap_forward(
         self, context: ForwardContext, *, also_recomputation: bool = True
     ) -> Callable[[], None]:
-        return self.contexts.add(context, also_recomputation=also_recomputation)  # type: ignore[no-any-return]  # set past __setattr__
+        return self.contexts.add(context, also_recomputation=also_recomputation)
 
     def recomputation(self) -> AbstractContextManager[None]:
-        return self.contexts.recomputation()  # type: ignore[no-any-return]  # likewise
+        return self.contexts.recomputation()
 
     def add_notes(self, notes: Callable[[], Iterable[str]]) -> Callable[[], None]:
         return lambda: None  # there is no probe that would ask for them
@@ -252,8 +256,9 @@ class _ForeignTraining:
         raise self._refused("needs", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if value is not getattr(self, name):
+        if name != "strategy" and vars(self).get(name, value) is not value:
             raise self._refused("replaces", name)
+        super().__setattr__(name, value)
 
     def _refused(self, does: str, name: str) -> InvalidArgument:
         return InvalidArgument(
