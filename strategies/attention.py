@@ -11,7 +11,7 @@ first, as it is and in bfloat16. A kernel is offered where that changes what run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
 from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
+
+from .calls import Calls
 
 SETTING = "attention.backend"
 _FUSED = {
@@ -110,32 +111,6 @@ def _preferred(training: TrainingView, value: str) -> Iterator[None]:
         undo()
 
 
-class _Calls(TorchFunctionMode):
-    """Notes the kernels that calls of attention run on.
-
-    Attributes:
-        kernels: the names of those that ran.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels: set[str] = set()
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run what was called; note which backward a call of attention will take."""
-        result = func(*args, **(kwargs or {}))
-        if func is scaled_dot_product_attention:
-            backward = type(result.grad_fn).__name__
-            self.kernels.add(_NAMES.get(backward, "mathematics"))
-        return result
-
-
 def _kernels(
     dtype: torch.dtype | None, training: TrainingView, batch: Any
 ) -> tuple[list[str], list[str]]:
@@ -166,7 +141,13 @@ def _run(
 ) -> set[str]:
     """Return the kernels of a forward in that context."""
     autocast = torch.autocast(training.device.type, dtype) if dtype else nullcontext()
-    calls = _Calls()
-    with autocast, within, calls:
+    kernels: set[str] = set()
+    with autocast, within, Calls(partial(_note_kernel, kernels)):
         training.loss(batch)
-    return calls.kernels
+    return kernels
+
+
+def _note_kernel(kernels: set[str], function: Callable[..., Any], result: Any) -> None:
+    """Note the kernel that a call of attention ran on, by the backward that it will take."""
+    if function is scaled_dot_product_attention:
+        kernels.add(_NAMES.get(type(result.grad_fn).__name__, "mathematics"))

@@ -8,16 +8,17 @@ shapes the peak of the first step, which a training meets, would not show.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from autofit.errors import Unsupported
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
+
+from .calls import Calls
 
 SETTING = "convolution.benchmark"
 _SAMPLES = 2
@@ -77,25 +78,8 @@ def _benchmarked() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
-class _Calls(TorchFunctionMode):
-    """Notes whether a convolution is called."""
-
-    found = False
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run what was called."""
-        self.found |= getattr(func, "__name__", "") in _CONVOLUTIONS
-        return func(*args, **(kwargs or {}))
-
-
 def _convolves(training: TrainingView, batch: Any) -> bool:
-    calls = _Calls()
-    with calls:
+    names: set[str] = set()
+    with Calls(lambda function, _: names.add(getattr(function, "__name__", ""))):
         training.loss(batch)
-    return calls.found
+    return bool(names & _CONVOLUTIONS)

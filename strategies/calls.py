@@ -1,0 +1,32 @@
+"""What a model calls of torch's functions, as strategies look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+
+class Calls(TorchFunctionMode):
+    """Tells of every call of a function of torch, with what it returned, while this is entered.
+
+    Args:
+        on_call: called with the function and its result.
+    """
+
+    def __init__(self, on_call: Callable[[Callable[..., Any], Any], object]) -> None:
+        super().__init__()
+        self._on_call = on_call
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run what was called, and tell of it."""
+        result = func(*args, **(kwargs or {}))
+        self._on_call(func, result)
+        return result
