@@ -299,16 +299,33 @@ def _timed(
     for number in range(steps):
         if number >= LEAST_STEPS and time.monotonic() - began >= ENOUGH_S:
             break
-        stopwatch = Stopwatch(training.model, names, training.device)
-        dropping = saving_by(training, lambda tensor: None, lambda nothing: nothing)
-        with nullcontext() if keep else dropping, stopwatch.running():
-            run()
+        stopwatch = _watched(training, names, run, keep)
         wholes_s.append(stopwatch.whole_s())
         for name, took_s in stopwatch.seconds().items():
             shares[name].append(took_s / wholes_s[-1] if wholes_s[-1] else 0.0)
     whole_s = min(wholes_s)
     seconds = {name: whole_s * median(each) for name, each in shares.items()}
     return Times(seconds, whole_s if keep else FORWARDS_IN_A_STEP * whole_s)
+
+
+def _watched(
+    training: TrainingView,
+    names: Collection[str],
+    run: Callable[[], object],
+    keep: bool,
+    *,
+    products: bool = False,
+) -> Stopwatch:
+    """Run once; return the stopwatch of these modules, and of their products if asked for."""
+    stopwatch = Stopwatch(training.model, names, training.device)
+    dropping = saving_by(training, lambda tensor: None, lambda nothing: nothing)
+    with (
+        nullcontext() if keep else dropping,
+        stopwatch.running(),
+        around_products(stopwatch.product) if products else nullcontext(),
+    ):
+        run()
+    return stopwatch
 
 
 def _of_products(
@@ -320,14 +337,7 @@ def _of_products(
     """
     shares: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(LEAST_STEPS if names else 0):
-        stopwatch = Stopwatch(training.model, names, training.device)
-        dropping = saving_by(training, lambda tensor: None, lambda nothing: nothing)
-        with (
-            nullcontext() if keep else dropping,
-            stopwatch.running(),
-            around_products(stopwatch.product),
-        ):
-            run()
+        stopwatch = _watched(training, names, run, keep, products=True)
         for name, share in stopwatch.shares_of_products().items():
             shares[name].append(share)
     return {name: median(each) for name, each in shares.items() if each}
