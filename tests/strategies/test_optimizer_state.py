@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import autofit
 from autofit.errors import Unsupported
@@ -22,31 +21,23 @@ from autofit.testing import PlainContext, check_strategy
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 from benchmarks.optimizer_state import TRAININGS, apart, losses
+from tests.wide import PARAMETER_BYTES, WIDTH, adamw, assert_predicted, peaks, wide
 
 state_in_bfloat16: Any = import_module("autofit.strategies.optimizer").state_in_bfloat16
 STATE, WHEN = "optimizer.state", "optimizer.when"
 (UPDATE,) = load_strategies(["optimizer"])
-WIDTH, LAYERS = 128, 12
-STATE_BYTES = 2 * 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
+STATE_BYTES = 2 * PARAMETER_BYTES
 PAYLOADS = {STATE: {"optimizers": [""]}}
 MOST_APART = 0.01
 
-adamw = partial(torch.optim.AdamW, foreach=False)
 sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-
-
-def wide(optimizer: Any = adamw) -> Workload:
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    batch = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    return Workload(layers, batch, criterion=functional.mse_loss, optimizer=optimizer)
 
 
 def training(model: nn.Module, optimizer: Any, *, size: int = 4, **settings: Any) -> Training:
     plan = ResolvedPlan(
         Plan.split(4, size, settings={STATE: "bfloat16", **settings}), PAYLOADS, (UPDATE,)
     )
-    recipe = wide().recipe
+    recipe = by_adamw().recipe
     return Training(model, optimizer, recipe, plan, device=torch.device("cpu"))
 
 
@@ -60,11 +51,15 @@ def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def offered(optimizer: Any) -> bool:
-    return STATE in collect_dimensions([UPDATE], PlainContext(partial(wide, optimizer)))
+    return STATE in collect_dimensions([UPDATE], PlainContext(partial(wide, optimizer=optimizer)))
+
+
+def by_adamw() -> Workload:
+    return wide(optimizer=adamw)
 
 
 def test_conformance() -> None:
-    assert check_strategy("optimizer", workloads=[wide]) == 4  # plain, fused, when, state
+    assert check_strategy("optimizer", workloads=[by_adamw]) == 4  # plain, fused, when, state
 
 
 @pytest.mark.slow
@@ -84,7 +79,7 @@ def test_it_is_offered_where_state_can_be_halved() -> None:
 def test_a_search_has_it_only_where_its_strategy_is_named() -> None:
     def tried(strategies: Any) -> bool:
         report = autofit.search(
-            wide(),
+            by_adamw(),
             device="cpu",
             vram_budget="64MiB",
             strategies=strategies,
@@ -98,7 +93,7 @@ def test_a_search_has_it_only_where_its_strategy_is_named() -> None:
 
 @pytest.mark.parametrize("make", [adamw, sgd, partial(torch.optim.Adam, fused=True, amsgrad=True)])
 def test_state_is_in_bfloat16_between_steps_and_in_float32_after_the_training(make: Any) -> None:
-    workload = wide()
+    workload = by_adamw()
     model = workload.build_model()
     optimizer = make(model.parameters())
     with training(model, optimizer) as live:
@@ -111,7 +106,7 @@ def test_state_is_in_bfloat16_between_steps_and_in_float32_after_the_training(ma
 
 
 def test_entering_and_leaving_leaves_the_state_of_a_live_optimizer() -> None:
-    model = wide().build_model()
+    model = by_adamw().build_model()
     optimizer = adamw(model.parameters())
     model(torch.randn(4, WIDTH)).mean().backward()
     optimizer.step()
@@ -149,7 +144,7 @@ def test_a_moment_that_is_not_finite_stays_so() -> None:
 
 
 def stepped(steps: int, **given: Any) -> tuple[nn.Module, Any, list[Tensor]]:
-    workload = wide()
+    workload = by_adamw()
     model = workload.build_model()
     optimizer = adamw(model.parameters())
     prepare: Callable[[Training], None] = given.pop("prepare", lambda live: None)
@@ -175,7 +170,7 @@ def test_accumulated_checkpointed_and_scaled_steps_go_from_the_same_state() -> N
 
 
 def test_a_step_with_infinite_gradients_is_skipped_by_a_scaler() -> None:
-    workload = wide()
+    workload = by_adamw()
     model = workload.build_model()
     optimizer = adamw(model.parameters())
     with training(model, optimizer) as live:
@@ -187,7 +182,7 @@ def test_a_step_with_infinite_gradients_is_skipped_by_a_scaler() -> None:
 
 def test_gradients_are_there_after_a_step() -> None:
     """As after a plain one, until they are dropped."""
-    model = wide().build_model()
+    model = by_adamw().build_model()
     optimizer = adamw(model.parameters())
     with state_in_bfloat16(optimizer):
         model(torch.randn(4, WIDTH)).mean().backward()
@@ -197,7 +192,7 @@ def test_gradients_are_there_after_a_step() -> None:
 
 
 def test_a_closure_is_refused() -> None:
-    model = wide().build_model()
+    model = by_adamw().build_model()
     optimizer = adamw(model.parameters())
     with state_in_bfloat16(optimizer), pytest.raises(Unsupported, match="closure"):
         optimizer.step(lambda: 1.0)
@@ -205,7 +200,7 @@ def test_a_closure_is_refused() -> None:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_saved_state_is_loaded_with_the_setting_and_without(inside: bool) -> None:
-    workload = wide()
+    workload = by_adamw()
     model = workload.build_model()
     optimizer = adamw(model.parameters())
     with training(model, optimizer) as live:
@@ -231,7 +226,7 @@ def test_a_saved_state_is_loaded_with_the_setting_and_without(inside: bool) -> N
 
 
 def test_another_librarys_loop_and_a_described_script_have_it() -> None:
-    workload = wide()
+    workload = by_adamw()
     found = []
 
     def step(model: nn.Module, optimizer: Any) -> None:
@@ -240,12 +235,12 @@ def test_another_librarys_loop_and_a_described_script_have_it() -> None:
         assert {each.dtype for each in states(optimizer)} == {torch.bfloat16}
         found.append([each.float() for each in states(optimizer)])
 
-    made = wide().build_model()
+    made = by_adamw().build_model()
     optimizer = adamw(made.parameters())
     plan = ResolvedPlan(Plan(4, settings={STATE: "bfloat16"}), PAYLOADS, (UPDATE,))
     with on_model(plan, made, optimizer):
         step(made, optimizer)
-    made = wide().build_model()
+    made = by_adamw().build_model()
     optimizer = adamw(made.parameters())
     *lines, opening = UPDATE.describe({STATE: "bfloat16"}, PAYLOADS)
     script = "\n".join([*lines, opening, "    step(model, optimizer)"])
@@ -253,26 +248,12 @@ def test_another_librarys_loop_and_a_described_script_have_it() -> None:
     assert all(map(torch.equal, *found))
 
 
-def peaks(device: str, **options: Any) -> dict[str, int]:
-    found = {}
-    for value in ("default", "bfloat16"):
-        plan = Plan(4, settings={STATE: value, "optimizer.implementation": "default"})
-        trial = autofit.probe(wide(), plan=plan, device=device, steps=3, **options)
-        assert trial.ok, trial.measurement.detail
-        found[value] = trial.measurement.peak_allocated_bytes or 0
-    return found
-
-
 def test_a_training_holds_half_the_state() -> None:
-    held = peaks("cpu", vram_budget="64MiB")
-    assert held["default"] - held["bfloat16"] > 0.4 * STATE_BYTES
+    default, bfloat16 = peaks(STATE, ["default", "bfloat16"], "cpu", vram_budget="64MiB")
+    assert default - bfloat16 > 0.4 * STATE_BYTES
 
 
 @pytest.mark.cuda
 def test_its_memory_is_predicted() -> None:
-    held = peaks("cuda")
-    for value, measured in held.items():
-        plan = Plan(4, settings={STATE: value})
-        predicted = autofit.predict(wide(), plan=plan, gpu=torch.cuda.get_device_name())
-        assert predicted.peak_allocated_bytes == pytest.approx(measured, rel=0.01)
-    assert held["default"] - held["bfloat16"] > 0.4 * STATE_BYTES
+    default, bfloat16 = assert_predicted(STATE, ["default", "bfloat16"])
+    assert default - bfloat16 > 0.4 * STATE_BYTES

@@ -24,11 +24,10 @@ from autofit.testing.conformance import attention, convolutions
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
+from tests.wide import LAYERS, PARAMETER_BYTES, WIDTH, assert_predicted, peaks, wide
 
 WHEN = "optimizer.when"
 (UPDATE,) = load_strategies(["optimizer"])
-WIDTH, LAYERS = 128, 12
-GRADIENT_BYTES = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
 
 
 class Tied(nn.Module):
@@ -55,13 +54,6 @@ def tied(**given: Any) -> Workload:
 
 def of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits, targets.flatten())
-
-
-def wide(**given: Any) -> Workload:
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    batch = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    return Workload(layers, batch, criterion=functional.mse_loss, **given)
 
 
 def offered(build: Callable[[], Workload]) -> bool:
@@ -349,31 +341,15 @@ def test_a_described_script_trains_alike() -> None:
     assert_equal(end(UPDATE.describe({WHEN: "backward"}, {})), end([]))
 
 
-def peaks(device: str, **options: Any) -> dict[str, int]:
-    found = {}
-    for value in ("step", "backward"):
-        plan = Plan(4, settings={WHEN: value, "optimizer.implementation": "default"})
-        workload = wide(optimizer=partial(torch.optim.AdamW, foreach=False))
-        trial = autofit.probe(workload, plan=plan, device=device, steps=3, **options)
-        assert trial.ok, trial.measurement.detail
-        found[value] = trial.measurement.peak_allocated_bytes or 0
-    return found
-
-
 def test_a_training_holds_less_by_most_of_its_gradients() -> None:
-    held = peaks("cpu", vram_budget="64MiB")
-    assert held["step"] - held["backward"] > 0.8 * GRADIENT_BYTES
+    step, backward = peaks(WHEN, ["step", "backward"], "cpu", vram_budget="64MiB")
+    assert step - backward > 0.8 * PARAMETER_BYTES
 
 
 @pytest.mark.cuda
 def test_its_memory_is_predicted() -> None:
-    held = peaks("cuda")
-    for value, measured in held.items():
-        plan = Plan(4, settings={WHEN: value})
-        workload = wide(optimizer=partial(torch.optim.AdamW, foreach=False))
-        predicted = autofit.predict(workload, plan=plan, gpu=torch.cuda.get_device_name())
-        assert predicted.peak_allocated_bytes == pytest.approx(measured, rel=0.01)
-    assert held["step"] - held["backward"] > 0.8 * GRADIENT_BYTES
+    step, backward = assert_predicted(WHEN, ["step", "backward"])
+    assert step - backward > 0.8 * PARAMETER_BYTES
 
 
 def test_looking_at_a_training_leaves_nothing_of_it_in_memory() -> None:
