@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from autofit.strategy import Strategy
+from autofit.strategy import Comparison, Strategy
 from autofit.testing import PlainContext
 from autofit.training.workload import Workload
 
@@ -498,3 +498,18 @@ def test_the_report_notes_it(checkpointing: Strategy) -> None:
     named = {unit for payload in levels.payloads.values() for unit in payload["units"]}
     assert {"blocks.0", "blocks.2"} <= named
     assert "blocks.1" not in named
+
+
+def test_a_unit_that_keeps_its_products_is_compared_from_every_seed(
+    part: Callable[[str], Any],
+) -> None:
+    """It is not judged by the whole unit, which runs again other operators."""
+    model = nn.Sequential(Clean(), Clean())
+    context = PlainContext(lambda: Workload(model, torch.randn(4, WIDTH)))
+
+    def compare(units: Any, reference: Any, state: Any, seed: int) -> Comparison:
+        differs = seed == 1 and "1~" in units
+        return Comparison(0.0, 0.0, 0.0, differences=("the loss",) * differs, ran=frozenset("01"))
+
+    parity = part("parity").find_parity(context, compare, [["0", "1"], ["0~", "1~"]], (0, 1))
+    assert set(parity.left_out) == {"1~"}
