@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from autofit.plan import CostHint as CostHint, Dimension as Dimension, Plan as Plan
     from autofit.prediction.predict import Prediction as Prediction
     from autofit.report.report import Report as Report, load as load
+    from autofit.searching.batch_size import (
+        BatchSize as BatchSize,
+        find_batch_size as find_batch_size,
+    )
     from autofit.searching.options import SearchOptions as SearchOptions
     from autofit.searching.search import search as search
     from autofit.strategy import Numerics as Numerics, Phase as Phase, Strategy as Strategy
@@ -61,6 +65,7 @@ _HOMES = {
     "autofit.plan": ("Dimension", "CostHint", "Plan"),
     "autofit.prediction.predict": ("Prediction",),
     "autofit.report.report": ("Report", "load"),
+    "autofit.searching.batch_size": ("BatchSize", "find_batch_size"),
     "autofit.searching.options": ("SearchOptions",),
     "autofit.searching.search": ("search",),
     "autofit.strategy": ("Numerics", "Phase", "Strategy"),

@@ -20,6 +20,7 @@ from autofit.integrations import accelerate, lightning, transformers
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
 CALLED_BY_USERS: list[Callable[..., Any]] = [
     autofit.search,
+    autofit.find_batch_size,
     autofit.probe,
     autofit.predict,
     autofit.check,

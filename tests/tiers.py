@@ -29,7 +29,7 @@ from autofit.probing.rank_channel import RankChannel
 from autofit.probing.worker_channel import WorkerChannel, WorkerProcess
 
 OTHERS = ("slow", "cuda", "emulated", "browser")
-PUBLIC = {"search", "probe", "predict", "check"}
+PUBLIC = {"search", "find_batch_size", "probe", "predict", "check"}
 """Functions of autofit, and of its integrations, that run the user's training in a worker."""
 STARTERS: tuple[Any, ...] = (
     *(getattr(autofit, name) for name in PUBLIC),

@@ -140,7 +140,7 @@ def search(
         raise InvalidArgument(f"options must be autofit.SearchOptions(...), got {options!r}")
     level, size = numerics_level(numerics), ranks_meant(options.ranks)
     chosen = load_strategies(strategies, numerics=level, world_size=size)
-    workload = _workload(
+    workload = workload_of(
         model,
         sample_batch,
         criterion=criterion,
@@ -425,10 +425,15 @@ def _numerics_of(space: Space, strategies: Sequence[Strategy]) -> dict[str, int]
     return {name: int(numerics_of(own[name.partition(".")[0]], name)) for name in space.dimensions}
 
 
-def _workload(model: Any, sample_batch: Any, **given: Any) -> Workload:
+def workload_of(model: Any, sample_batch: Any, **given: Any) -> Workload:
+    """Return the Workload that stands for the model, or one of what was given.
+
+    Raises:
+        InvalidArgument: there is no sample batch, or a Workload with arguments of its own beside.
+    """
     if not isinstance(model, Workload):
         if sample_batch is None:
-            raise InvalidArgument("give a sample batch: autofit.search(model, sample_batch)")
+            raise InvalidArgument("give a sample batch beside the model")
         return Workload(model, sample_batch, **given)
     defaults = {name: field.default for name, field in Workload.__dataclass_fields__.items()}
     extra = [name for name, value in given.items() if value is not defaults[name]]

@@ -1,0 +1,106 @@
+"""`autofit.find_batch_size`: the micro-batch and accumulation of plain training, by a search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autofit.errors import InvalidArgument, hides_own_frames
+from autofit.probing.together import ranks_meant
+from autofit.report.report import Report
+from autofit.searching.events import OnEvent
+from autofit.searching.options import SearchOptions
+from autofit.searching.search import search, workload_of
+from autofit.training.workload import Workload
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """The fastest split of a global batch that fits, with every setting at its default.
+
+    Attributes:
+        micro_batch: samples of a forward pass, as many in each one.
+        accumulation_steps: micro-batches of an optimizer step.
+        global_batch: samples of an optimizer step: the product of those two.
+        peak_bytes: most bytes that the training held, non-torch bytes included; None: unknown.
+        samples_per_second: at the median step time; None: nothing was timed.
+        report: of the search, with all that was tried.
+    """
+
+    micro_batch: int
+    accumulation_steps: int
+    global_batch: int
+    peak_bytes: int | None
+    samples_per_second: float | None
+    report: Report
+
+
+@hides_own_frames
+def find_batch_size(
+    model: torch.nn.Module | Callable[[], torch.nn.Module] | Workload,
+    sample_batch: Any = None,
+    *,
+    criterion: Callable[..., torch.Tensor] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    global_batch: int | None = None,
+    vram_budget: str | float | None = None,
+    device: str | Sequence[str] | None = None,
+    max_probes: int | None = None,
+    timeout: float | None = None,
+    progress: OnEvent | bool | None = None,
+    options: SearchOptions | None = None,
+) -> BatchSize:
+    """Find the micro-batch and accumulation that train fastest, and change nothing else.
+
+    A search over even splits of the global batch alone, as plain PyTorch runs them. Where splitting
+    changes the gradients, as with BatchNorm, the accumulation stays that of the sample batch; see
+    `SearchOptions.allow_accumulation_change`. Arguments not explained here are as for
+    `autofit.search`.
+
+    Args:
+        global_batch: samples per optimizer step, which are kept; None: as many as the sample batch
+            has.
+        options: a `SearchOptions`; its splits are even in any case.
+
+    Raises:
+        InvalidArgument: an argument, the sample batch or the budget is invalid, the sample batch is
+            a function and there is no global batch, or there are several ranks.
+        NoFeasiblePlan: nothing fits the budget.
+        Exception: as of `autofit.search`.
+    """
+    given = {"criterion": criterion, "loss_fn": loss_fn, "optimizer": optimizer}
+    workload = workload_of(model, sample_batch, **given, global_batch=global_batch)
+    if workload.global_batch is None:
+        if workload.makes_batches:
+            raise InvalidArgument("the sample batch is a function: give a global_batch to keep")
+        workload = replace(workload, global_batch=workload.sample_batch_size)
+    options = SearchOptions() if options is None else options
+    if isinstance(options, SearchOptions):  # a search refuses anything else
+        if (ranks := ranks_meant(options.ranks)) > 1:
+            raise InvalidArgument(
+                f"find_batch_size is for one process, not {ranks} ranks: use autofit.search"
+            )
+        options = replace(options, even_split=True)
+    report = search(
+        workload,
+        vram_budget=vram_budget,
+        device=device,
+        strategies=[],
+        max_probes=max_probes,
+        timeout=timeout,
+        progress=progress,
+        options=options,
+    )
+    plan, best = report.plan, report.best
+    return BatchSize(
+        plan.micro_batch,
+        plan.accumulation_steps,
+        plan.samples_per_step,
+        best.measurement.held_bytes,
+        best.samples_per_second,
+        report,
+    )

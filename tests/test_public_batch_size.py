@@ -1,0 +1,88 @@
+"""`autofit.find_batch_size` as a user calls it: real trainings on the CPU device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+
+HERE: dict[str, Any] = {
+    "device": "cpu",
+    "vram_budget": "256MiB",
+    "criterion": nn.CrossEntropyLoss(),
+}
+QUICK = autofit.SearchOptions(effort="quick")
+
+
+def wide() -> nn.Sequential:
+    """A model of 0.2 MiB whose samples hold 0.4 MiB of activations each."""
+    layers: list[nn.Module] = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()]
+    for _ in range(3):
+        layers += [nn.Conv2d(16, 16, 3, padding=1), nn.Tanh()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
+
+
+def pictures(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 1, 32, 32, generator=generator)
+    return inputs, torch.randint(0, 3, (samples,), generator=generator)
+
+
+def test_a_batch_that_is_too_large_is_split_evenly_and_kept_whole() -> None:
+    given = HERE | {"vram_budget": "8MiB"}
+    found = autofit.find_batch_size(wide, pictures(48), **given, max_probes=5)
+    assert found.global_batch == 48
+    assert found.micro_batch * found.accumulation_steps == 48
+    assert 1 <= found.micro_batch < 48
+    assert found.peak_bytes is not None
+    assert 0 < found.peak_bytes <= 8 << 20
+    assert found.samples_per_second is not None
+    assert found.samples_per_second > 0
+    assert not found.report.plan.settings
+    assert {trial.plan.samples_per_step for trial in found.report.trials} == {48}
+
+
+def test_a_global_batch_may_be_larger_than_the_sample_batch() -> None:
+    workload = autofit.Workload(wide, pictures, criterion=HERE["criterion"], global_batch=12)
+    found = autofit.find_batch_size(
+        workload, device="cpu", vram_budget="256MiB", max_probes=3, options=QUICK
+    )
+    assert found.micro_batch * found.accumulation_steps == found.global_batch == 12
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"sample_batch": pictures}, "give a global_batch to keep"),
+        ({"sample_batch": None}, "give a sample batch"),
+        ({"global_batch": 0}, "global_batch must be"),
+        ({"options": "quick"}, "options must be autofit.SearchOptions"),
+        ({"options": autofit.SearchOptions(ranks=2)}, "one process, not 2 ranks"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_words(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(autofit.InvalidArgument, match=words):
+        autofit.find_batch_size(wide, **({"sample_batch": pictures(4)} | HERE | given))
+
+
+def test_a_model_that_never_fits_is_said_to_fit_nowhere() -> None:
+    given = HERE | {"vram_budget": "1MiB"}
+    with pytest.raises(autofit.NoFeasiblePlan):
+        autofit.find_batch_size(
+            lambda: nn.Sequential(nn.Flatten(), nn.Linear(1024, 1024)), pictures(4), **given
+        )
+
+
+def normalizing() -> nn.Sequential:
+    layers = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+
+
+def test_accumulation_that_would_change_gradients_stays_as_it_is() -> None:
+    given = HERE | {"global_batch": 32, "max_probes": 3, "options": QUICK}
+    found = autofit.find_batch_size(normalizing, pictures(8), **given)
+    assert (found.micro_batch, found.accumulation_steps) == (8, 4)
