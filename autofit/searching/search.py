@@ -433,7 +433,7 @@ def workload_of(model: Any, sample_batch: Any, **given: Any) -> Workload:
     """
     if not isinstance(model, Workload):
         if sample_batch is None:
-            raise InvalidArgument("give a sample batch beside the model")
+            raise InvalidArgument("give a sample batch after the model, or a Workload alone")
         return Workload(model, sample_batch, **given)
     defaults = {name: field.default for name, field in Workload.__dataclass_fields__.items()}
     extra = [name for name, value in given.items() if value is not defaults[name]]
