@@ -20,7 +20,6 @@ from autofit.registry import collect_dimensions, load_strategies
 from autofit.testing import PlainContext, check_strategy
 from autofit.training.training import Training
 from autofit.training.workload import Workload
-from benchmarks.optimizer_state import TRAININGS, apart, losses
 from tests.wide import PARAMETER_BYTES, WIDTH, adamw, assert_predicted, peaks, wide
 
 state_in_bfloat16: Any = import_module("autofit.strategies.optimizer").state_in_bfloat16
@@ -28,7 +27,6 @@ STATE, WHEN = "optimizer.state", "optimizer.when"
 (UPDATE,) = load_strategies(["optimizer"])
 STATE_BYTES = 2 * PARAMETER_BYTES
 PAYLOADS = {STATE: {"optimizers": [""]}}
-MOST_APART = 0.01
 
 sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
@@ -62,11 +60,24 @@ def test_conformance() -> None:
     assert check_strategy("optimizer", workloads=[by_adamw]) == 4  # plain, fused, when, state
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRAININGS)
-def test_500_steps_have_the_losses_of_plain_training(name: str) -> None:
-    make = TRAININGS[name]
-    assert apart(losses(make, {STATE: "bfloat16"}), losses(make, {})) < MOST_APART
+def test_200_steps_have_the_losses_of_plain_training() -> None:
+    """Each step sees fresh samples, so means over 50 steps are compared."""
+
+    def losses(settings: dict[str, Any]) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        draw = torch.Generator().manual_seed(1)
+        with training(model, optimizer, **settings) as live:
+            found = []
+            for _ in range(200):
+                x = torch.randn(4, WIDTH, generator=draw)
+                found.append(live.step((x, x.tanh())))
+        return torch.stack(found).unfold(0, 50, 1).mean(1)
+
+    rounded, plain = losses({}), losses({STATE: "default"})
+    assert not torch.equal(rounded, plain)
+    assert float((rounded / plain - 1).abs().max()) < 0.01
 
 
 def test_it_is_offered_where_state_can_be_halved() -> None:
