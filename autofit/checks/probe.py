@@ -26,9 +26,9 @@ from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.probe import probe_if, run_one
 from autofit.probing.prober import Target
 from autofit.probing.together import owned_by_rank_0
-from autofit.report.findings import held_by_ranks, times_of_ranks
 from autofit.report.record import Record
 from autofit.report.report import Report
+from autofit.report.summary import held_by_ranks
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 from autofit.units import format_bytes, format_seconds
@@ -177,16 +177,6 @@ class SoakResult(Trial):
 
     def __str__(self) -> str:
         measured, expected = self.measurement, self.expected.measurement
-        of_ranks = []
-        if measured.ranks and expected.ranks:
-            here, there = (
-                (held_by_ranks(each.ranks, self.vram_budget_bytes), times_of_ranks(each.ranks))
-                for each in (measured, expected)
-            )
-            of_ranks = [
-                f"{name:<15}{now} (report: {then})"
-                for name, now, then in zip(("on each rank", ""), here, there, strict=True)
-            ]
         lines = [
             f"{self.plan}: {self.steps} steps",
             f"peak reserved  {format_bytes(measured.peak_reserved_bytes)}"
@@ -195,7 +185,14 @@ class SoakResult(Trial):
             f" (report: {format_seconds(expected.step_time_s)})",
             f"loss           {_number(measured.loss)}"
             f" (report, after {len(expected.step_times_s)} steps: {_number(expected.loss)})",
-            *of_ranks,
+            *(
+                [
+                    f"ranks hold     {held_by_ranks(measured.ranks)}"
+                    f" (report: {held_by_ranks(expected.ranks)})"
+                ]
+                if measured.ranks and expected.ranks
+                else []
+            ),
             *([f"speed was not compared: the machine was busy ({self.busy})"] if self.busy else []),
             "agrees with the report" if self.passed else "differs from the report:",
         ]
@@ -299,9 +296,8 @@ def _speed(expected: Measurement, measured: Measurement) -> str | None:
         or not _is_slower(expected.step_times_s, measured.step_times_s)
     ):
         return None
-    slowest = f" ({times_of_ranks(measured.ranks)})" if measured.ranks else ""
     return (
-        f"the median step took {format_seconds(now)}{slowest}, where the report has "
+        f"the median step took {format_seconds(now)}, where the report has "
         f"{format_seconds(interval[0])} to {format_seconds(interval[1])}"
     )
 

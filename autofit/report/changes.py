@@ -8,13 +8,14 @@ from typing import Any
 
 from autofit.codec import to_json
 from autofit.measurement import ACT
+from autofit.report.details import Section, figures
 from autofit.report.record import Record
-from autofit.report.summary import describe, ratio_words, settings_words, speed_words
-from autofit.report.text import WIDTH, bullets, laid_out, markdown_table, plain, table
+from autofit.report.summary import describe, ratio_words, speed_words
+from autofit.report.text import WIDTH, in_markdown, in_text, laid_out, plain
 from autofit.units import format_bytes, format_seconds
 
 _SAME = {"device": "device", "gpu": "GPU", "torch": "torch", "driver": "driver"}
-"""Key of the environment -> its name, where a difference makes speeds hard to compare."""
+"""Key of the environment -> its name."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +45,13 @@ class Changes:
         """Return a sentence about plan, speed and memory."""
         plans = [describe(record.best.plan, record) for record in (self.before, self.after)]
         plan = "The same plan" if plans[0] == plans[1] else f"{plans[0]} became {plans[1]}"
-        return f"{plan}: {self._speed()}, {self._memory()}"
-
-    def _speed(self) -> str:
-        factor = self.speed_factor
-        if factor is None:
-            return "speed unknown"
+        factor, more = self.speed_factor, self.held_bytes_more
         ranges = [record.speed_range(record.best) for record in (self.before, self.after)]
-        return f"{ratio_words(factor, *ranges)} the speed"
-
-    def _memory(self) -> str:
-        more = self.held_bytes_more
-        if not more:
-            return "the same memory" if more == 0 else "memory unknown"
-        return f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory"
+        speed = f"{ratio_words(factor, *ranges)} the speed" if factor else "speed unknown"
+        memory = "memory unknown" if more is None else "the same memory"
+        if more:
+            memory = f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory"
+        return f"{plan}: {speed}, {memory}"
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return (what, before, after) of each figure that changed, and of speed and memory."""
@@ -73,16 +67,9 @@ class Changes:
         before, after = self.before, self.after
         if before.workload["fingerprint"] != after.workload["fingerprint"]:
             yield "The workloads differ in model, batch, loss or optimizer"
-        for key, name in _SAME.items():
-            was, is_now = before.environment.get(key), after.environment.get(key)
+        for (name, was), is_now in zip(_alike(before).items(), _alike(after).values(), strict=True):
             if was != is_now:
                 yield f"The {name} changed from {was} to {is_now}"
-        sizes = [record.best.plan.samples_per_step for record in (before, after)]
-        if sizes[0] != sizes[1]:
-            yield f"The global batch changed from {sizes[0]} to {sizes[1]} samples"
-        if before.vram_budget_bytes != after.vram_budget_bytes:
-            budgets = [format_bytes(each.vram_budget_bytes) for each in (before, after)]
-            yield f"The VRAM budget changed from {budgets[0]} to {budgets[1]}"
         for name, record in (("earlier", before), ("later", after)):
             if not record.is_confirmed:
                 yield f"The {name} report's best plan is not confirmed"
@@ -91,17 +78,15 @@ class Changes:
 
     def to_text(self, *, width: int = WIDTH, color: bool = False) -> str:
         """Return the changes as text of at most `width` columns."""
-        lines = table(("", "before", "after"), self.rows())
-        cautions = [f"{ACT}{line}" for line in self.cautions()]
-        gap = [""] if cautions else []
-        return laid_out([self.headline(), "", lines, *gap, *cautions], width, color=color)
+        return laid_out([self.headline(), "", *in_text(self._section())], width, color=color)
 
     def to_markdown(self) -> str:
         """Return the changes as GitHub's Markdown."""
-        lines = [f"### {plain(self.headline())}\n"]
-        lines += markdown_table(("", "before", "after"), self.rows())
-        lines += ["", *bullets(self.cautions())]
-        return "\n".join(lines).rstrip() + "\n"
+        return "\n".join([f"### {plain(self.headline())}\n", *in_markdown(self._section())]) + "\n"
+
+    def _section(self) -> Section:
+        cautions = [f"{ACT}{line}" for line in self.cautions()]
+        return Section("", cautions, [("", "before", "after"), *self.rows()])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the changes as JSON has them."""
@@ -117,17 +102,21 @@ class Changes:
         }
 
 
-def _figures(record: Record) -> dict[str, str]:
-    best, baseline = record.best, record.baseline_beside_best
-    plan, speed, search = best.plan, record.speed_of(best), record.search
+def _alike(record: Record) -> dict[str, Any]:
+    """Return, by name, what must be alike or speeds are hard to compare."""
     return {
-        "micro-batch": str(plan.micro_batch),
-        "accumulation steps": str(plan.accumulation_steps),
-        "settings": settings_words(plan.settings, record),
-        "throughput": speed_words(best, record),
-        "optimizer step": format_seconds(plan.samples_per_step / speed if speed else None),
-        "memory": format_bytes(best.measurement.held_bytes),
-        "peak allocated": format_bytes(best.measurement.peak_allocated_bytes),
+        **{name: record.environment.get(key) for key, name in _SAME.items()},
+        "global batch": record.best.plan.samples_per_step,
+        "VRAM budget": format_bytes(record.vram_budget_bytes),
+    }
+
+
+def _figures(record: Record) -> dict[str, str]:
+    best, baseline, search = figures(record), record.baseline_beside_best, record.search
+    return {
+        "throughput": speed_words(record.best, record),
+        "memory": format_bytes(record.best.measurement.held_bytes),
+        **{label: figure for label, figure, _ in best},
         "throughput of the baseline": speed_words(baseline, record),
         "memory of the baseline": format_bytes(baseline.measurement.held_bytes),
         "VRAM budget": format_bytes(record.vram_budget_bytes),

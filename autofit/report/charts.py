@@ -15,9 +15,9 @@ from html import escape
 from typing import Any
 
 from autofit.measurement import Trial, probes_of
-from autofit.report.details import outcome_words
+from autofit.report.details import PLANS, outcome_words
 from autofit.report.record import Record, one_a_plan
-from autofit.report.summary import describe, plan_words, speed_ends, speed_words
+from autofit.report.summary import describe, plan_words, speed_words
 from autofit.units import GIB, KIB, MIB, TIB, counted, format_bytes
 
 KINDS: Mapping[str, str] = {
@@ -29,7 +29,6 @@ KINDS: Mapping[str, str] = {
     "rest": "rest",
 }
 """Kind of the memory -> its name; the class of its colour is "kind-" and the kind."""
-_NAMES = {"best": "best plan", "baseline": "baseline"}
 _WIDE_BUDGET = 3.0
 """A budget so many times what any plan held lies beyond the axis, or all points lie at one edge."""
 _BUDGET_AT = 86.0
@@ -38,177 +37,6 @@ _BREAK_AT = 78.0
 """Percent of the width of an axis that ends before the budget."""
 _LEAST_SHARE = 0.14
 """Of the width that a phase needs for its name."""
-_MOST_MODULES = 6
-_MOST_CROSSES = 30
-
-
-def frontier_chart(record: Record) -> Chart:
-    """Return speed against memory of each plan that ran, and the budget."""
-    ran = probes_of(record.trials)
-    fits, failed = one_a_plan(record.trials), [t for t in ran if t.measurement.outcome.about_memory]
-    most, budget = max(map(_held, fits)), record.vram_budget_bytes
-    is_near = budget <= _WIDE_BUDGET * most
-    unit, size = scale_for(budget if is_near else most)
-    plot = Plot(
-        "frontier",
-        "Speed against memory",
-        f"{counted(len(fits), 'plan')} that fit and {len(failed)} probes that did not.",
-        height=300,
-        x_end=(budget if is_near else 1.1 * most) / size,
-        y_end=1.15 * max(record.speed_of(trial) or 0.0 for trial in fits),
-        x_share=_BUDGET_AT if is_near else _BREAK_AT,
-    )
-    plot.zone(_BUDGET_AT, "beyond")
-    plot.axes(f"memory, {unit}", "samples/s")
-    edge = sorted((_held(t) / size, record.speed_of(t) or 0.0) for t in record.frontier)
-    stairs = [edge[0]]
-    for x, y in edge[1:]:
-        stairs += [(x, stairs[-1][1]), (x, y)]
-    plot.line(stairs, "frontier")
-    plot.upright(_BUDGET_AT, "budget")
-    arrow = "" if is_near else " \N{RIGHTWARDS ARROW}"
-    plot.text(_BUDGET_AT, -10, f"VRAM budget {format_bytes(budget)}{arrow}", "budget-words end")
-    _draw_failed(plot, failed, record)
-    _draw_plans(plot, fits, size, record)
-    return Chart(
-        "Speed against memory",
-        "Each point is a plan that ran. The line is the frontier: more speed takes more memory.",
-        plot.drawn(),
-    )
-
-
-def _draw_failed(plot: Plot, failed: list[Trial], record: Record) -> None:
-    """Draw what did not fit, right of the budget, in columns of three."""
-    for at, trial in enumerate(failed[:_MOST_CROSSES]):
-        percent = _BUDGET_AT + 3 + 3.5 * (at % 3)
-        plot.cross(percent, plot.height - 18 - 16 * (at // 3), "failed", _about(trial, record))
-    if failed:
-        rows = -(-len(failed[:_MOST_CROSSES]) // 3)
-        words = f"{len(failed)} did not fit"
-        plot.text(99.5, plot.height - 16 - 16 * rows, words, "failed-words end")
-
-
-def _draw_plans(plot: Plot, fits: list[Trial], size: int, record: Record) -> None:
-    best, baseline = record.best.plan, record.baseline_beside_best.plan
-    named = {baseline: ("baseline", "baseline"), best: ("best", "best")}
-    if best == baseline:
-        named = {best: ("best", "baseline, the best")}
-    labels = []
-    for trial in sorted(fits, key=lambda each: (each.plan in named, each.plan == best)):
-        at = _held(trial) / size, record.speed_of(trial) or 0.0
-        kind, name = named.get(trial.plan, ("tried", ""))
-        if name:
-            low, high = speed_ends(trial, record)
-            plot.bar(at[0], low or at[1], high or at[1], f"{kind}-range")
-            labels.append((at, name, kind))
-        plot.dot(at, kind, _about(trial, record), radius=4.5 if not name else 6.5)
-    slowest = min((at[1] for at, _, _ in labels), default=0.0)
-    for at, words, kind in labels:
-        plot.label(at, words, f"{kind}-words", below=len(labels) > 1 and at[1] == slowest)
-
-
-def _held(trial: Trial) -> int:
-    return trial.measurement.held_bytes or 0
-
-
-def _about(trial: Trial, record: Record) -> str:
-    lines = [f"{describe(trial.plan, record)}", f"trial {trial.number}: {outcome_words(trial)}"]
-    if trial.ok:
-        lines.append(speed_words(trial, record))
-    if trial.measurement.held_bytes is not None:
-        lines.append(f"memory {format_bytes(trial.measurement.held_bytes)}")
-    return "\n".join(lines)
-
-
-def memory_charts(record: Record) -> Iterator[Chart]:
-    """Yield the memory of the best plan and of the baseline over a step."""
-    known = {
-        key: record.memory[key]
-        for key in _NAMES
-        if key in record.memory and "why_not" not in record.memory[key]
-    }
-    most = max((max(_totals(use)) for use in known.values()), default=0)
-    for key, use in known.items():
-        trial = record.best if key == "best" else record.baseline_beside_best
-        yield Chart(
-            f"Memory over a step: {_NAMES[key]}",
-            _steps_shown(trial, use, record),
-            _timeline(key, use, most) + _modules(use),
-        )
-
-
-def why_no_memory(record: Record) -> Iterator[str]:
-    """Yield why the memory of a plan is not shown."""
-    for key, use in record.memory.items():
-        if "why_not" in use:
-            yield f"The memory of the {_NAMES.get(key, key)} is not shown: {use['why_not']}"
-
-
-def legend(kinds: Mapping[str, str]) -> str:
-    """Return names with their colours, by the class of these."""
-    items = (
-        f'<li><i class="swatch {kind}"></i>{escape(name)}</li>' for kind, name in kinds.items()
-    )
-    return f'<ul class="legend">{"".join(items)}</ul>'
-
-
-def _totals(use: Mapping[str, Any]) -> list[int]:
-    return list(map(sum, zip(*use["bytes"].values(), strict=True)))
-
-
-def _steps_shown(trial: Trial, use: Mapping[str, Any], record: Record) -> str:
-    steps, how = trial.plan.accumulation_steps, use["how"]
-    words = plan_words(trial.plan, record)
-    part = f", 2 of {steps} micro-batches" if steps > 2 else ""
-    return f"{words}{part}. {'Simulated' if how == 'dry run' else 'Seen in a real step'}."
-
-
-def _timeline(key: str, use: Mapping[str, Any], most: int) -> str:
-    unit, size = scale_for(most)
-    moments, peak = len(_totals(use)), max(_totals(use))
-    plot = Plot(
-        f"memory_{key}",
-        f"Memory over a step: {_NAMES[key]}",
-        f"Allocated bytes by kind; the peak is {format_bytes(peak)}.",
-        height=220,
-        x_end=max(moments - 1, 1),
-        y_end=1.22 * most / size,
-    )
-    plot.axes("one optimizer step", f"allocated, {unit}", x_ticks=())
-    held = {kind: use["bytes"][kind] for kind in KINDS if any(use["bytes"].get(kind, ()))}
-    plot.areas({f"kind-{kind}": [each / size for each in own] for kind, own in held.items()})
-    ends = [*(phase["first"] for phase in use["phases"]), moments][1:]
-    for phase, end in zip(use["phases"], ends, strict=True):
-        place = plot.across(phase["first"])
-        plot.upright(place, "phase")
-        if end - phase["first"] >= _LEAST_SHARE * moments:
-            plot.text(place, 12, phase["name"], "phase-words", dx=6)
-    place = plot.across(min(use["peak"], moments - 1))
-    plot.level(peak / size, "peak", f"peak {format_bytes(peak)}", place)
-    return plot.drawn()
-
-
-def _modules(use: Mapping[str, Any]) -> str:
-    """Return the modules that hold most at the peak, as bars."""
-    parts = sorted(use["modules"], key=lambda part: -sum(part["bytes"].values()))[:_MOST_MODULES]
-    most = max(sum(part["bytes"].values()) for part in parts) or 1
-    rows = []
-    for part in parts:
-        total = sum(part["bytes"].values())
-        count = f" x {part['count']}" if part["count"] > 1 else ""
-        name = escape(f"{part['name']} {part['class']}".strip() + count)
-        bars = "".join(
-            f'<i class="kind-{kind}" style="width:{100 * part["bytes"][kind] / most:.1f}%"></i>'
-            for kind in KINDS
-            if part["bytes"].get(kind)
-        )
-        rows.append(
-            f'<li><span title="{name}">{name}</span>'
-            f"<b>{format_bytes(total)}</b><span>{bars}</span></li>"
-        )
-    return f'<h3>At the peak, by module</h3><ul class="bars">{"".join(rows)}</ul>'
-
-
 _UNITS = {"TiB": TIB, "GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
 _STRETCHED = 1000
 """Width of the coordinates of lines and areas."""
@@ -234,6 +62,109 @@ class Chart:
     drawn: str
 
 
+def frontier_chart(record: Record) -> Chart:
+    """Return speed against memory of each plan that ran, and the budget."""
+    fits, budget = one_a_plan(record.trials), record.vram_budget_bytes
+    failed = sum(t.measurement.outcome.about_memory for t in probes_of(record.trials))
+    most = max(map(_held, fits))
+    is_near = budget <= _WIDE_BUDGET * most
+    unit, size = scale_for(budget if is_near else most)
+    plot = Plot(
+        f"Speed against memory: {counted(len(fits), 'plan')} that fit",
+        height=300,
+        x_end=(budget if is_near else 1.1 * most) / size,
+        y_end=1.15 * max(record.speed_of(trial) or 0.0 for trial in fits),
+        x_share=_BUDGET_AT if is_near else _BREAK_AT,
+    )
+    plot.axes(f"memory, {unit}", "samples/s")
+    edge = sorted((_held(t) / size, record.speed_of(t) or 0.0) for t in record.frontier)
+    plot.line(_steps(edge), "frontier")
+    plot.upright(_BUDGET_AT, "budget")
+    arrow = "" if is_near else " \N{RIGHTWARDS ARROW}"
+    plot.text(_BUDGET_AT, -10, f"VRAM budget {format_bytes(budget)}{arrow}", "budget-words end")
+    if failed:
+        plot.text(99.5, plot.height - 8, f"{failed} did not fit", "budget-words end")
+    _draw_plans(plot, fits, size, record)
+    return Chart(
+        "Speed against memory",
+        "Each point is a plan that ran. The line is the frontier: more speed takes more memory.",
+        plot.drawn(),
+    )
+
+
+def _draw_plans(plot: Plot, fits: list[Trial], size: int, record: Record) -> None:
+    best, baseline = record.best.plan, record.baseline_beside_best.plan
+    names = {baseline: "baseline", best: "best" if best != baseline else "baseline, the best"}
+    for trial in sorted(fits, key=lambda each: (each.plan in names, each.plan == best)):
+        x, y = _held(trial) / size, record.speed_of(trial) or 0.0
+        kind = "best" if trial.plan == best else names.get(trial.plan, "tried")
+        plot.dot(x, y, kind, _about(trial, record))
+        if name := names.get(trial.plan):
+            plot.label(x, y, name, f"{kind}-words", below=kind == "baseline")
+
+
+def _held(trial: Trial) -> int:
+    return trial.measurement.held_bytes or 0
+
+
+def _about(trial: Trial, record: Record) -> str:
+    return (
+        f"{describe(trial.plan, record)}\ntrial {trial.number}: {outcome_words(trial)}\n"
+        f"{speed_words(trial, record)}\nmemory {format_bytes(trial.measurement.held_bytes)}"
+    )
+
+
+def memory_charts(record: Record) -> Iterator[Chart]:
+    """Yield the memory of the best plan and of the baseline over a step."""
+    known = {
+        key: record.memory[key]
+        for key in PLANS
+        if key in record.memory and "why_not" not in record.memory[key]
+    }
+    most = max((max(_totals(use)) for use in known.values()), default=0)
+    for key, use in known.items():
+        trial = record.best if key == "best" else record.baseline_beside_best
+        title = f"Memory over a step: {PLANS[key]}"
+        yield Chart(title, _steps_shown(trial, use, record), _timeline(title, use, most))
+
+
+def legend(names: Mapping[str, str]) -> str:
+    """Return names with their colours, by the class of these."""
+    items = (
+        f'<li><i class="swatch {kind}"></i>{escape(name)}</li>' for kind, name in names.items()
+    )
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _totals(use: Mapping[str, Any]) -> list[int]:
+    return list(map(sum, zip(*use["bytes"].values(), strict=True)))
+
+
+def _steps_shown(trial: Trial, use: Mapping[str, Any], record: Record) -> str:
+    steps, how = trial.plan.accumulation_steps, use["how"]
+    words = plan_words(trial.plan, record)
+    part = f", 2 of {steps} micro-batches" if steps > 2 else ""
+    return f"{words}{part}. {'Simulated' if how == 'dry run' else 'Seen in a real step'}."
+
+
+def _timeline(title: str, use: Mapping[str, Any], most: int) -> str:
+    unit, size = scale_for(most)
+    moments, peak = len(_totals(use)), max(_totals(use))
+    plot = Plot(title, height=220, x_end=max(moments - 1, 1), y_end=1.22 * most / size)
+    plot.axes("one optimizer step", f"allocated, {unit}", x_ticks=())
+    held = {kind: use["bytes"][kind] for kind in KINDS if any(use["bytes"].get(kind, ()))}
+    plot.areas({f"kind-{kind}": [each / size for each in own] for kind, own in held.items()})
+    ends = [*(phase["first"] for phase in use["phases"]), moments][1:]
+    for phase, end in zip(use["phases"], ends, strict=True):
+        place = plot.across(phase["first"])
+        plot.upright(place, "phase")
+        if end - phase["first"] >= _LEAST_SHARE * moments:
+            plot.text(place, 12, phase["name"], "phase-words", dx=6)
+    at = min(use["peak"], moments - 1)
+    plot.label(at, peak / size, f"peak {format_bytes(peak)}", "peak-words")
+    return plot.drawn()
+
+
 def scale_for(most_bytes: float) -> tuple[str, int]:
     """Return the unit in which so many bytes are written, and its size."""
     return next((unit for unit in _UNITS.items() if most_bytes >= unit[1]), ("B", 1))
@@ -252,25 +183,16 @@ class Plot:
     """A chart that is being drawn; both axes begin at 0.
 
     Args:
-        name: of its place on the page.
-        title, about: for those who cannot see it.
+        title: for those who cannot see it.
         height: of the plot, in pixels.
         x_end, y_end: largest values.
         x_share: percent of the width that lie below `x_end`; the rest is beyond the axis.
     """
 
     def __init__(
-        self,
-        name: str,
-        title: str,
-        about: str,
-        *,
-        height: int,
-        x_end: float,
-        y_end: float,
-        x_share: float = 100.0,
+        self, title: str, *, height: int, x_end: float, y_end: float, x_share: float = 100.0
     ) -> None:
-        self._name, self._title, self._about = name, title, about
+        self._title = title
         self.height, self._x_end, self._y_end = height, x_end or 1.0, y_end or 1.0
         self._x_share = x_share
         self._parts: list[str] = []
@@ -297,29 +219,13 @@ class Plot:
 
     def text(self, percent: float, y: float, words: str, kind: str, *, dx: float = 0) -> None:
         """Draw a text whose anchor is in that kind: "end", "middle" or the start."""
-        shift = f' dx="{dx:g}"' if dx else ""
-        self._parts.append(
-            f'<text class="{kind}" x="{percent:.2f}%" y="{y:.1f}"{shift}>{escape(words)}</text>'
-        )
+        at = f'x="{percent:.2f}%" y="{y:.1f}" dx="{dx:g}"'
+        self._parts.append(f'<text class="{kind}" {at}>{escape(words)}</text>')
 
     def upright(self, percent: float, kind: str) -> None:
         """Draw a line from top to bottom."""
         x = f'x1="{percent:.2f}%" x2="{percent:.2f}%"'
         self._parts.append(f'<line class="{kind}" {x} y1="0" y2="{self.height}"/>')
-
-    def level(self, y: float, kind: str, words: str, percent: float) -> None:
-        """Draw a line across at a value, with words above it."""
-        at = self.down(y)
-        self._parts.append(f'<line class="{kind}" x1="0" x2="100%" y1="{at:.1f}" y2="{at:.1f}"/>')
-        side = " end" if percent > _ROOM_PERCENT else ""
-        self.text(percent, at - 6, words, f"{kind}-words{side}")
-
-    def zone(self, percent: float, kind: str) -> None:
-        """Fill what lies to the right of a place."""
-        self._parts.append(
-            f'<rect class="{kind}" x="{percent:.2f}%" y="0" width="{100 - percent:.2f}%" '
-            f'height="{self.height}"/>'
-        )
 
     def line(self, at: Iterable[Point], kind: str) -> None:
         """Draw a line through values."""
@@ -331,47 +237,30 @@ class Plot:
         drawn = []
         for kind, values in layers.items():
             above = [low + value for low, value in zip(below, values, strict=True)]
-            edge = [*_steps(above), *reversed(_steps(below))]
+            edge = [*_steps(enumerate(above)), *reversed(_steps(enumerate(below)))]
             drawn.append(f'<path class="{kind}" d="{self._path(edge)}Z"/>')
             below = above
         self._stretched("".join(drawn))
 
-    def dot(self, at: Point, kind: str, about: str, *, radius: float = 4.5) -> None:
+    def dot(self, x: float, y: float, kind: str, about: str) -> None:
         """Draw a point that says more where it is touched."""
-        x, y = self.across(at[0]), self.down(at[1])
         self._parts.append(
-            f'<circle class="{kind}" cx="{x:.2f}%" cy="{y:.1f}" r="{radius:g}">'
+            f'<circle class="{kind}" cx="{self.across(x):.2f}%" cy="{self.down(y):.1f}" r="5">'
             f"<title>{escape(about)}</title></circle>"
         )
 
-    def bar(self, x: float, low: float, high: float, kind: str) -> None:
-        """Draw an upright line between two values."""
-        at = f'x1="{self.across(x):.2f}%" x2="{self.across(x):.2f}%"'
-        ends = f'y1="{self.down(low):.1f}" y2="{self.down(high):.1f}"'
-        self._parts.append(f'<line class="{kind}" {at} {ends}/>')
-
-    def cross(self, percent: float, y: float, kind: str, about: str) -> None:
-        """Draw a cross at a place."""
-        self._parts.append(
-            f'<svg class="cross" x="{percent:.2f}%" y="{y:.1f}"><path class="{kind}" '
-            f'd="M-4-4L4 4M-4 4L4-4"><title>{escape(about)}</title></path></svg>'
-        )
-
-    def label(self, at: Point, words: str, kind: str, *, below: bool = False) -> None:
+    def label(self, x: float, y: float, words: str, kind: str, *, below: bool = False) -> None:
         """Draw words beside a point, on the side where there is room."""
-        percent = self.across(at[0])
+        percent, down = self.across(x), self.down(y) + (20 if below else -10)
         is_left = percent > _ROOM_PERCENT
-        y = self.down(at[1]) + (20 if below else -10)
         side = f"{kind} end" if is_left else kind
-        self.text(percent, max(y, 12), words, side, dx=-9 if is_left else 9)
+        self.text(percent, max(down, 12), words, side, dx=-9 if is_left else 9)
 
     def drawn(self) -> str:
         """Return the chart as HTML."""
+        title = escape(self._title)
         return (
-            f'<svg class="chart" role="img" height="{self.height}" '
-            f'aria-labelledby="{self._name}-title {self._name}-about">'
-            f'<title id="{self._name}-title">{escape(self._title)}</title>'
-            f'<desc id="{self._name}-about">{escape(self._about)}</desc>'
+            f'<svg class="chart" role="img" height="{self.height}" aria-label="{title}">'
             f"{''.join(self._parts)}</svg>"
         )
 
@@ -386,15 +275,15 @@ class Plot:
         return f"M{'L'.join(places)}"
 
 
-def _steps(values: Sequence[float]) -> list[Point]:
+def _steps(points: Iterable[Point]) -> list[Point]:
     """Return the corners of a line that keeps each value until the next."""
-    corners: list[Point] = []
-    for at, value in enumerate(values):
-        if corners and corners[-1][1] != value:
-            corners.append((at, corners[-1][1]))
-        if not corners or corners[-1][1] != value or at == len(values) - 1:
-            corners.append((at, value))
-    return corners
+    (last, *later) = points
+    corners = [last]
+    for x, y in later:
+        if y != last[1]:
+            corners += [(x, last[1]), (x, y)]
+        last = (x, y)
+    return corners if corners[-1] == last else [*corners, last]
 
 
 def _number(value: float) -> str:

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
+from typing import Any
 
-from autofit.measurement import ACT, Trial, TrialKind, probes_of, spread_of
-from autofit.plan import Plan
-from autofit.report.findings import findings_lines, of_ranks
+from autofit.measurement import ACT, RankUse, Trial, TrialKind, spread_of
+from autofit.plan import BOUNDS
 from autofit.report.record import Record
 from autofit.report.summary import (
     IN_PYTHON,
     Place,
     apply_line,
+    loader_verdict,
     pay_off,
     range_words,
     settings_words,
+    written,
 )
-from autofit.units import counted, format_bytes, format_seconds, rounded
+from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded
 
+PLANS = {"best": "best plan", "baseline": "baseline"}
+"""Key of a plan among a record's findings -> its name."""
 TRIAL_TITLES = ("trial", "kind", "plan", "settings", "outcome", "samples/s", "memory", "step")
 ABOUT_TRIALS = (
     "A plan is micro-batch x accumulation steps. Memory is peak reserved plus non-torch bytes. "
     "Ranges are 95 % intervals."
 )
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _SHORT_DETAIL = 60
+_MOST_MODULES = 6
+
+Table = Sequence[Sequence[str]]
+"""Rows of cells, the titles first."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +43,13 @@ class Section:
     Attributes:
         title: of the part.
         lines: of words, or of code where `is_code`.
-        table: rows of cells, the titles first.
+        table: below them; (): none.
         is_code: whether the lines are Python.
     """
 
     title: str
     lines: Sequence[str] = ()
-    table: Sequence[Sequence[str]] = ()
+    table: Table = ()
     is_code: bool = False
 
 
@@ -53,18 +59,66 @@ def sections(record: Record, place: Place = IN_PYTHON) -> Iterator[Section]:
     yield Section("Train by the plan", list(training_lines(record, place)), is_code=True)
     if by_hand := record.paste.get(record.best.number):
         yield Section("The same in a loop of your own", by_hand, is_code=True)
-    if notes := list(notes_of(record)):
+    if notes := list(_notes(record)):
         yield Section("Notes", notes)
+    yield from _findings(record)
     yield Section(
         counted(len(record.trials), "trial"),
         [ABOUT_TRIALS],
         [TRIAL_TITLES, *(trial_cells(trial, record) for trial in record.trials)],
     )
-    if faster := list(measured_faster(record)):
-        yield Section("Why trials that were measured faster are not the best plan", faster)
     if record.skipped:
-        yield Section("Skipped", list(skipped_lines(record)))
-    yield Section("Search and environment", table=[("", ""), *environment(record).items()])
+        rows = [(written(each.settings), each.why) for each in record.skipped]
+        yield Section("Skipped", table=[("settings", "why"), *rows])
+    yield Section("Search and environment", table=[("", ""), *_environment(record).items()])
+
+
+def _findings(record: Record) -> Iterator[Section]:
+    """Yield what was found beside the answer."""
+    if ranks := record.best.measurement.ranks:
+        yield Section("Ranks of the best plan", table=rank_table(ranks))
+    loader = record.findings.get("loader") or {}
+    if loader:
+        rates = [
+            (str(each["num_workers"]), format_rate(each["samples_per_second"]))
+            for each in loader["delivered"]
+        ]
+        consumed = format_rate(loader["consumed_samples_per_second"])
+        own = f"your loader has num_workers={loader['own_workers']}"
+        lines = [f"{loader_verdict(loader)}. The best plan consumes {consumed}; {own}."]
+        if loader["keeps_workers"]:
+            lines.append("Workers of an IterableDataset may repeat samples: num_workers stays.")
+        lines += loader["warnings"]
+        lines += [f"Not measured to the end: {loader['failed']}"] if "failed" in loader else []
+        yield Section("Data loading", lines, [("num_workers", "delivered"), *rates])
+    yield from _bounds(record.findings.get("bounds") or {})
+    if modules := record.memory.get("best", {}).get("modules"):
+        held = [(sum(part["bytes"].values()), part) for part in modules]
+        largest = sorted(held, key=lambda each: -each[0])[:_MOST_MODULES]
+        rows = [
+            (f"{part['name']} {part['class']} x {part['count']}".strip(), format_bytes(total))
+            for total, part in largest
+        ]
+        yield Section("Memory of the best plan at its peak", table=[("module", "bytes"), *rows])
+
+
+def _bounds(bounds: Mapping[str, Any]) -> Iterator[Section]:
+    """Yield the shares of a step by what bounds it, as torch's profiler saw them."""
+    plans = [key for key in PLANS if bounds.get(key)]
+    rows = [(name, *(f"{bounds[key].get(name, 0.0):.0%}" for key in plans)) for name in BOUNDS]
+    table = [("", *(PLANS[key] for key in plans)), *rows] if plans else []
+    why = [f"Not profiled: {bounds['failed']}"] if "failed" in bounds else []
+    if table or why:
+        yield Section("What a step is spent on", why, table)
+
+
+def rank_table(ranks: Sequence[RankUse]) -> Table:
+    """Return what each rank held and its own step time."""
+    rows = [
+        (str(rank), format_bytes(use.held_bytes), format_seconds(use.step_time_s))
+        for rank, use in enumerate(ranks)
+    ]
+    return [("rank", "held", "own step time"), *rows]
 
 
 def figures(record: Record) -> list[tuple[str, str, str]]:
@@ -113,20 +167,20 @@ def training_lines(record: Record, place: Place) -> Iterator[str]:
     yield "        loss = training.step(batch)"
 
 
-def notes_of(record: Record) -> Iterator[str]:
-    """Yield all notes in full, those to act on first, and what was found beside the answer."""
+def _notes(record: Record) -> Iterator[str]:
+    """Yield all notes in full, those to act on first."""
     acts = [note for note in record.notes if note.startswith(ACT)]
     yield from acts
     if (start := pay_off(record)) is not None:
         yield start.words(record)
-    if record.best.plan.world_size > 1:
-        yield from of_ranks(record)
-    yield from findings_lines(record)
     if record.difference is not None:
         yield (
             f"Best plan against baseline, same samples: loss {record.difference['loss']:.2g}, "
             f"gradients {record.difference['gradient']:.2g} (relative differences)"
         )
+    for key, use in record.memory.items():
+        if "why_not" in use:
+            yield f"The memory of the {PLANS.get(key, key)} is not shown: {use['why_not']}"
     yield from (note for note in record.notes if note not in acts)
 
 
@@ -161,54 +215,7 @@ def outcome_words(trial: Trial) -> str:
     return f"{measured.outcome.value}{', contended' if measured.contended else ''}{why}"
 
 
-def measured_faster(record: Record) -> Iterator[str]:
-    """Yield a line per reason why trials that were measured faster are not the best."""
-    best, speed = record.best, record.speed_of(record.best) or 0.0
-    reasons: dict[str, list[str]] = {}
-    for trial in probes_of(record.trials):
-        if trial.ok and trial.plan != best.plan and (trial.samples_per_second or 0.0) > speed:
-            reasons.setdefault(_why_not_best(trial.plan, record), []).append(str(trial.number))
-    for why, numbers in reasons.items():
-        yield f"Trial{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {why}"
-
-
-def _why_not_best(plan: Plan, record: Record) -> str:
-    """Return why the plan is not the best one although a trial of it measured faster."""
-    blocks = [t for t in record.trials if t.plan == plan and t.kind is TrialKind.CONFIRMATION]
-    for trial in blocks:
-        if not trial.ok:
-            return f"{trial.measurement.outcome.value} when it ran again (trial {trial.number})"
-    if not record.is_confirmed:
-        return "the final comparison, which would have decided, did not end"
-    compared, speed = record.compared_speed(plan), record.speed_of(record.best) or 1.0
-    if compared is None:
-        return "measured in the search alone, not in the final comparison"
-    gap = f"{100 * abs(compared / speed - 1):.1f} %"
-    if compared < speed:
-        return f"{gap} slower than the best plan in the final comparison"
-    return (
-        f"{gap} faster in the final comparison, which is a tie: it goes to a plan with headroom, "
-        "then to the baseline, then to exact arithmetic, fewer settings, less memory"
-    )
-
-
-def skipped_lines(record: Record) -> Iterator[str]:
-    """Yield what was skipped and why; reasons that differ in numbers alone are one line."""
-    groups: dict[tuple[tuple[str, ...], str], list[int]] = {}
-    for at, each in enumerate(record.skipped):
-        groups.setdefault((tuple(each.settings), _NUMBER.sub("", each.why)), []).append(at)
-    for (names, _), places in groups.items():
-        group = [record.skipped[at] for at in places]
-        what = "; ".join(
-            ", ".join(f"{name}={value}" for name, value in each.settings.items()) for each in group
-        )
-        if len(names) == 1:
-            what = f"{names[0]}={', '.join(str(each.settings[names[0]]) for each in group)}"
-        differ = len({each.why for each in group}) > 1
-        yield f"{what}: {'for example, ' if differ else ''}{group[0].why}"
-
-
-def environment(record: Record) -> Mapping[str, str]:
+def _environment(record: Record) -> Mapping[str, str]:
     """Return what is known of device, software, workload and search, by label."""
     at, workload, search = record.environment, record.workload, record.search
     sessions = f" in {search.sessions} sessions" if search.sessions > 1 else ""

@@ -15,10 +15,10 @@ from html import escape
 from importlib.resources import files
 
 from autofit.measurement import Trial, TrialKind
-from autofit.report.charts import KINDS, Chart, frontier_chart, legend, memory_charts, why_no_memory
+from autofit.report.charts import KINDS, Chart, frontier_chart, legend, memory_charts
 from autofit.report.details import ABOUT_TRIALS, TRIAL_TITLES, Section, sections, trial_cells
 from autofit.report.record import Record
-from autofit.report.summary import IN_PYTHON, Columns, Place, Summary, is_sure, summary
+from autofit.report.summary import IN_PYTHON, Place, Summary, is_sure, summary
 from autofit.units import counted
 
 _NUMBERS = frozenset(("trial", "samples/s", "memory", "step"))
@@ -30,14 +30,17 @@ _END_OF_PART = re.compile(r"([=_]|\.(?=[a-z]))")
 def page(record: Record, place: Place = IN_PYTHON) -> str:
     """Return the report as an HTML document."""
     answer = summary(record, place)
+    drawn = "".join(map(_figure, memory_charts(record)))
+    charts = f'<div class="pair charts">{drawn}</div>{legend(_KINDS)}' if drawn else ""
+    folded = (section for section in sections(record, place) if section.table[:1] != [TRIAL_TITLES])
     body = [
         _header("report", record.created[:10], answer.title),
         "<main>",
         _answer(answer, record),
         _figure(frontier_chart(record)),
-        *_memory(record),
+        charts,
         _section(counted(len(record.trials), "trial"), _trials(record), kind="long"),
-        f'<div class="more">{"".join(_folded(record, place))}</div>',
+        f'<div class="more">{"".join(map(_folded, folded))}</div>',
         "</main>",
     ]
     return _document(answer.title, body, record.version)
@@ -98,34 +101,33 @@ def _header(what: str, about: str, title: str) -> str:
 
 def _answer(answer: Summary, record: Record) -> str:
     """Return the table, beside it what to act on, what to note and the line to apply."""
-    heads = "".join(f'<th scope="col">{escape(title)}</th>' for title in answer.columns)
-    rows = "".join(_answer_row(row, record) for row in answer.rows)
-    sure = "" if is_sure(record) else " unsure"
-    table = (
-        f'<table class="answer{sure}"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
-    )
+    held = record.best.measurement.held_bytes or 0
+    share = min(100.0, 100 * held / record.vram_budget_bytes)
+    meter = f'<span class="meter"><i style="width:{share:.1f}%"></i></span>'
+    rows = []
+    for label, *cells in answer.rows:
+        shown = [_RANGE.sub(r'<span class="whole">\g<0></span>', _breakable(c)) for c in cells]
+        if label == "peak memory":
+            shown[0] += meter
+        rows.append(_row(label, shown))
+    kind = "answer" if is_sure(record) else "answer unsure"
     warnings = "".join(f'<p class="warning">{escape(text)}</p>' for text in answer.warnings)
     remarks = "".join(f"<p>{escape(text)}.</p>" for text in answer.remarks if text)
     notes = f"{warnings}{remarks}<h3>Apply</h3>{_code([answer.apply])}"
+    table = _table(kind, answer.columns, rows)
     return f'<section class="pair">{table}<div class="notes">{notes}</div></section>'
 
 
-def _answer_row(row: Columns, record: Record) -> str:
-    label, *cells = row
-    written = [_RANGE.sub(r'<span class="whole">\g<0></span>', _breakable(c)) for c in cells]
-    if label == "peak memory":
-        held = record.best.measurement.held_bytes or 0
-        share = min(100.0, 100 * held / record.vram_budget_bytes)
-        written[0] += f'<span class="meter"><i style="width:{share:.1f}%"></i></span>'
-    body = "".join(f"<td>{cell}</td>" for cell in written)
+def _table(kind: str, titles: Sequence[str], rows: Iterable[str]) -> str:
+    heads = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
+    head = f"<thead><tr>{heads}</tr></thead>" if any(titles) else ""
+    return f'<table class="{kind}">{head}<tbody>{"".join(rows)}</tbody></table>'
+
+
+def _row(label: str, cells: Iterable[str]) -> str:
+    """Return a row of a label and of cells in HTML."""
+    body = "".join(f"<td>{cell}</td>" for cell in cells)
     return f'<tr><th scope="row">{escape(label)}</th>{body}</tr>'
-
-
-def _memory(record: Record) -> Iterator[str]:
-    drawn = list(memory_charts(record))
-    if drawn:
-        yield f'<div class="pair charts">{"".join(map(_figure, drawn))}</div>{legend(_KINDS)}'
-    yield from (f'<p class="caption">{escape(line)}.</p>' for line in why_no_memory(record))
 
 
 def _figure(chart: Chart) -> str:
@@ -154,11 +156,9 @@ def _trials(record: Record) -> Iterator[str]:
 
 def _trial(trial: Trial, record: Record) -> str:
     measured = trial.measurement
-    kinds = {
-        "best": trial.plan == record.best.plan and trial.ok,
-        "bad": not trial.ok,
-        "vetoed": trial.kind is TrialKind.VETOED,
-    }
+    kind = "vetoed" if trial.kind is TrialKind.VETOED else "" if trial.ok else "bad"
+    if trial.ok and trial.plan == record.best.plan:
+        kind = "best"
     values = {
         "trial": trial.number,
         "samples/s": trial.samples_per_second or "",
@@ -171,34 +171,21 @@ def _trial(trial: Trial, record: Record) -> str:
         f'data-value="{escape(str(values.get(name, text)))}">{_breakable(text)}</td>'
         for name, text in cells
     )
-    kind = " ".join(name for name, is_so in kinds.items() if is_so)
     return f'<tr class="{kind}" data-outcome="{measured.outcome.value}">{written}</tr>'
 
 
-def _folded(record: Record, place: Place) -> Iterator[str]:
-    """Yield all else, closed until it is asked for; the trials have their own place."""
-    for section in sections(record, place):
-        if section.table and section.table[0] is TRIAL_TITLES:
-            continue
-        title = escape(section.title)
-        yield f"<details><summary>{title}</summary>{''.join(_unfolded(section))}</details>"
-
-
-def _unfolded(section: Section) -> Iterator[str]:
+def _folded(section: Section) -> str:
+    """Return a part that is closed until it is asked for."""
+    parts = [f"<summary>{escape(section.title)}</summary>"]
     if section.is_code:
-        yield _code(section.lines)
+        parts.append(_code(section.lines))
     elif section.lines:
-        yield f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in section.lines)}</ul>"
+        parts.append(f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in section.lines)}</ul>")
     if section.table:
         titles, *lines = section.table
-        heads = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
-        rows = "".join(
-            f'<tr><th scope="row">{escape(label)}</th>'
-            f"{''.join(f'<td>{_breakable(cell)}</td>' for cell in cells)}</tr>"
-            for label, *cells in lines
-        )
-        head = f"<thead><tr>{heads}</tr></thead>" if any(titles) else ""
-        yield f'<table class="facts">{head}<tbody>{rows}</tbody></table>'
+        rows = (_row(label, map(_breakable, cells)) for label, *cells in lines)
+        parts.append(_table("facts", titles, rows))
+    return f"<details>{''.join(parts)}</details>"
 
 
 def _section(title: str, parts: Iterable[str], *, kind: str) -> str:

@@ -11,12 +11,12 @@ import math
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from autofit.measurement import ACT, NOT_TRIED, Outcome, Trial, probes_of, spread_of
+from autofit.measurement import ACT, NOT_TRIED, Outcome, RankUse, Trial, probes_of, spread_of
 from autofit.plan import Plan, Settings, unlike
-from autofit.report.findings import held_by_ranks, loader_words
 from autofit.report.record import Record
 from autofit.space import Space
 from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded
@@ -284,8 +284,12 @@ def plan_words(plan: Plan, record: Record) -> str:
 
 def settings_words(settings: Settings, record: Record) -> str:
     """Return the settings that are not at their default, or "defaults"."""
-    changed = unlike(settings, record.default_settings)
-    return ", ".join(f"{name}={value}" for name, value in changed.items()) or "defaults"
+    return written(unlike(settings, record.default_settings)) or "defaults"
+
+
+def written(settings: Settings) -> str:
+    """Return settings as `--set` takes them: "compile.mode=default, precision.tf32=True"."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def next_best(record: Record) -> Trial | None:
@@ -325,7 +329,7 @@ def warnings_of(record: Record) -> Iterator[str]:
     yield from (note.removeprefix(ACT) for note in record.notes if note.startswith(ACT))
     loader = record.findings.get("loader") or {}
     if loader.get("bottleneck") not in (None, "device"):
-        yield loader_words(loader)
+        yield loader_verdict(loader)
 
 
 def _remarks(record: Record) -> Iterator[str]:
@@ -346,9 +350,26 @@ def _remarks(record: Record) -> Iterator[str]:
     if start is not None and start.steps is not None:
         yield start.words(record)
     if ranks := best.measurement.ranks:
-        yield f"Held by each rank: {held_by_ranks(ranks, record.vram_budget_bytes)}"
+        yield f"The ranks hold {held_by_ranks(ranks)}"
     tried = [note for note in record.notes if note.startswith(NOT_TRIED)]
     yield ". ".join([*validity(record), *tried])
+
+
+def loader_verdict(loader: Mapping[str, Any]) -> str:
+    """Return whether the loader keeps up with the best plan, and by how many workers."""
+    workers = f"num_workers={loader['num_workers']}"
+    if loader["bottleneck"] == "device":
+        return f"The loader keeps the device busy with {workers}"
+    if loader["bottleneck"] == "loader":
+        return f"The loader is slower than the device, and fastest with {workers}"
+    return "The loader was measured"
+
+
+def held_by_ranks(ranks: Sequence[RankUse]) -> str:
+    """Return what the ranks held: "20.0 MiB to 24.0 MiB (rank 1 most)"."""
+    held = [use.held_bytes for use in ranks]
+    most = max(held)
+    return f"{format_bytes(min(held))} to {format_bytes(most)} (rank {held.index(most)} most)"
 
 
 def validity(record: Record) -> Iterator[str]:

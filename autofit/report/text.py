@@ -123,10 +123,11 @@ def _rest(record: Record, place: Place) -> Iterator[Part]:
         yield ""
         yield Text(section.title, style="bold")
         yield ""
-        yield from _laid(section)
+        yield from in_text(section)
 
 
-def _laid(section: Section) -> Iterator[Part]:
+def in_text(section: Section) -> Iterator[Part]:
+    """Yield the lines and the table of a part."""
     indent = _INDENT if section.is_code else ""
     yield from (f"{indent}{line}" for line in section.lines)
     if not section.table:
@@ -157,7 +158,7 @@ def markdown(record: Record, place: Place = IN_PYTHON) -> str:
     lines += ["", *code([answer.apply])]
     for section in sections(record, place):
         lines += ["", f"<details><summary>{escape(section.title)}</summary>", ""]
-        lines += [*_unfolded(section), "", "</details>"]
+        lines += [*in_markdown(section), "", "</details>"]
     return "\n".join(lines) + "\n"
 
 
@@ -187,7 +188,8 @@ def code(lines: Sequence[str]) -> Iterator[str]:
     yield fence
 
 
-def _unfolded(section: Section) -> Iterator[str]:
+def in_markdown(section: Section) -> Iterator[str]:
+    """Yield a part in Markdown."""
     yield from (code if section.is_code else bullets)(section.lines)
     if section.table:
         yield ""

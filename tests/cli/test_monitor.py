@@ -177,8 +177,8 @@ def test_a_long_timeline_keeps_the_most_bytes_and_the_mean_of_percents() -> None
     kept = timeline.rows
     assert len(kept) <= 4001
     assert timeline.seconds == kept[-1]["seconds"] == count - 1
-    assert timeline.totals()["x_bytes"] == 7 * MIB
-    assert timeline.totals()["y_percent"] == pytest.approx(50, abs=0.1)
+    assert timeline.totals["x_bytes"] == 7 * MIB
+    assert timeline.totals["y_percent"] == pytest.approx(50, abs=0.1)
     (peak,) = (row for row in kept if row["x_bytes"] == 7 * MIB)
     assert high <= (peak["seconds"] or 0.0) < high + count / 1000
 

@@ -35,7 +35,7 @@ def test_everything_else_is_folded_and_complete(record: Record) -> None:
     rows = [cells(line) for line in text.splitlines() if re.match(r"\| \d", line)]
     assert [row[0] for row in rows] == [str(trial.number) for trial in record.trials]
     assert {len(row) for row in rows} == {8}
-    assert "folding.level=2: level 1 does not run out of memory" in text
+    assert "| folding.level=2 | level 1 does not run out of memory |" in text
     codes = re.findall(r"```python\n(.*?)\n```", text, re.DOTALL)
     assert codes[-1].splitlines() == record.paste[6]
 
