@@ -20,10 +20,7 @@ from autofit.planning.confirmation import (
     next_turn,
 )
 from autofit.planning.posterior import Posterior
-from autofit.searching.engine import run_search
 from autofit.units import GIB
-from benchmarks.answer_quality import passed_over
-from benchmarks.irregular_devices import draw_irregular_device
 from tests.planning.conftest import Searched
 from tests.simulated import HALF, LEVEL, PLAIN, SimulatedDevice
 
@@ -35,15 +32,6 @@ def test_values_that_were_left_out_have_their_predicted_speed(searched: Searched
     assert skipped == levels - run
     for skip in searched[0].skipped:
         assert re.search(r"predicted to reach .* and the leading plan [\d.]+ samples/s", skip.why)
-
-
-def test_the_leader_and_the_baseline_are_compared_once_where_they_differ_much(
-    device: SimulatedDevice, searched: Searched
-) -> None:
-    compared = [t.plan for t in searched[0].trials if t.kind is TrialKind.CONFIRMATION]
-    assert searched[0].best.plan in compared
-    assert compared.count(device.space.baseline) == 1
-    assert next_turn(Posterior(device.spec(), searched[0].trials)) is None
 
 
 PRECISE, REDUCED = Plan(16, settings={**PLAIN, LEVEL: 1}), Plan(16, settings=HALF)
@@ -133,26 +121,6 @@ def _noisy(trials: list[Trial], noise: float) -> list[Trial]:
     ]
 
 
-def test_the_baseline_has_more_turns_where_only_noise_makes_it_a_tie(
-    device: SimulatedDevice,
-) -> None:
-    """Before rivals have more, which could not matter as much."""
-    plain = device.space.baseline
-    fast, near = Plan(16, settings=HALF), Plan(20, settings=HALF)
-    searched = _noisy(
-        _trials((BASELINE, plain, 110, 2), (SEARCH, fast, 400, 3), (SEARCH, near, 500, 3)),
-        0.2,
-    )
-    compared: list[Plan] = []
-    times = {plain: 110, fast: 400, near: 500}
-    trials = searched
-    while (plan := next_turn(Posterior(device.spec(), trials))) is not None:
-        compared.append(plan)
-        trials = [*trials, *_noisy(_trials((CONFIRMED, plan, times[plan], 3)), 0.2)]
-    assert compared.count(plain) > 1
-    assert min(compared.count(fast), compared.count(near)) <= 1
-
-
 def test_blocks_that_repeat_tell_plans_apart_that_the_search_could_not(
     device: SimulatedDevice,
 ) -> None:
@@ -168,18 +136,6 @@ def test_blocks_that_repeat_tell_plans_apart_that_the_search_could_not(
     assert not is_decided(Posterior(device.spec(), noisy), _best(device, noisy))
 
 
-@pytest.mark.parametrize(("slower", "blocks"), [(1.0, 1), (1.05, 1), (4.0, 2)])
-def test_one_block_each_is_not_enough_where_the_machine_changed(
-    device: SimulatedDevice, slower: float, blocks: int
-) -> None:
-    """The baseline's block takes that many times as long as its probe in the search did."""
-    plain, fast = device.space.baseline, Plan(16, settings=HALF)
-    trials = _trials((BASELINE, plain, 100, 2), (SEARCH, fast, 100, 2))
-    turns = _compared(device, trials, {plain: 100 * slower, fast: 100})
-    plans = [trial.plan for trial in turns]
-    assert (plans.count(plain), plans.count(fast)) == (blocks, blocks)
-
-
 def test_a_factor_follows_from_blocks_of_one_moment(device: SimulatedDevice) -> None:
     """The machine slows down fourfold between the first blocks of the leader and the baseline."""
     plain, fast = device.space.baseline, Plan(16, settings=HALF)
@@ -190,25 +146,6 @@ def test_a_factor_follows_from_blocks_of_one_moment(device: SimulatedDevice) -> 
     speed = {each.plan: each.log_speed for each in finalists(Posterior(device.spec(), turns))}
     factor = math.exp(speed[fast] - speed[plain])
     assert factor == pytest.approx(fast.samples_per_step / plain.samples_per_step, rel=0.01)
-
-
-def test_rivals_have_no_further_turn_that_is_expected_to_gain_too_little(
-    device: SimulatedDevice,
-) -> None:
-    """Two blocks do not tell them apart, but with the search's probes one is hardly the faster."""
-    plain = device.space.baseline
-
-    def next_of(rival_ms: float, noise: float) -> Plan | None:
-        searched = _trials(
-            (BASELINE, plain, 400, 2),
-            *((SEARCH, PRECISE, 100, 3), (SEARCH, REDUCED, rival_ms, 3)) * 3,
-        )
-        blocks = ((PRECISE, 100), (plain, 400), (REDUCED, rival_ms))
-        compared = _trials(*((CONFIRMED, plan, ms, 3) for plan, ms in blocks))
-        return next_turn(Posterior(device.spec(), _noisy([*searched, *compared], noise)))
-
-    assert next_of(103, noise=0.04) is None
-    assert next_of(100, noise=0.3) in (PRECISE, REDUCED)
 
 
 @pytest.mark.parametrize("baseline_ms", [99, 107])
@@ -262,36 +199,6 @@ def test_a_search_that_was_cut_short_compares_like_with_like(device: SimulatedDe
     assert best.plan == fast
 
 
-def test_what_few_repetitions_say_of_noise_decides_little(device: SimulatedDevice) -> None:
-    """One plan ran twice, so nobody knows well by how much another one's only probe strays."""
-    plain, other = device.space.baseline, Plan(16, settings=HALF)
-    for again, decided in ((67, False), (100, True)):
-        trials = _trials(
-            (BASELINE, plain, 100, 2), (SEARCH, other, 600, 3), (CONFIRMED, plain, again, 2)
-        )
-        assert is_decided(Posterior(device.spec(), trials), plain) == decided
-
-
-def test_a_large_micro_batch_that_was_slow_once_is_run_again(device: SimulatedDevice) -> None:
-    """The machine may have been slow while it ran; once one was slow again, the rest are."""
-    plain, larger, largest = (Plan(size, settings=PLAIN) for size in (4, 16, 32))
-    assert plain == device.space.baseline
-    trials = _trials(
-        (BASELINE, plain, 100, 2),
-        (SEARCH, larger, 600, 3),
-        (SEARCH, largest, 1600, 3),
-        *((CONFIRMED, plain, 100, 2),) * 2,
-    )
-    before = Posterior(device.spec(), trials)
-    assert next_turn(before) == larger
-    assert not is_decided(before, plain)
-    slow = Posterior(device.spec(), (*trials, *_trials((CONFIRMED, larger, 600, 3))))
-    assert next_turn(slow) is None
-    assert is_decided(slow, plain)
-    fast = Posterior(device.spec(), (*trials, *_trials((CONFIRMED, larger, 350, 3))))
-    assert next_turn(fast) == largest
-
-
 def test_of_equally_fast_plans_the_more_exact_one_wins(device: SimulatedDevice) -> None:
     plain = device.space.baseline
     trials = _trials(
@@ -322,22 +229,6 @@ def test_a_plan_that_measured_faster_than_the_leader_is_compared(device: Simulat
     assert _best(device, [*trials, *_compared(device, trials, times)]) == odd
 
 
-def test_a_search_that_was_cut_short_returns_the_plan_that_measured_fastest(
-    device: SimulatedDevice,
-) -> None:
-    plain = device.space.baseline
-    small, large = Plan(16, settings=HALF), Plan(24, settings=HALF)
-    trials = _trials(
-        (BASELINE, plain, 100, 2),
-        (SEARCH, Plan(8, settings=HALF), 100, 2),
-        (SEARCH, small, 150, 3),
-        (SEARCH, large, 700, 4),
-    )
-    best = best_of(Posterior(device.spec(), trials))
-    assert best is not None
-    assert best.plan == small
-
-
 def test_a_comparison_that_was_cut_short_has_its_winner_so_far(device: SimulatedDevice) -> None:
     """A single probe of another plan that was a little faster does not outweigh several."""
     plain = device.space.baseline
@@ -353,15 +244,6 @@ def test_a_comparison_that_was_cut_short_has_its_winner_so_far(device: Simulated
     best = best_of(posterior)
     assert best is not None
     assert best.plan == leader
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("noise", [0.02, 0.1])
-def test_no_answer_is_slower_than_another_measured_plan(noise: float) -> None:
-    """On a device whose speed drops beyond a size."""
-    device = draw_irregular_device(900, noise=noise)
-    result = run_search(device.prober(), device.spec(), max_probes=20)
-    assert passed_over(result.trials, result.best.plan, noise) == 0
 
 
 @pytest.mark.parametrize(("compared", "decided"), [(280, True), (30, False), (700, False)])
@@ -380,22 +262,3 @@ def test_a_machine_that_changed_before_the_comparison_decides_nothing(
     )
     posterior = Posterior(device.spec(), trials)
     assert is_decided(posterior, fast) == is_factor_decided(posterior, fast) == decided
-
-
-def test_a_third_plan_that_may_be_faster_leaves_the_factor_over_the_baseline(
-    device: SimulatedDevice,
-) -> None:
-    """Two plans are 2.5 times as fast as the baseline, give or take a fifth."""
-    plain, fast = device.space.baseline, Plan(16, settings=HALF)
-    third = Plan(8, settings=HALF | {"checkpointing.level": 1})
-    trials = _trials(
-        (BASELINE, plain, 1000, 2),
-        (SEARCH, fast, 1600, 3),
-        (SEARCH, third, 700, 3),
-        *((CONFIRMED, fast, ms, 3) for ms in (1600, 1900, 1400)),
-        *((CONFIRMED, third, ms, 3) for ms in (800, 690, 970)),
-        *((CONFIRMED, plain, ms, 2) for ms in (1000, 990)),
-    )
-    posterior = Posterior(device.spec(), trials)
-    assert is_factor_decided(posterior, fast)
-    assert not is_decided(posterior, fast)

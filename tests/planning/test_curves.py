@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autofit.plan import Dimension, Scalar
-from autofit.planning.constants import MANY_READINGS, LinePrior
+from autofit.planning.constants import LinePrior
 from autofit.planning.curves import LineDraws, LineFamily, Point
 
 DIMENSIONS = {"dtype": Dimension(("plain", "half", "other")), "level": Dimension((0, 1, 2, 3))}
@@ -41,22 +41,6 @@ def test_every_draw_agrees_with_the_points() -> None:
     for point in points:
         values = draws.value_at(point.x)[:, point.variant]
         assert np.abs(np.log(values / point.y)).max() < 5 * point.error
-
-
-def test_draws_from_many_points_agree_with_those_from_as_few_that_say_as_much() -> None:
-    """Many start at the likeliest lines, few at draws of the prior."""
-    where = [(variant, x) for variant in (0, 1, 5, 11) for x in (1, 4, 16)]
-    times = 6
-    few = [Point(v, x, _truth(v, x), 0.1 / times**0.5) for v, x in where]
-    many = [Point(v, x, _truth(v, x), 0.1) for v, x in where * times]
-    assert len(few) < MANY_READINGS <= len(many)
-    for variant in range(len(VARIANTS)):
-        expected, found = (
-            np.log(_family().draws(points, 1000, seed=0).value_at(16.0)[:, variant])
-            for points in (few, many)
-        )
-        assert found.mean() == pytest.approx(expected.mean(), abs=0.15 * expected.std())
-        assert found.std() == pytest.approx(expected.std(), rel=0.15)
 
 
 def test_two_points_determine_a_line_beyond_them() -> None:
@@ -116,12 +100,6 @@ def test_predicted_lines_hold_until_measurements_differ() -> None:
     larger = [Point(i, x, 1.3 * _truth(i, x), 0.01) for i, x in ((0, 1), (0, 16))]
     after = family.draws(larger, 300, seed=0)
     assert np.median(after.value_at(16.0)[:, 0]) == pytest.approx(1.3 * _truth(0, 16), rel=0.02)
-
-
-def test_the_same_arguments_give_the_same_draws() -> None:
-    first, again = (_family().draws(_points((0, 1)), 20, seed=7) for _ in range(2))
-    assert np.array_equal(first.slope, again.slope)
-    assert not np.array_equal(first.slope, _family().draws(_points((0, 1)), 20, seed=8).slope)
 
 
 def test_x_at_is_where_the_line_has_the_value() -> None:

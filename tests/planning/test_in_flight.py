@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 
 from autofit.measurement import Outcome, TrialKind
 from autofit.plan import Plan
@@ -53,20 +52,6 @@ def test_while_nothing_fits_workers_try_different_variants(make_device: MakeDevi
     second = planner.decide(believing(posterior, searched([first])))
     assert isinstance(second, Plan)
     assert second.variant != first.variant
-
-
-def test_a_belief_is_what_was_forecast(make_device: MakeDevice) -> None:
-    """A plan of three times the samples takes other seconds and bytes than the leader."""
-    device = make_device(dimensions={})
-    plans = [device.space.plan(size, {}) for size in (4, 8, 12)]
-    posterior = Posterior(device.spec(), measured(device, plans))
-    in_flight, larger = device.space.plan(16, {}), device.space.plan(20, {})
-    believed = believing(posterior, searched([in_flight]))
-    for plan in (in_flight, larger):
-        speed, before = believed.mean_log_speed(plan), posterior.mean_log_speed(plan)
-        assert speed == pytest.approx(before, abs=0.02)
-        held, then = (np.median(each.held_bytes(plan)) for each in (believed, posterior))
-        assert held == pytest.approx(then, rel=0.02)
 
 
 def test_a_plan_in_flight_is_believed_to_fit(make_device: MakeDevice) -> None:

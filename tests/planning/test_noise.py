@@ -16,7 +16,6 @@ from autofit.measurement import (
     Trial,
     TrialKind,
     median_error,
-    seconds_of,
 )
 from autofit.plan import Plan
 
@@ -45,27 +44,6 @@ def test_steps_that_others_interrupt_hardly_move_the_error_of_their_median() -> 
     assert statistics.stdev(map(math.log, hit)) > 0.5
     assert median_error(hit) < 0.01
     assert median_error([1.0]) == 0.0
-
-
-def test_a_probe_strays_as_those_of_similar_step_times_do() -> None:
-    """Compared with the definition, probe by probe."""
-    draw = random.Random(0)
-    trials = [
-        _trial(number, math.exp(draw.uniform(0, 2)), draw.uniform(0.001, 0.1))
-        for number in range(60)
-    ]
-    errors = {trial.number: median_error(trial.measurement.step_times_s) for trial in trials}
-    noise = Noise(trials)
-    for trial in trials:
-        ratios = [(seconds_of(other) / seconds_of(trial), other) for other in trials]
-        similar = [errors[other.number] for ratio, other in ratios if 1 / 1.5 < ratio < 1.5]
-        of_steps = max(errors[trial.number], statistics.median(similar))
-        assert noise.of(trial) == pytest.approx(math.hypot(of_steps, BETWEEN))
-
-
-def test_steps_as_regular_as_clockwork_still_leave_the_noise_between_probes() -> None:
-    trial = _trial(0, 1.0, 0.0)
-    assert Noise([trial]).of(trial) == BETWEEN
 
 
 def test_repeats_that_differ_more_than_their_steps_raise_the_error() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import pytest
 from autofit.measurement import Measurement, Outcome, TrialKind
 from autofit.plan import CostHint, Dimension, Plan, variant_key
 from autofit.planning import planner
-from autofit.planning.constants import MAX_STEP_WITH_LINES
 from autofit.planning.posterior import Posterior
 from autofit.planning.proposals import oom_cost
 from autofit.planning.search_spec import SearchSpec
@@ -22,7 +21,6 @@ from autofit.units import GIB
 from tests.planning.conftest import Searched
 from tests.simulated import (
     DIMENSIONS,
-    LEVEL,
     MakeDevice,
     SimulatedDevice,
     with_predicted_lines,
@@ -55,46 +53,6 @@ def test_it_finds_the_best_plan_with_few_probes_and_no_oom(
     assert device.speed(result.best.plan) >= 0.97 * device.optimum()
     assert result.oom_probes == 0
     assert result.probes <= 20
-
-
-@pytest.mark.slow
-def test_hints_save_probes(make_device: MakeDevice) -> None:
-    hinted = {
-        "precision.dtype": Dimension(
-            ("default", "bfloat16"), hints={"bfloat16": CostHint(0.6, 0.5)}
-        ),
-        "checkpointing.level": Dimension(
-            (0, 1, 2, 3, 4), hints={n: CostHint(1 - 0.15 * n, 1 + 0.08 * n) for n in range(1, 5)}
-        ),
-    }
-    probes_saved = 0
-    for budget in (2 * GIB, 8 * GIB):
-        told = make_device(dimensions=hinted, budget=budget)
-        untold = make_device(budget=budget)
-        with_hints = run_search(told.prober(), told.spec())
-        without = run_search(untold.prober(), untold.spec())
-        assert told.speed(with_hints.best.plan) >= 0.97 * told.optimum()
-        probes_saved += without.probes - with_hints.probes
-    assert probes_saved > 0
-
-
-@pytest.mark.slow
-def test_a_hint_on_fixed_bytes_is_used_before_anything_of_it_is_measured(
-    make_device: MakeDevice,
-) -> None:
-    """An optimizer state of half the size leaves room for larger micro-batches."""
-    results = {}
-    for fixed_bytes in (0.5, None):
-        hint = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.0, fixed_bytes=fixed_bytes)
-        state = Dimension(("plain", "8bit"), hints={"8bit": hint})
-        levels = Dimension((0, 1, 2, 3, 4))
-        device = make_device(dimensions={LEVEL: levels, "optimizer.state": state}, fixed=5 * GIB)
-        results[fixed_bytes] = run_search(device.prober(), device.spec())
-    best, probes = results[0.5].best, results[0.5].probes
-    assert best.plan.settings["optimizer.state"] == "8bit"
-    assert device.speed(best.plan) >= 0.97 * device.optimum()
-    assert results[0.5].oom_probes == 0
-    assert probes <= min(15, results[None].probes - 2)
 
 
 def test_no_step_is_longer_than_four_times_the_largest_measured(searched: Searched) -> None:
@@ -179,27 +137,6 @@ def test_with_predicted_lines_the_first_step_is_foreseen(
     assert expected == pytest.approx(other.memory(plan), rel=0.05)
 
 
-@pytest.mark.slow
-def test_with_predicted_lines_variants_start_where_twice_as_many_samples_do_not_fit(
-    device: SimulatedDevice,
-) -> None:
-    """Or as far past the largest micro-batch so far as any probe may go."""
-    result = run_search(device.prober(), with_predicted_lines(device))
-    largest, known = 4, {device.space.baseline.variant}
-    for trial in result.trials[1:]:
-        size = trial.plan.micro_batch
-        if trial.plan.variant not in known:
-            as_far = size == MAX_STEP_WITH_LINES * largest
-            doubled = replace(trial.plan, micro_batch=2 * size)
-            assert device.memory(doubled) > device.budget or as_far
-        known.add(trial.plan.variant)
-        largest = max(largest, size)
-    assert len(known) > 4
-    assert result.oom_probes == 0
-    assert result.probes <= 12
-    assert device.speed(result.best.plan) > 0.97 * device.optimum()
-
-
 @pytest.mark.parametrize(
     ("given", "has_prior_memory"),
     [
@@ -272,14 +209,6 @@ def test_a_costly_value_is_tried_where_the_training_is_long_enough(
     assert SearchSpec.from_json(spec.to_json()).planned_samples == samples
 
 
-def test_the_cheaper_of_two_costly_values_is_tried_first(make_device: MakeDevice) -> None:
-    other = _compiling(make_device, trial_costs_s={"whole": 60.0, "parts": 20.0})
-    spec = replace(other.spec(), planned_samples=10_000_000)
-    result = run_search(other.prober(), spec)
-    modes = [t.plan.settings["compile.mode"] for t in result.trials]
-    assert next(mode for mode in modes if mode != "off") == "parts"
-
-
 def test_no_costly_value_is_tried_that_the_time_does_not_suffice_for(
     make_device: MakeDevice,
 ) -> None:
@@ -311,23 +240,6 @@ def test_the_start_of_a_costly_plan_counts_over_the_training(make_device: MakeDe
         np.testing.assert_allclose(np.exp(counted), samples / seconds)
 
 
-@dataclass(frozen=True)
-class _Cached(SimulatedDevice):
-    """From eight samples on, each takes five times as long, as where they fill a cache."""
-
-    def step_time(self, plan: Plan) -> float:
-        slower = 5.0 if plan.micro_batch >= 8 else 1.0
-        return plan.accumulation_steps * 0.002 + slower * 0.01 * plan.samples_per_step
-
-
-@pytest.mark.slow
-def test_a_drop_of_speed_below_every_measured_size_is_found() -> None:
-    device = _Cached(Space(DIMENSIONS, 8, None))
-    result = run_search(device.prober(), device.spec())
-    assert 4 <= result.best.plan.micro_batch < 8
-    assert device.speed(result.best.plan) >= 0.9 * device.optimum()
-
-
 def test_settings_that_forbid_accumulation_are_probed_in_one_micro_batch(
     make_device: MakeDevice,
 ) -> None:
@@ -339,22 +251,3 @@ def test_settings_that_forbid_accumulation_are_probed_in_one_micro_batch(
     chosen = [trial.plan for trial in result.trials if trial.plan.settings[name] == "backward"]
     assert chosen
     assert all(plan.accumulation_steps == 1 for plan in chosen)
-
-
-@pytest.mark.slow
-def test_settings_that_need_accumulation_are_not_probed_without(make_device: MakeDevice) -> None:
-    """Though there the value would look as fast as the one that it is the same as."""
-    name = "parallel.accumulation"
-    shared = {**DIMENSIONS, name: Dimension(("once", "each"), accumulation={"each": True})}
-    plain, free, whole = (
-        run_search(device.prober(), device.spec())
-        for device in (
-            make_device(),
-            make_device(dimensions=shared),
-            make_device(dimensions=shared, global_batch=24),
-        )
-    )
-    assert all(trial.plan.settings[name] == "once" for trial in free.trials)
-    assert free.probes <= plain.probes + 2  # half as many again, were the value tried
-    each = [trial.plan for trial in whole.trials if trial.plan.settings[name] == "each"]
-    assert all(plan.accumulation_steps > 1 for plan in each)

@@ -121,33 +121,6 @@ def test_fixed_and_growing_time_add_up_or_overlap_as_they_were_measured(
     assert _log_speed(posterior, PLAIN, 10) == pytest.approx(expected, abs=0.02)
 
 
-def test_a_regular_device_is_believed_to_be_regular(device: SimulatedDevice) -> None:
-    """What a few regular step times say of another variant's speed is as sure as its own slope."""
-    speeds = _timed(device, lambda n: 0.1 + 0.01 * n).log_speeds(np.array([16] * 10))
-    plain = Posterior(device.spec(), ()).index(Plan(1, settings=PLAIN))
-    assert speeds[:, plain].std() < 0.02
-
-
-def test_accidents_of_an_ill_machine_are_not_blamed_on_their_plans(
-    device: SimulatedDevice,
-) -> None:
-    ran = make_trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1] * 6, peak_reserved_bytes=GIB)
-    died = [
-        make_trial(number, Plan(size, settings=HALF), Outcome.CRASHED)
-        for number, size in enumerate((4, 8, 16), start=1)
-    ]
-    again = make_trial(4, ran.plan, Outcome.CRASHED)
-    spec = device.spec()
-    assert not Posterior(spec, [ran, *died]).usable.all()
-    assert not Posterior(spec, [ran, *died, replace(ran, number=4)]).usable.all()
-    ill = Posterior(spec, [ran, *died, again])
-    assert ill.usable.all()
-    assert ill.probes == [ran]
-    assert ill.bound.min() == spec.space.largest_micro_batch
-    assert Posterior(spec, died).probes == []  # nothing had run by then
-    assert len(Posterior(spec, died[:2]).probes) == 2
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("global_batch", [None, 52, 53])
 def test_speeds_of_ranks_are_of_all_their_samples_in_the_time_of_the_rank_with_most(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
-import numpy as np
 import optuna
 import pytest
 
-from autofit.measurement import Outcome, Trial, TrialKind
+from autofit.measurement import Trial, TrialKind
 from autofit.plan import Dimension, Plan
 from autofit.planning import confirmation, planner
 from autofit.planning.constants import MOST_VARIANTS
 from autofit.planning.planner import believing
 from autofit.planning.posterior import Posterior
-from autofit.planning.search_spec import Effort, SearchSpec
+from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space
 from autofit.testing import SimulatedProber
@@ -100,13 +98,6 @@ def test_a_shortlist_has_what_ran_and_every_value(trials: tuple[Trial, ...]) -> 
     assert not missing
 
 
-def test_the_same_trials_give_the_same_shortlist(trials: tuple[Trial, ...]) -> None:
-    spec, trials = _spec(LARGE), trials[:5]
-    again = SearchSpec.from_json(spec.to_json())
-    assert Posterior(spec, trials).variants == Posterior(again, trials).variants
-    assert planner.decide(Posterior(spec, trials)) == planner.decide(Posterior(again, trials))
-
-
 def test_a_plan_that_is_not_on_the_shortlist_is_judged_all_the_same(
     trials: tuple[Trial, ...],
 ) -> None:
@@ -126,32 +117,3 @@ def test_another_sampler_searches_a_large_space() -> None:
     sampler = optuna.samplers.RandomSampler(seed=0)
     result = run_search(_prober(), _spec(LARGE), sampler=sampler, max_probes=6)
     assert result.best.ok
-
-
-@pytest.mark.slow
-def test_costly_values_beside_the_leaders_are_on_the_shortlist() -> None:
-    spec = _spec(SMALL | {COSTLY: Dimension((False, True), trial_cost_s=10.0)})
-    result = run_search(_prober(), replace(spec, effort=Effort.QUICK))
-    assert any(trial.plan.settings[COSTLY] for trial in result.trials)
-    assert result.best.plan.settings[COSTLY]
-
-
-@pytest.mark.slow
-def test_where_nothing_fits_the_leanest_variants_are_on_the_shortlist() -> None:
-    spec = replace(_spec(LARGE), vram_budget_bytes=GIB + 200 * MIB)
-    prober = SimulatedProber(spec.vram_budget_bytes, _bytes, _seconds)
-    result = run_search(prober, spec, max_probes=10)
-    assert result.baseline.measurement.outcome is Outcome.OOM
-    assert _bytes(result.best.plan) <= spec.vram_budget_bytes
-
-
-@pytest.mark.slow
-def test_settings_that_need_accumulation_are_searched_in_large_spaces() -> None:
-    dimensions = SMALL | {"late.sync": Dimension((False, True), accumulation={True: True})}
-    spec = _spec(dimensions, global_batch=16, max_micro_batch=None)
-    result = run_search(_prober(), spec, max_probes=6)
-    posterior = Posterior(spec, result.trials)
-    assert np.isfinite(posterior.mean_log_speed(result.best.plan))
-    assert all(
-        posterior.index(spec.space.plan(16, settings)) >= 0 for settings in posterior.variants
-    )

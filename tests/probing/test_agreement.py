@@ -146,12 +146,6 @@ def test_the_fullest_rank_and_the_slowest_steps_are_those_of_all() -> None:
     assert from_json(to_json(agreed), Measurement, "it") == agreed
 
 
-def test_a_rank_that_went_over_the_budget_is_named() -> None:
-    over = Reply(Measurement(Outcome.OVER_BUDGET, "held too much", peak_reserved_bytes=90))
-    agreed = agreed_on([ran(), over])
-    assert (agreed.outcome, agreed.failed_rank) == (Outcome.OVER_BUDGET, 1)
-
-
 CLOSED = Reply(
     exception=RuntimeError(
         "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
@@ -184,10 +178,6 @@ def test_a_call_that_a_rank_did_not_survive_has_no_reply(answers: list[Answer], 
     with pytest.raises(NoReply) as lost:
         agree(answers, is_probe=False)
     assert lost.value.detail.startswith(words)
-
-
-def test_the_value_of_a_call_is_that_of_rank_0() -> None:
-    assert agree([Reply(3), Reply(4)], is_probe=False).value == 3
 
 
 # -- What several ranks are refused for, before anything runs

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autofit.devices.base import Device
-from autofit.errors import DeviceUnavailable, WorkloadFailed
+from autofit.errors import DeviceUnavailable
 from autofit.measurement import Measurement, Outcome
 from autofit.units import GIB, MIB
 from tests.faulty_model import NO_FAULT, FaultyModel
@@ -166,32 +166,10 @@ def test_the_users_own_error_arrives_as_it_was_raised(probing: Any) -> None:
     assert "in fault" in str(error.__cause__), "the worker's traceback comes along"
 
 
-def test_an_error_that_cannot_travel_arrives_as_text(probing: Any) -> None:
-    probing.at(SIZES["unsendable"])
-    error = probing.raised
-    assert type(error) is WorkloadFailed
-    assert "Unsendable" in str(error)
-    assert "it holds a generator" in str(error)
-
-
-@pytest.mark.usefixtures("spawned_workers")
-def test_collections_around_probes_pass_over_what_torch_imported(open_probing: Any) -> None:
-    """Also what it imports to train for the first time, though nobody asked for a survey."""
-    probing = open_probing(FaultyModel({10: counts_objects}))
-    probing.at(NO_FAULT)
-    probing.at(10)
-    visited, passed_over = probing.raised.args
-    assert passed_over > 10 * visited
-
-
 def test_a_leak_says_how_much_and_how_long(probing: Any) -> None:
     detail = probing.at(SIZES["leak"]).detail
     assert re.search(r"\b512 B\b", detail)
     assert re.search(r"\d+ steps", detail)
-
-
-def test_a_cycle_is_distinguished_from_a_leak(probing: Any) -> None:
-    assert "cycle" in probing.at(SIZES["cycle"]).detail
 
 
 class Vast(nn.Module):
@@ -259,63 +237,6 @@ def test_a_full_device_is_not_taken_for_a_failed_one(open_probing: Any) -> None:
     worker = probing.worker
     assert probing.at(NO_FAULT).ok
     assert probing.worker == worker
-
-
-def dies_in_the_survey(folder: Path) -> Callable[[Model, torch.Tensor], object]:
-    """The first forward of all kills the device; `is_mortal` shows it."""
-
-    def fault(model: Model, output: torch.Tensor) -> object:
-        if not (folder / "died").exists():
-            (folder / "died").touch()
-            vars(builtins)["is_dead"] = True
-            raise accelerator_error(710)
-        return output
-
-    return fault
-
-
-def is_mortal(device: Any) -> Device:
-    check = device.check_health
-
-    def check_health() -> None:
-        if hasattr(builtins, "is_dead"):
-            raise accelerator_error(710)
-        check()
-
-    device.check_health = check_health
-    return device
-
-
-def test_a_device_that_died_in_the_survey_costs_the_worker_and_no_plan(
-    open_probing: Any, tmp_path: Path
-) -> None:
-    model = FaultyModel({NO_FAULT: dies_in_the_survey(tmp_path)})
-    probing = open_probing(model, tamper=is_mortal)
-    assert probing.prober.survey().loss is None
-    assert probing.worker is None
-    assert probing.at(NO_FAULT).ok
-
-
-def has_no_room(device: Device) -> Device:
-    if "NO_ROOM" in os.environ:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
-    return device
-
-
-def test_where_others_leave_no_room_for_a_worker_the_probe_is_out_of_memory(
-    open_probing: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    probing = open_probing(FaultyModel(), tamper=has_no_room)
-    probing.prober.renew()
-    monkeypatch.setenv("NO_ROOM", "1")
-    measurement = probing.at(NO_FAULT)
-    assert measurement.outcome is Outcome.OOM
-    assert measurement.contended
-    assert "worker" in measurement.detail
-    with pytest.raises(DeviceUnavailable, match="worker"):
-        open_probing(FaultyModel(), tamper=has_no_room)
-    monkeypatch.delenv("NO_ROOM")
-    assert probing.at(NO_FAULT).ok
 
 
 OTHERS = "GIB_HELD_BY_OTHERS"

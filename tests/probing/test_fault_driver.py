@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -372,27 +371,6 @@ def test_a_neighbour_comes_between_two_probes_and_leaves(
     assert not measurement.contended
 
 
-def holds_much(model: Model, output: torch.Tensor) -> None:
-    model.held = output.new_empty(2 * GIB // 4)
-    threading.Event().wait()
-
-
-def test_a_worker_that_is_killed_gives_its_memory_back(open_probing: Any, machine: Machine) -> None:
-    probing = open_probing(FaultyModel({10: holds_much}), device="cuda", vram_budget="4GiB")
-
-    def kill_when_it_holds() -> None:
-        end = time.monotonic() + 20
-        while sum(machine.held_bytes().values()) < 2 * GIB and time.monotonic() < end:
-            time.sleep(0.05)
-        os.kill(probing.worker, signal.SIGKILL)
-
-    threading.Thread(target=kill_when_it_holds).start()
-    measurement = probing.at(10)
-    assert measurement.outcome in (Outcome.CRASHED, Outcome.HOST_OOM)  # another may be out of it
-    assert "SIGKILL" in measurement.detail
-    assert_recovered(probing, machine)
-
-
 # NVML tells less than all in containers, under MIG and with drivers of another age.
 
 OF_OTHERS = 2 * GIB
@@ -416,16 +394,6 @@ def test_the_budget_holds_whatever_nvml_tells(
     too_large = probing.at(10)  # torch's own message asks NVML, and asserts where it refuses
     assert too_large.outcome is Outcome.OOM
     assert probing.at(NO_FAULT).ok
-
-
-def test_a_dead_context_is_said_also_where_nvml_refuses(
-    open_probing: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(f"{PREFIX}NVML", "refuse")
-    model = FaultyModel({10: strikes("launch", 700)})
-    probing = open_probing(model, device="cuda", vram_budget="2GiB")
-    assert probing.at(10).outcome is Outcome.POISONED
-    assert_recovered(probing, machine)
 
 
 def test_hardly_any_memory_left_for_a_worker_is_enough_to_open(
@@ -479,22 +447,6 @@ def test_a_slice_of_a_gpu_is_a_gpu_with_less(
         open_probing(FaultyModel(), device="cuda")
 
 
-def test_two_gpus_are_two(
-    open_probing: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(f"{PREFIX}CARDS", cards_setting([find_card("L4"), find_card()]))
-    first, second = (
-        open_probing(FaultyModel(), device=name, vram_budget=FULL) for name in ("cuda:0", "cuda:1")
-    )
-    for probing, own, gpu in ((first, 0, "L4"), (second, 1, "H200")):
-        assert probing.at(NO_FAULT).ok
-        assert gpu in probing.prober.survey().environment.gpu
-        assert list(machine.held_bytes(own)) == [probing.worker]
-        assert probing.worker not in machine.held_bytes(1 - own)
-    with pytest.raises(DeviceUnavailable, match="torch sees 2 CUDA device"):
-        open_probing(FaultyModel(), device="cuda:2")
-
-
 # Whole searches.
 
 
@@ -509,15 +461,6 @@ def searched(model: nn.Module, on_event: Any = None) -> autofit.Report:
         max_probes=8,
         progress=on_event,
     )
-
-
-def test_a_search_goes_on_without_the_plans_that_kill_the_device(machine: Machine) -> None:
-    report = searched(FaultyModel({size: strikes("launch", 719) for size in range(8, 17)}))
-    assert report.best.measurement.ok
-    assert report.best.plan.micro_batch < 8
-    outcomes = {t.measurement.outcome for t in report.trials if t.plan.micro_batch >= 8}
-    assert outcomes == {Outcome.POISONED}
-    assert machine.held_bytes() == {}
 
 
 def test_a_search_ends_with_what_it_has_where_the_gpu_is_lost(

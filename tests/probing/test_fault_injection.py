@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import ctypes
-import importlib
 import multiprocessing
 import os
 import resource
@@ -12,23 +11,18 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import autofit
-from autofit.errors import SearchTimedOut, WorkerFailed
+from autofit.errors import WorkerFailed
 from autofit.measurement import Outcome
-from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import MOST_WORKERS_PER_PLAN
 from autofit.probing.worker_channel import oom_kills, outcome_of_death
 from tests.faulty_model import NO_FAULT, FaultyModel
@@ -161,17 +155,6 @@ def test_a_hang_costs_one_probe_and_says_where(
     assert probing.worker != lost
 
 
-def test_a_hang_that_the_search_ends_says_nothing_about_the_plan(
-    probing: Any, running: Callable[[int], bool]
-) -> None:
-    assert probing.at(NO_FAULT).ok
-    lost, hanging = probing.worker, ResolvedPlan(Plan(SIZES[hangs]))
-    with pytest.raises(SearchTimedOut):
-        probing.prober.probe(ProbeRequest(hanging, seconds_left=0.5))
-    assert not running(lost)
-    assert probing.at(NO_FAULT).ok
-
-
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.__name__)
 def test_a_death_costs_one_probe(probing: Any, running: Callable[[int], bool], death: Any) -> None:
     assert probing.at(NO_FAULT).ok
@@ -237,15 +220,6 @@ def test_a_plan_costs_three_workers_of_one_budget_at_most(open_probing: Any) -> 
     assert probing.prober.vram_budget_bytes == budget, "whatever was free meanwhile"
 
 
-def test_nothing_of_a_worker_stays_open(open_probing: Any, open_files: Callable[[], int]) -> None:
-    probing = open_probing(FaultyModel({8: exits}))
-    probing.prober.renew()
-    before, threads = open_files(), threading.active_count()
-    assert probing.at(NO_FAULT).ok
-    probing.prober.renew()
-    assert (open_files(), threading.active_count()) == (before, threads)
-
-
 def test_a_worker_that_cannot_start_says_why(
     open_probing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,38 +250,3 @@ def full_disk() -> Iterator[None]:
 def test_a_disk_without_room_says_what_to_do(open_probing: Any) -> None:
     with full_disk(), pytest.raises(WorkerFailed, match="TMPDIR"):
         open_probing(nn.Linear(64, 64))
-
-
-def test_a_temporary_folder_that_is_missing_says_what_to_do(
-    open_probing: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
-    with pytest.raises(WorkerFailed, match="TMPDIR"):
-        open_probing(FaultyModel({8: exits}))
-
-
-VANISHING = """
-import os, signal, torch
-from pathlib import Path
-
-class Vanishing(torch.nn.Linear):
-    def forward(self, input):
-        if len(input) > 4:
-            Path(__file__).unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().forward(input)
-"""
-
-
-def test_a_file_of_the_users_that_goes_amid_a_search_loses_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another branch is checked out, say: a new worker cannot import what the first one could."""
-    (tmp_path / "vanishing.py").write_text(VANISHING)
-    monkeypatch.syspath_prepend(tmp_path)
-    model = importlib.import_module("vanishing").Vanishing(16, 16)
-    report = autofit.search(
-        model, torch.ones(4, 16), device="cpu", vram_budget="8MiB", strategies=[], max_probes=6
-    )
-    assert report.best.plan.micro_batch <= 4
-    assert "No module named 'vanishing'" in report.record.search.stopped_because

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from autofit.errors import InvalidArgument, WorkerFailed
 from autofit.plan import Plan
@@ -129,32 +129,6 @@ def test_what_is_no_batch_is_named_as_the_loaders(tmp_path: Path) -> None:
         pytest.raises(InvalidArgument, match="the loader delivers None"),
     ):
         delivered(prober)
-
-
-def test_a_live_loader_is_sent_while_it_is_being_iterated(tmp_path: Path) -> None:
-    live = DataLoader(Rows(tmp_path, quick), BATCH, num_workers=1, persistent_workers=True)
-    assert len(next(iter(live))[0]) == BATCH
-    with prober_for(live) as prober:
-        assert delivered(prober).samples_per_second > 0
-
-
-def test_the_loader_is_read_only_where_it_is_measured(tmp_path: Path) -> None:
-    with prober_for(functools.partial(DataLoader, NoticesReading(tmp_path))) as prober:
-        prober.survey()
-        assert not list(tmp_path.iterdir())
-        delivered(prober)
-        assert [path.name for path in tmp_path.iterdir()] == ["read"]
-        delivered(prober)
-
-
-class NoticesReading(TensorDataset):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(torch.ones(100, 4), torch.zeros(100, dtype=torch.int64))
-        self.folder = folder
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        (self.folder / "read").touch(exist_ok=False)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -99,31 +99,6 @@ def test_what_fails_at_the_sample_batchs_size_too_is_left_out() -> None:
     assert probed.measurement.ok
 
 
-def test_gradients_that_cannot_be_compared_leave_the_accumulation_count_as_it_is() -> None:
-    """Of a split and a whole batch of five samples, which the sample batch has not."""
-    with _opened("killed", 5, global_batch=8) as prober:
-        survey = prober.survey()
-    assert survey.split_gradients is not None
-    assert survey.split_gradients.equal
-    assert survey.may_change_accumulation
-    with _opened("killed", 3, global_batch=8) as prober:
-        survey = prober.survey()
-    assert survey.split_gradients is None
-    assert not survey.may_change_accumulation
-    assert any("could not be compared" in note for note in survey.notes)
-
-
-def test_an_error_beyond_the_sample_batch_costs_no_levels() -> None:
-    def refuses() -> None:
-        raise ValueError("no more than the sample batch")
-
-    workload = Workload(Ends(refuses, SAMPLES + 1), torch.randn(SAMPLES, 64))
-    strategies = load_strategies(["checkpointing"])
-    with open_prober(workload, strategies, Target("cpu", "64MiB")) as prober:
-        survey = prober.survey()
-    assert len(survey.dimensions["checkpointing.level"].values) > 1
-
-
 # -- The first probe of a process loads libraries, for which the cap that was set left no room
 
 BUDGET = 64 * MIB

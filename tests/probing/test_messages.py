@@ -114,12 +114,6 @@ def test_that_an_exception_is_the_users_travels() -> None:
     assert not is_users(_there_and_back(ValueError("x")))
 
 
-def test_notes_travel() -> None:
-    noted = ValueError("x")
-    noted.add_note("in sample 7")
-    assert _there_and_back(noted).__notes__ == ["in sample 7"]
-
-
 class OfAFile(Exception):
     """Reads a file when it is unpickled."""
 

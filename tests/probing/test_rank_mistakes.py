@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,12 +12,11 @@ from torch.nn import functional
 
 from autofit.errors import InvalidArgument
 from autofit.measurement import Outcome
-from autofit.plan import Dimension, Plan
+from autofit.plan import Plan
 from autofit.probing.messages import ProbeRequest
-from autofit.probing.probe import resolve_here
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.registry import load_strategies, resolve
-from autofit.strategy import Numerics, Phase
+from autofit.strategy import Numerics
 from autofit.training.workload import Workload
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -156,12 +153,6 @@ def test_a_parameter_that_no_rank_uses_leaves_the_modes_that_shard() -> None:
         assert probed(prober, "fsdp2").outcome is Outcome.OK
 
 
-def test_without_a_mode_that_shards_such_a_parameter_is_refused() -> None:
-    words = r"branch\.side\.weight.*numerics=\"rounding\""
-    with ranks_of("never", "exact") as prober, pytest.raises(InvalidArgument, match=words):
-        prober.survey()
-
-
 def test_a_mean_of_means_is_said_to_need_a_weight() -> None:
     with ranks_of(loss_weight=None) as prober, pytest.raises(InvalidArgument) as caught:
         prober.survey()
@@ -195,23 +186,6 @@ def test_batch_norm_is_told_and_hides_no_gradients_that_are_not_shared() -> None
         assert probed(prober, "ddp").outcome is Outcome.OK
     with ranks_of(build=Normalizing, loss_fn=past_the_wrapper) as prober:
         assert prober.survey().dimensions["parallel.mode"].values == SHARDED
-
-
-def test_a_model_that_one_process_cannot_run_is_searched_without_the_comparison() -> None:
-    with ranks_of(build=lambda: Large("always")) as prober:
-        survey = prober.survey()
-        assert survey.dimensions["parallel.mode"].values == (*DDP, *SHARDED)
-        (note,) = (note for note in survey.notes if "were not compared" in note)
-        assert "rank 0 could not run 5 samples alone: OutOfMemoryError" in note
-        assert probed(prober, "fsdp2").outcome is Outcome.OK
-
-
-def test_noise_of_the_models_own_is_not_blamed_on_the_ranks() -> None:
-    with ranks_of(build=lambda: Noisy("always")) as prober:
-        survey = prober.survey()
-        assert survey.dimensions["parallel.mode"].values == (*DDP, *SHARDED)
-        (note,) = (note for note in survey.notes if "were not compared" in note)
-        assert "draws random numbers" in note
 
 
 @pytest.mark.parametrize(
@@ -248,71 +222,8 @@ def of_trained(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in parameters if p.requires_grad])
 
 
-def in_two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    matrices = [p for p in parameters if p.dim() > 1]
-    others = [p for p in parameters if p.dim() < 2]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups)
-
-
 def test_only_what_the_optimizer_updates_is_dealt_out_to_the_ranks() -> None:
     with ranks_of(build=Adapted, optimizer=of_trained) as prober:
         survey = prober.survey()
         assert survey.dimensions["parallel.mode"].values == (*DDP, *SHARDED)
         assert probed(prober, "zero1").outcome is Outcome.OK
-
-
-def test_groups_of_parameters_leave_the_modes_that_need_not_deal_them_out() -> None:
-    with ranks_of(optimizer=in_two_groups) as prober:
-        survey = prober.survey()
-        assert survey.dimensions["parallel.mode"].values == ("ddp", "ddp_view", *SHARDED)
-        (note,) = (note for note in survey.notes if " skipped" in note)
-        assert note.startswith("parallel.mode=zero1 was skipped")
-        assert "has 2" in note
-        assert probed(prober, "ddp").outcome is Outcome.OK
-    asked = Plan(2, world_size=2, settings={"parallel.mode": "zero1"})
-    with pytest.raises(InvalidArgument, match="has 2"):  # one probe says it too
-        resolve_here(asked, survey, prober.strategies, None)
-
-
-def test_fewer_parameters_than_ranks_leave_the_modes_that_need_not_deal_them_out() -> None:
-    workload = Workload(
-        lambda: nn.Linear(8, 8, bias=False), batch_of, loss_fn=mean_over_valid, loss_weight=valid
-    )
-    strategies = load_strategies(["parallel"], world_size=2)
-    with open_prober(workload, strategies, Target("cpu", "1GiB", ranks=2)) as prober:
-        survey = prober.survey()
-        assert survey.dimensions["parallel.mode"].values == ("ddp", "ddp_view", *SHARDED)
-        (note,) = (note for note in survey.notes if " skipped" in note)
-        assert note.startswith("parallel.mode=zero1 was skipped")
-        assert "1 are too few for 2" in note
-
-
-class FailsOnRank1:
-    """A strategy for several ranks, which fails on one while it looks for its settings."""
-
-    name = "sharing"
-    phase = Phase.PARALLEL
-    numerics = Numerics.EXACT
-
-    def dimensions(self, context: Any) -> Mapping[str, Dimension]:
-        if context.world.rank == 1:
-            raise RuntimeError("cannot look")
-        return {"sharing.mode": Dimension(["any"])}
-
-    def apply(self, training: Any, settings: Any, payloads: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def describe(self, settings: Any, payloads: Any) -> list[str]:
-        return []
-
-
-def test_a_strategy_for_ranks_that_fails_as_it_looks_ends_the_search() -> None:
-    """Without it the ranks would train on, each alone."""
-    workload = Workload(Net("always"), batch_of, loss_fn=mean_over_valid, loss_weight=valid)
-    words = "no strategy shares gradients among the 2 ranks.*cannot look"
-    with (
-        open_prober(workload, [FailsOnRank1()], Target("cpu", "1GiB", ranks=2)) as prober,
-        pytest.raises(InvalidArgument, match=words),
-    ):
-        prober.survey()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 from autofit.errors import InvalidArgument
 from autofit.probing.serialization import Payload, read_payload, write_payload
@@ -156,18 +156,6 @@ def test_models_that_do_not_pickle_by_themselves_compute_the_same(
     assert [n for n, _ in copy.named_parameters()] == [n for n, _ in model.named_parameters()]
     _first(copy(X)).sum().backward()
     assert all(parameter.grad is not None for parameter in copy.parameters())
-
-
-def test_a_parametrized_copy_is_as_good_as_the_original(tmp_path: Path) -> None:
-    model = _WEIGHT(nn.LSTM(6, 6, batch_first=True), "weight_hh_l0")
-    sequence = torch.randn(2, 3, 6)
-    copy = _copied(Workload(model, sequence), tmp_path).model
-    assert torch.equal(copy(sequence)[0], model(sequence)[0])
-    with torch.no_grad():
-        copy.parametrizations.weight_hh_l0.original0.mul_(2)
-    assert not torch.allclose(copy(sequence)[0], model(sequence)[0])
-    parametrize.remove_parametrizations(copy, "weight_hh_l0")
-    assert type(copy) is nn.LSTM
 
 
 class _Unreadable:

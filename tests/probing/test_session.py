@@ -111,37 +111,6 @@ def test_what_is_no_loss_is_refused_in_our_words(more: dict[str, Any], message: 
         raise reply.exception
 
 
-def test_a_gan_is_probed_by_its_own_step() -> None:
-    class Gan(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.generator, self.critic = nn.Linear(2, 6), nn.Linear(6, 1)
-
-    def step(training: Any, real: Any) -> torch.Tensor:
-        gan = training.model
-        fake = gan.generator(real[:, :2])
-        critic_loss = gan.critic(fake.detach()).mean() - gan.critic(real).mean()
-        training.backward(critic_loss)
-        training.optimizer_step("critic")
-        loss: torch.Tensor = -gan.critic(fake).mean()
-        training.backward(loss)
-        training.optimizer_step("generator")
-        return loss
-
-    optimizers = {"generator": torch.optim.Adam, "critic": torch.optim.SGD}
-    session = session_of(
-        lambda: Workload(Gan(), torch.randn(4, 6), optimizer=optimizers, training_step=step),
-        strategies=load_strategies(["precision"]),
-    )
-    survey = take_survey(session, 256 * MIB)
-    assert survey.loss == "training_step"
-    for dtype in ("default", "float16"):
-        plan = Plan(8, settings={"precision.dtype": dtype})
-        assert _probe(session, plan).value.ok
-    with pytest.raises(InvalidArgument, match="compare"):
-        _compare(session, Plan(4), Plan(2), 4)
-
-
 def test_plans_are_compared_from_equal_weights_also_where_a_function_builds_them() -> None:
     session = session_of(
         lambda: Workload(lambda: nn.Linear(6, 4), labelled(), criterion=CROSS_ENTROPY),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 import re
 import weakref
 from collections.abc import Mapping
@@ -16,11 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.devices.cpu import CpuDevice
-from autofit.equivalence.comparison import compare_plans
 from autofit.errors import InvalidArgument, NoFeasiblePlan
-from autofit.plan import Dimension, Plan, ResolvedPlan
-from autofit.probing.messages import Call, ProbeRequest
+from autofit.plan import Dimension, Plan
+from autofit.probing.messages import Call
 from autofit.probing.session import Session
 from autofit.probing.survey import Survey, check_weights_fit, take_survey
 from autofit.strategy import Numerics, Phase
@@ -51,14 +47,6 @@ def test_a_survey_says_what_the_workload_is() -> None:
     assert survey.sample_shapes == {"[0]": "float32[4, 6]", "[1]": "int64[4]"}
     assert survey.space().baseline == Plan.split(12, 4)
     assert survey.environment.device == "cpu"
-
-
-def test_independent_samples_may_be_split() -> None:
-    survey = _surveyed(nn.Tanh(), nn.Dropout(0.5))
-    assert survey.split_gradients is not None
-    assert survey.split_gradients.equal
-    assert survey.may_change_accumulation
-    assert survey.notes == ()
 
 
 def _contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -117,15 +105,6 @@ def test_a_weight_makes_a_masked_loss_splittable() -> None:
     assert survey.split_gradients.equal
 
 
-@pytest.mark.parametrize("kind", NOT_ALIKE)
-def test_a_weight_that_did_not_help_is_not_advised_again(kind: str) -> None:
-    middle, more = NOT_ALIKE[kind]
-    survey = _surveyed(*middle, **more, loss_weight=lambda batch: 1.0)
-    assert not survey.may_change_accumulation
-    assert "allow_accumulation_change" in survey.notes[0]
-    assert "loss_weight" not in survey.notes[0]
-
-
 def _tokens(samples: int = 4, **more: torch.Tensor) -> dict[str, torch.Tensor]:
     inputs = torch.randn(samples, 8, 6)
     return {"inputs": inputs, "targets": torch.randint(4, (samples, 8)), **more}
@@ -145,15 +124,6 @@ def test_a_sample_without_padding_is_said_to_show_nothing_of_batches_with_it() -
     assert "loss_weight" in note
 
 
-def test_a_weight_makes_a_warning_about_padding_needless() -> None:
-    valid = lambda batch: float((batch["targets"] >= 0).sum())  # noqa: E731 - as a user gives it
-    survey = _surveyed(
-        sample_batch=_tokens(), criterion=None, loss_fn=_mean_over_tokens, loss_weight=valid
-    )
-    assert survey.may_change_accumulation
-    assert survey.notes == ()
-
-
 @pytest.mark.parametrize("mask", [torch.ones(4, 8).long(), torch.ones(4, 8), torch.ones(4, 8) > 0])
 def test_a_mask_that_leaves_nothing_out_is_tried_with_some_left_out(mask: torch.Tensor) -> None:
     def mean_over_valid(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -171,32 +141,11 @@ def test_a_mask_that_leaves_nothing_out_is_tried_with_some_left_out(mask: torch.
     assert weighted.notes == ()
 
 
-def test_a_mask_that_is_no_part_of_the_mean_is_not_held_against_it() -> None:
-    def mean_over_samples(model: nn.Module, batch: Any) -> torch.Tensor:
-        return model(batch["inputs"] * batch["mask"][..., None]).square().mean()
-
-    sample = _tokens(mask=torch.ones(4, 8))
-    survey = _surveyed(sample_batch=sample, criterion=None, loss_fn=mean_over_samples)
-    assert survey.may_change_accumulation
-    assert survey.notes == ()
-
-
 @pytest.mark.parametrize(("middle", "alike"), [((), True), ((nn.BatchNorm1d(16),), False)])
 def test_one_sample_is_varied_to_compare_with(middle: tuple[nn.Module, ...], alike: bool) -> None:
     survey = _surveyed(*middle, sample_batch=(torch.randn(1, 6), torch.randint(4, (1,))))
     assert survey.split_gradients is not None
     assert survey.may_change_accumulation is alike
-
-
-def _spread(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return CROSS_ENTROPY(output, target) + output.var(0).sum()
-
-
-def test_samples_that_are_all_alike_are_varied_too() -> None:
-    """Equal rows have no variance, in a split batch as in a whole one."""
-    sample = torch.zeros(4, 6), labelled()[1]
-    assert not _surveyed(sample_batch=sample, criterion=_spread).may_change_accumulation
-    assert _surveyed(sample_batch=sample).may_change_accumulation
 
 
 def test_copies_of_one_sample_prove_nothing() -> None:
@@ -360,53 +309,6 @@ def test_a_strategy_that_breaks_the_contract_is_refused_and_not_left_out(
     )
     with pytest.raises(InvalidArgument, match=words):
         _survey_of(session)
-
-
-def test_one_model_is_alive_at_a_time() -> None:
-    def make() -> Workload:
-        return Workload(_Watched, labelled()[0], global_batch=8)
-
-    session = session_of(make, strategies=[_Curious()])
-    gc.collect()
-    _Watched.counts.clear()
-    survey = _survey_of(session)
-    assert survey.may_change_accumulation
-    session.probe(ProbeRequest(ResolvedPlan(survey.space().baseline), 256 * MIB))
-    compare_plans(session.builder, ResolvedPlan(Plan(4)), ResolvedPlan(Plan.split(4, 2)), 4)
-    assert _Watched.counts == [1] * 4  # the survey's, the probe's, and two that were compared
-
-
-def test_what_was_tried_is_let_go_before_memory_is_reclaimed() -> None:
-    class Watching(CpuDevice):
-        places: list[int]
-
-        def release_cache(self) -> None:
-            super().release_cache()
-            self.places += (model.layer.weight.data_ptr() for model in _Watched.alive)
-
-    device = Watching()
-    device.places = []
-    session = Session(
-        lambda: Workload(_Watched, labelled()[0], global_batch=8),
-        [_Curious()],
-        device,
-    )
-    gc.collect()
-    _survey_of(session)
-    assert len(device.places) > 6
-    assert len(set(device.places)) == 1  # where it was built, in host memory
-
-
-def test_a_function_that_makes_another_batch_each_time_is_asked_once() -> None:
-    made = itertools.count()
-
-    def make(samples: int) -> Any:
-        inputs, labels = labelled(samples)
-        return inputs + next(made), labels
-
-    survey = _surveyed(nn.Tanh(), sample_batch=make)
-    assert survey.split_gradients is not None
-    assert survey.split_gradients.equal
 
 
 def test_a_model_whose_loss_exists_in_training_only_is_compared_in_training() -> None:

@@ -118,15 +118,6 @@ def test_the_users_error_begins_with_what_was_tried(live: Live) -> None:
     assert "autofit was probing 77 x 1" in before
 
 
-def test_a_renewed_worker_is_another_process_with_the_same_budget(live: Live) -> None:
-    first = live.prober.worker_pid
-    live.prober.renew()
-    assert live.prober.worker_pid is None
-    assert live.prober.vram_budget_bytes == BUDGET
-    assert live.probe(4, **HOPELESS).measurement.ok
-    assert live.prober.worker_pid not in (None, first)
-
-
 def test_closing_ends_the_worker_and_removes_the_payload(
     live: Live, running: Callable[[int], bool]
 ) -> None:

@@ -84,12 +84,6 @@ def test_a_python_without_a_program_is_said(
         WorkerProcess()
 
 
-def test_what_is_no_text_on_the_path_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, Path("modules"), 5])
-    worker = WorkerProcess()
-    worker.kill()
-
-
 def test_a_signal_without_a_name_is_told_by_its_number() -> None:
     assert "signal 40" in words_of_death(-40, "")
     assert "SIGKILL" in words_of_death(-signal.SIGKILL, "")
@@ -179,21 +173,3 @@ def test_a_second_ctrl_c_at_once_loses_nothing(tmp_path: Path) -> None:
     running.communicate(timeout=100)
     assert running.returncode == 130, shown
     assert autofit.load(tmp_path / "report.json").best.ok
-
-
-def test_ctrl_c_after_the_search_ends_it_with_its_report() -> None:
-    """The looks that follow the answer are skipped, and the report says that it was interrupted."""
-    stages = []
-
-    def press_ctrl_c(event: Any) -> None:
-        stage = getattr(event, "stage", "")
-        stages.append(stage)
-        if stage.startswith("measuring what bounds"):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    report = autofit.search(
-        make_workload(), device="cpu", vram_budget="64MiB", max_probes=3, progress=press_ctrl_c
-    )
-    assert report.record.search.stopped_because == "interrupted"
-    assert report.record.memory
-    assert not report.record.findings["bounds"]

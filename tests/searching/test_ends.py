@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,6 @@ class _EndingAt(SimulatedProber):
         return super().probe(request)
 
 
-def test_more_time_is_not_asked_for_where_probes_were_the_limit(device: SimulatedDevice) -> None:
-    result = run_search(device.prober(), device.spec(), max_probes=5, timeout_s=1e8)
-    assert result.stopped_because == "max_probes=5 was reached"
-    assert result.with_more_time is None
-
-
 def test_more_time_is_asked_for_where_the_timeout_ended_the_search(
     device: SimulatedDevice,
 ) -> None:
@@ -56,27 +49,6 @@ def test_more_time_is_asked_for_where_the_timeout_ended_the_search(
     assert result.stopped_because == "the timeout of 100 s was reached"
     assert result.with_more_time is not None
     assert result.with_more_time not in {trial.plan for trial in result.trials}
-
-
-@pytest.mark.slow
-def test_a_comparison_that_the_timeout_ended_is_told_apart_from_the_search(
-    device: SimulatedDevice,
-) -> None:
-    whole = run_search(device.prober(), device.spec())
-    searched = sum(trial.kind is not TrialKind.CONFIRMATION for trial in whole.trials)
-    prober = device.prober()
-    cut = run_search(
-        prober,
-        device.spec(),
-        timeout_s=1e6,
-        clock=lambda: 0.0 if len(prober.probed) <= searched else 1e6,
-        began=0.0,
-    )
-    assert not cut.comparison_ended
-    assert cut.stopped_because == (
-        f"{whole.stopped_because}, and its final comparison because the timeout of 1000000 s "
-        "was reached"
-    )
 
 
 class _Gone:
@@ -128,32 +100,12 @@ def trials(count: int, seconds: float = 1.0) -> list[Trial]:
     return [Trial(number, kind, Plan(4), ran) for number, kind in enumerate(roles)]
 
 
-def test_a_search_without_limits_is_unlimited() -> None:
-    free = Allowance(None, None)
-    assert free.spent(trials(1000)) is None
-    assert (free.probes_left(trials(3)), free.seconds_left) == (None, None)
-    assert not free.time_is_short(trials(3, seconds=1e9), kept_s=1e9)
-    assert free.seconds_kept(trials(3), start_s=1.0) == 0.0
-
-
 @pytest.mark.parametrize(("most", "before_comparison"), [(1, 1), (2, 2), (3, 2), (4, 2), (9, 7)])
 def test_probes_are_kept_back_for_the_comparison(most: int, before_comparison: int) -> None:
     """Of the leading plan and the baseline, if another plan than the baseline can be tried."""
     bounded = Allowance(most, None)
     assert bounded.spent(trials(before_comparison)) == f"max_probes={most} was reached"
     assert before_comparison == 1 or bounded.spent(trials(before_comparison - 1)) is None
-
-
-def test_one_probe_is_kept_back_after_an_earlier_comparison() -> None:
-    compared = [replace(trial, kind=TrialKind.CONFIRMATION) for trial in trials(2)[:2]]
-    bounded = Allowance(6, None)
-    assert bounded.spent([*trials(2), *compared]) is None
-    assert bounded.spent([*trials(3), *compared]) == "max_probes=6 was reached"
-
-
-def test_no_probes_are_left_after_more_than_allowed() -> None:
-    assert Allowance(4, None).probes_left(trials(3)) == 1
-    assert Allowance(4, None).probes_left(trials(9)) == 0
 
 
 def test_the_baseline_is_run_whatever_the_limits() -> None:
@@ -176,14 +128,6 @@ def test_a_share_of_the_time_at_most_is_kept_for_the_comparison() -> None:
     assert bounded.seconds_kept(trials(3, seconds=2.0), start_s=1.0) == COMPARISON_BLOCKS * 3.0
     assert bounded.seconds_kept(trials(3, seconds=40.0), start_s=1.0) == MOST_KEPT * 60.0
     assert bounded.seconds_kept([], start_s=1.0) == 0.0
-
-
-def test_time_is_kept_for_steps_that_run_all_their_micro_batches() -> None:
-    """The search ran 2 of 8 and scaled the time: in full, three quarters of it come on top."""
-    part = Measurement(Outcome.OK, step_times_s=[0.4] * 5, seconds=1.0, micro_batches_run=2)
-    trial = Trial(0, TrialKind.SEARCH, Plan(4, accumulation_steps=8, global_batch=32), part)
-    kept_s = Allowance(None, 60.0).seconds_kept([trial], start_s=0.5)
-    assert kept_s == pytest.approx(COMPARISON_BLOCKS * (0.5 + 1.0 + 1.5))
 
 
 GOOD: dict[str, Any] = {

@@ -17,7 +17,7 @@ from optuna.trial import TrialState
 
 from autofit.errors import NoFeasiblePlan, SearchTimedOut, WorkerFailed, WorkloadFailed
 from autofit.measurement import Measurement, Outcome, TrialKind
-from autofit.plan import Dimension, Plan, variant_key
+from autofit.plan import Dimension, Plan
 from autofit.planning.constants import MOST_ACCIDENTS
 from autofit.planning.search_spec import Effort
 from autofit.probing.messages import ProbeRequest, ProbeResult
@@ -27,7 +27,6 @@ from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.sampler import Sampler
 from autofit.searching.study import Store
 from autofit.space import Space
-from autofit.testing import SimulatedProber
 from tests.simulated import FEW_DIMENSIONS, MakeDevice, SimulatedDevice
 
 GIB = 2**30
@@ -192,19 +191,6 @@ def test_a_machine_that_becomes_ill_ends_the_search_with_what_was_measured(
     assert result.best.samples_per_second == pytest.approx(fastest, rel=0.02)
 
 
-@pytest.mark.slow
-def test_a_search_that_is_resumed_on_a_healthy_machine_tries_those_plans_again(
-    device: SimulatedDevice, undisturbed: SearchResult
-) -> None:
-    with Store.open(None, {}) as store:
-        ill = _Timed(device, lambda attempt: Outcome.CRASHED if attempt > 4 else None)
-        assert "at fault" in run_search(ill, device.spec(), store=store).stopped_because
-        result = run_search(device.prober(), device.spec(), store=store)
-    assert device.speed(result.best.plan) > 0.98 * device.speed(undisturbed.best.plan)
-    died = {trial.plan for trial in result.trials if not trial.ok}
-    assert died & {trial.plan for trial in result.trials if trial.ok}
-
-
 @pytest.mark.parametrize("most", [4, 6])
 def test_a_few_probes_are_enough_for_a_confirmed_answer(device: SimulatedDevice, most: int) -> None:
     result = run_search(device.prober(), device.spec(), max_probes=most)
@@ -214,25 +200,6 @@ def test_a_few_probes_are_enough_for_a_confirmed_answer(device: SimulatedDevice,
     assert result.best.plan != device.space.baseline
 
 
-def test_an_ill_machine_at_the_end_of_the_time_still_has_its_result(
-    device: SimulatedDevice,
-) -> None:
-    """The plan that is to show whether the machine is ill meets the timeout."""
-
-    class _Failing(_Timed):
-        def probe(self, request: ProbeRequest) -> ProbeResult:
-            if request.full_accumulation:
-                return ProbeResult(Measurement(Outcome.CRASHED, detail="an accident"))
-            if len(self.inner.probed) == 6:
-                raise SearchTimedOut
-            return super().probe(request)
-
-    prober = _Failing(device)
-    result = run_search(prober, device.spec(), timeout_s=1e6, clock=prober.clock, began=0.0)
-    assert result.stopped_because == "the timeout of 1000000 s was reached"
-    assert result.best.ok
-
-
 def test_a_machine_that_is_ill_from_the_start_is_no_fault_of_the_workload(
     device: SimulatedDevice,
 ) -> None:
@@ -240,13 +207,6 @@ def test_a_machine_that_is_ill_from_the_start_is_no_fault_of_the_workload(
     with pytest.raises(WorkerFailed, match=r"at fault.*host_oom.*an accident") as caught:
         run_search(prober, device.spec())
     assert caught.value.exit_code == 4
-
-
-def test_a_limit_by_crashes_is_not_taken_for_an_ill_machine(device: SimulatedDevice) -> None:
-    prober = device.prober(_failing(Outcome.CRASHED, lambda plan: plan.micro_batch > 5))
-    result = run_search(prober, device.spec(), max_probes=12)
-    assert "ill" not in result.stopped_because.split()
-    assert result.best.plan.micro_batch <= 5
 
 
 @pytest.mark.slow
@@ -368,53 +328,6 @@ def test_the_largest_permitted_size_below_a_limit_is_found(
     assert result.best.plan == device.space.plan(limit, {"precision.dtype": "default"})
 
 
-@pytest.mark.slow
-def test_a_plan_that_fails_when_it_is_compared_is_not_compared_again(
-    make_device: MakeDevice,
-) -> None:
-    """At a micro-batch below the baseline's, under its full accumulation."""
-    device = make_device(sample_batch_size=64, global_batch=256, budget=100 * GIB)
-    prober = _FailingInFull(device)
-    result = run_search(prober, device.spec(), max_probes=15)
-    failed = [t.plan for t in result.trials if t.kind is TrialKind.CONFIRMATION and not t.ok]
-    assert failed
-    assert len(failed) == len(set(failed))
-    assert result.best.plan not in failed
-
-
-class _FailingInFull(SimulatedProber):
-    """Small micro-batches are fast, and fail where all of a global batch's are run."""
-
-    def __init__(self, device: SimulatedDevice) -> None:
-        super().__init__(device.budget, device.memory, self._step_time, memory_noise=0.005)
-
-    def probe(self, request: ProbeRequest) -> ProbeResult:
-        probed = super().probe(request)
-        if request.full_accumulation and request.plan.micro_batch < 64:
-            return ProbeResult(Measurement(Outcome.UNSUPPORTED, detail="on purpose"))
-        return probed
-
-    def _step_time(self, plan: Plan) -> float:
-        slower = 1.0 if plan.micro_batch > 32 else 0.4
-        return plan.accumulation_steps * 0.001 + slower * 0.01 * plan.samples_per_step
-
-
-@pytest.mark.slow
-def test_settings_that_crash_are_not_the_witness_of_a_healthy_machine(
-    device: SimulatedDevice,
-) -> None:
-    ran: list[Plan] = []
-
-    def fault(plan: Plan) -> Measurement | None:
-        ran.append(plan)
-        return Measurement(Outcome.CRASHED) if len(ran) > 7 and _is_half(plan) else None
-
-    prober = device.prober(fault)
-    result = run_search(prober, device.spec())
-    assert "ill" not in result.stopped_because.split()
-    assert not _is_half(result.best.plan)
-
-
 def test_nothing_fits_names_the_smallest_plan_and_both_sizes(make_device: MakeDevice) -> None:
     other = make_device(budget=GIB)
     with pytest.raises(NoFeasiblePlan, match=r"nothing fits: .*budget is 1\.00 GiB") as caught:
@@ -423,25 +336,6 @@ def test_nothing_fits_names_the_smallest_plan_and_both_sizes(make_device: MakeDe
     assert caught.value.plan.micro_batch == 1
     assert caught.value.allowed_bytes == GIB
     assert caught.value.exit_code == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("budget", [GIB // 2, GIB])
-def test_the_budget_that_is_expected_to_work_does(make_device: MakeDevice, budget: int) -> None:
-    other = make_device(budget=budget)
-    lines = {}
-    for settings in other.space.variants():
-        one, two = (other.memory(Plan(size, settings=settings)) for size in (1, 2))
-        lines[variant_key(settings)] = (2 * one - two, two - one)
-    with pytest.raises(NoFeasiblePlan, match=r"expected to need 1\.\d+ GiB") as caught:
-        run_search(other.prober(), replace(other.spec(), predicted_lines=lines))
-    refused = caught.value
-    assert refused.plan is not None
-    assert refused.sufficient_bytes is not None
-    assert refused.required_bytes == pytest.approx(other.memory(refused.plan), rel=0.1)
-    raised = make_device(budget=refused.sufficient_bytes)
-    assert run_search(raised.prober(), raised.spec()).best.ok
-    assert refused.sufficient_bytes < 1.2 * other.memory(refused.plan)
 
 
 def test_where_only_one_split_was_tried_the_way_to_others_is_named(make_device: MakeDevice) -> None:
@@ -511,22 +405,6 @@ def test_proposals_that_never_fit_end_the_search(make_device: MakeDevice) -> Non
     assert result.stopped_because.startswith(f"{MOST_VETOES} proposals in a row")
     assert sum(trial.kind is TrialKind.VETOED for trial in result.trials) == MOST_VETOES
     assert result.probes == 2
-
-
-def test_another_sampler_may_propose_what_depends_on_accumulation(
-    make_device: MakeDevice,
-) -> None:
-    dimensions = {
-        "parallel.accumulation": Dimension(["once", "each"], accumulation={"each": True}),
-        "parallel.bucket": Dimension(["small", "large"], when={"parallel.accumulation": ["each"]}),
-    }
-    other = make_device(dimensions=dimensions, global_batch=32)
-    result = run_search(other.prober(), other.spec(), sampler=RandomSampler(seed=1), max_probes=15)
-    tried = [t.plan for t in result.trials]
-    assert any(plan.settings["parallel.bucket"] == "large" for plan in tried)
-    assert all(
-        plan.accumulation_steps > 1 for plan in tried if plan.settings["parallel.bucket"] == "large"
-    )
 
 
 class _Foreign(RandomSampler):
@@ -660,40 +538,6 @@ def test_a_machine_that_slowed_down_has_its_baseline_measured_again(
     assert result.best.kind is TrialKind.CONFIRMATION
 
 
-def test_a_lucky_first_probe_does_not_decide_when_probes_run_out(
-    make_device: MakeDevice,
-) -> None:
-    """The plan is as slow as the baseline, and looks faster in its first probe alone."""
-    other = make_device(dimensions={}, global_batch=64, max_micro_batch=64)
-    lucky = iter([1.0, 0.9])
-
-    def level(_: Any, measurement: Measurement) -> Measurement:
-        factor = next(lucky, 1.2)
-        steps = [0.1 * factor * scatter for scatter in (0.9, 1.0, 1.0, 1.0, 1.1)]
-        return replace(measurement, step_times_s=steps)
-
-    result = run_search(_Wrapped(other.prober(), level), other.spec(), max_probes=3)
-    assert [t.kind for t in result.trials] == [
-        TrialKind.BASELINE,
-        TrialKind.SEARCH,
-        TrialKind.CONFIRMATION,
-    ]
-    assert result.trials[1].plan == result.trials[2].plan != result.baseline.plan
-    assert not result.is_decided
-
-
-@pytest.mark.parametrize("outcome", [Outcome.NONFINITE, Outcome.UNSUPPORTED])
-def test_a_fault_at_a_larger_size_leaves_the_baseline_to_be_returned(
-    make_device: MakeDevice, outcome: Outcome
-) -> None:
-    bare = make_device(dimensions={})
-    baseline = bare.space.baseline
-    fault = _failing(outcome, lambda plan: plan.micro_batch > baseline.micro_batch)
-    result = run_search(bare.prober(fault=fault), bare.spec(), max_probes=8)
-    assert any(t.measurement.outcome is outcome for t in result.trials)
-    assert result.best.plan == baseline
-
-
 def test_a_value_that_needs_a_fresh_worker_shares_none(make_device: MakeDevice) -> None:
     dimensions = {
         "precision.dtype": Dimension(("default", "bfloat16"), fresh_worker=True),
@@ -752,25 +596,3 @@ def test_it_says_what_more_time_would_have_tried(make_device: MakeDevice) -> Non
     assert {t.plan.settings["compile.mode"] for t in result.trials} == {"off"}
     assert result.with_more_time is not None
     assert result.with_more_time.settings["compile.mode"] == "default"
-
-
-@pytest.mark.slow
-def test_what_is_costly_to_try_takes_one_fresh_worker_a_probe(make_device: MakeDevice) -> None:
-    """Tried last, and on leading plans alone: no more of them than of plans without it."""
-    off = {"compile.mode": "off"}
-    values = Dimension(("off", "default"), trial_cost_s=30.0, fresh_worker=True)
-    other = make_device(dimensions={"compile.mode": values})
-    renewals: list[int] = []
-
-    def remember(inner: Any, measurement: Measurement) -> Measurement:
-        renewals.append(inner.renewals)
-        return measurement
-
-    prober = _Wrapped(other.prober(), remember)
-    result = run_search(prober, replace(other.spec(), planned_samples=10_000_000))
-    searched = [t for t in result.trials if t.kind is not TrialKind.CONFIRMATION]
-    first = next(n for n, t in enumerate(searched) if t.plan.settings != off)
-    assert all(t.plan.settings != off for t in searched[first:])
-    assert renewals[first - 1] == 0
-    workers = renewals[first : len(searched)]
-    assert workers == sorted(set(workers))  # each in one of its own

@@ -21,7 +21,6 @@ import autofit
 from autofit.devices.request import device_names
 from autofit.errors import InvalidArgument, SearchTimedOut, WorkerFailed
 from autofit.probing.messages import Reply, message_of_reply
-from autofit.searching.events import StageStarted
 from autofit.searching.options import SearchOptions
 
 LIMITS: dict[str, Any] = {"vram_budget": "64MiB", "strategies": ["checkpointing"], "seed": 0}
@@ -111,19 +110,6 @@ def test_plans_run_in_the_processes_of_an_executor(pool: Executor) -> None:
     assert numbers(report) == sorted(set(numbers(report)))
 
 
-def _raise_in_worker(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    raise KeyError("theirs")
-
-
-@pytest.mark.slow
-def test_what_the_users_code_raises_at_an_executor_is_raised_here(pool: Executor) -> None:
-    options = autofit.SearchOptions(executor=pool)
-    with pytest.raises(KeyError, match="theirs"):
-        autofit.search(
-            build, torch.randn(4, 32), loss_fn=_raise_in_worker, device="cpu", options=options
-        )
-
-
 class _Losing(Executor):
     """An executor that loses the process of its n-th calls, as a cluster loses a machine."""
 
@@ -155,14 +141,6 @@ def test_a_probe_whose_machine_went_away_is_given_to_another(
     assert executor.calls > max(lost)
     assert all(trial.ok for trial in report.trials)
     assert numbers(report) == list(range(len(report.trials)))
-
-
-@pytest.mark.slow
-def test_an_executor_that_is_shut_down_ends_the_search_in_words() -> None:
-    with ProcessPoolExecutor(1, get_context("spawn")) as executor:
-        pass
-    with pytest.raises(WorkerFailed, match="accepts no more probes"):
-        searched(device="cpu", options=autofit.SearchOptions(executor=executor))
 
 
 class _Answering(Executor):
@@ -217,18 +195,3 @@ def test_ctrl_c_while_two_plans_run_returns_what_was_measured() -> None:
     report = searched(device=["cpu", "cpu"], max_probes=12, progress=interrupt_soon)
     assert len(report.trials) >= 3
     assert "interrupted" in report.record.search.stopped_because.lower()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", ["cpu", "cpu"]])
-def test_a_long_probe_is_heard_of(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autofit.probing.worker_channel.QUIET_S", 0.1)
-    monkeypatch.setattr("autofit.searching.runner.QUIET_S", 0.1)
-    stages = []
-
-    def heard(event: Any) -> None:
-        if isinstance(event, StageStarted):
-            stages.append(event.stage)
-
-    searched(device=device, max_probes=2, progress=heard)
-    assert any(stage.startswith("still running 4 x 1") for stage in stages), stages

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autofit.devices.gpus import find_gpu
-from autofit.plan import Plan, ResolvedPlan
+from autofit.plan import Plan
 from autofit.planning.search_spec import SearchSpec
 from autofit.prediction.predict import predict_resolved
 from autofit.probing.messages import ProbeRequest
@@ -140,12 +140,3 @@ def test_lines_keep_a_search_of_ranks_from_running_out_of_memory(
     blind, foreseen = (searched(given, BUDGET) for given in ({}, lines))
     assert foreseen.oom_probes == 0
     assert foreseen.probes < blind.probes
-
-
-def test_ranks_go_on_where_the_process_that_predicts_ends() -> None:
-    workload = workload_of(small, 16)
-    with open_prober(workload, CHOSEN, Target("cpu", GIB, ranks=2)) as prober:
-        _, (lines, times, (note,)) = predicted(prober, workload)
-        assert lines == times == {}
-        assert "exited with 7" in note
-        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(2, world_size=2)))).measurement.ok

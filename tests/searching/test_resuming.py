@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from optuna.samplers import GridSampler
 
 from autofit.errors import StudyError, WorkloadFailed
 from autofit.measurement import Measurement, Outcome, Trial
@@ -14,7 +13,7 @@ from autofit.plan import Dimension
 from autofit.searching import events
 from autofit.searching.engine import run_search
 from autofit.searching.study import Store
-from tests.simulated import IDENTITY, LEVEL, MakeDevice, SimulatedDevice
+from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice
 
 
 @pytest.mark.parametrize(
@@ -46,22 +45,6 @@ def test_a_study_without_its_baseline_is_refused(device: SimulatedDevice, tmp_pa
     path.write_text(path.read_text().replace('"baseline"', '"search"'))
     with Store.open(path, IDENTITY) as store, pytest.raises(StudyError, match="baseline"):
         run_search(device.prober(), store.spec or device.spec(), store=store, max_probes=4)
-
-
-@pytest.mark.slow
-def test_what_another_sampler_ended_the_planner_goes_on_with(
-    device: SimulatedDevice, tmp_path: Path
-) -> None:
-    path = tmp_path / "study.journal"
-    few = GridSampler({"precision.dtype": ["default"], LEVEL: [0], "micro_batch": [1, 2]})
-    with Store.open(path, IDENTITY) as store:
-        first = run_search(device.prober(), device.spec(), store=store, sampler=few, max_probes=99)
-        assert first.stopped_because == "the sampler has no more plans to offer"
-        assert store.ended is None
-    with Store.open(path, IDENTITY) as store:
-        second = run_search(device.prober(), device.spec(), store=store)
-        assert store.ended is not None
-    assert device.speed(second.best.plan) > 0.95 * device.optimum()
 
 
 def test_another_length_of_the_training_goes_on_where_a_search_ended(

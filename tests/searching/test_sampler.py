@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import optuna
 import pytest
-from optuna.distributions import IntDistribution
 from optuna.trial import TrialState
 
 from autofit.errors import InvalidArgument
@@ -106,17 +105,6 @@ def test_what_depends_on_a_setting_that_is_reset_is_reset_too(make_device: MakeD
         assert trial_codec.plan_of(params, space).settings in list(space.variants())
 
 
-def test_another_sampler_tries_the_whole_batch_as_often_as_its_half(
-    make_device: MakeDevice,
-) -> None:
-    space = make_device(global_batch=64).space
-    assert trial_codec.distributions(space)["micro_batch"] == IntDistribution(1, 127, log=True)
-    params = {**space.default_settings, "micro_batch": 100}
-    assert trial_codec.plan_of(params, space) == space.plan(64, space.default_settings)
-    bounded = make_device(global_batch=64, max_micro_batch=16).space
-    assert trial_codec.distributions(bounded)["micro_batch"] == IntDistribution(1, 16, log=True)
-
-
 def _study_of(device: SimulatedDevice, seed: int = 0) -> tuple[Sampler, optuna.Study]:
     sampler = Sampler(
         device.space.dimensions,
@@ -171,25 +159,6 @@ def test_plans_in_flight_are_not_proposed_again(device: SimulatedDevice) -> None
     study.optimize(_objective(sampler, device), n_trials=3)
     plans = [sampler.suggest(study.ask()) for _ in range(3)]
     assert len(set(plans)) == 3
-
-
-@pytest.mark.slow
-def test_what_ran_out_of_memory_bounds_what_is_proposed(make_device: MakeDevice) -> None:
-    device = make_device(dimensions={})
-    sampler, study = _study_of(device)
-
-    def speed(trial: optuna.Trial) -> float:
-        plan = sampler.suggest(trial)
-        trial.set_constraint("vram", (plan.micro_batch - 37) / 50)
-        if plan.micro_batch > 37:
-            raise optuna.TrialPruned
-        return float(plan.micro_batch)
-
-    study.optimize(speed, n_trials=40)
-    failed = [t.params["micro_batch"] for t in study.trials if t.state is TrialState.PRUNED]
-    assert study.best_trial.params["micro_batch"] > 33
-    assert failed == sorted(failed, reverse=True)
-    assert len(failed) <= 6
 
 
 def test_settings_that_fail_are_left_alone(device: SimulatedDevice) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import signal
@@ -23,7 +22,6 @@ import pytest
 from optuna.trial import TrialState
 
 from autofit.errors import StudyError
-from autofit.measurement import TrialKind
 from autofit.planning.search_spec import Effort
 from autofit.probing.process_identity import _start_ticks, this_process
 from autofit.searching import claim as claim_room
@@ -31,7 +29,6 @@ from autofit.searching.claim import Claim, is_live
 from autofit.searching.engine import run_search
 from autofit.searching.study import Store
 from autofit.space import Space
-from autofit.testing import SimulatedProber
 from tests.simulated import FEW_DIMENSIONS, IDENTITY, MakeDevice, SimulatedDevice, make_trial
 
 HELD: dict[str, Any] = {"peak_reserved_bytes": 2**30}
@@ -94,16 +91,6 @@ def test_a_killed_search_is_resumed_without_repeating_a_trial(
     ]
 
 
-def test_the_seconds_of_each_session_are_kept(device: SimulatedDevice, tmp_path: Path) -> None:
-    path = tmp_path / "study.journal"
-    for probes, age in ((2, 10_000.0), (4, 5000.0)):
-        with Store.open(path, IDENTITY, began=time.monotonic() - age) as store:
-            run_search(device.prober(), device.spec(), store=store, max_probes=probes)
-    with Store.open(path, IDENTITY) as store:
-        first, second, present = store.session_seconds
-    assert first >= 10_000 > second >= 5000 > present
-
-
 def test_a_search_that_ended_is_answered_from_its_study(
     device: SimulatedDevice, tmp_path: Path
 ) -> None:
@@ -116,19 +103,6 @@ def test_a_search_that_ended_is_answered_from_its_study(
     assert prober.probed == []
     assert (again.best, again.trials) == (first.best, first.trials)
     assert again.stopped_because == first.stopped_because
-
-
-@pytest.mark.parametrize("attribute", ["autofit_ended", "autofit_ended_at"])
-def test_a_study_whose_end_is_damaged_is_refused(
-    device: SimulatedDevice, tmp_path: Path, attribute: str
-) -> None:
-    path = tmp_path / "study.journal"
-    with Store.open(path, IDENTITY) as store:
-        run_search(device.prober(), device.spec(), store=store, max_probes=2)
-        store.mark_ended("nothing is left")
-        store.study.set_user_attr(attribute, 7)
-    with Store.open(path, IDENTITY) as store, pytest.raises(StudyError, match="the earlier"):
-        run_search(device.prober(), device.spec(), store=store)
 
 
 def _searched(device: SimulatedDevice, path: Path) -> str:
@@ -288,26 +262,6 @@ def test_of_searches_that_start_at_the_same_instant_one_gets_the_study(tmp_path:
     assert "is using the study" in refused[0]
 
 
-def test_nothing_is_open_once_a_study_is_closed(device: SimulatedDevice, tmp_path: Path) -> None:
-    study = f"sqlite:///{tmp_path / 'study.db'}"
-
-    def is_open() -> bool:
-        places = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-        return any(str(tmp_path) in os.path.realpath(place) for place in places)
-
-    gc.disable()
-    try:
-        with Store.open(study, IDENTITY) as opened:
-            run_search(device.prober(), device.spec(), store=opened, max_probes=2)
-            assert is_open()
-        assert not is_open()
-        with pytest.raises(StudyError, match="belongs to another search"):
-            Store.open(study, {"workload": "other"})
-        assert not is_open()
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize(
     ("study", "words"),
     [
@@ -414,28 +368,6 @@ def test_whether_a_claim_is_live_depends_on_the_start_of_its_process_too() -> No
     assert not is_live(zombie)
     child.wait()
     assert not is_live(zombie)
-
-
-@pytest.mark.slow
-def test_a_comparison_is_begun_anew_where_a_search_is_resumed(
-    device: SimulatedDevice, tmp_path: Path
-) -> None:
-    """The machine may have become slower, so blocks of two sessions give no factor."""
-    study = tmp_path / "search.log"
-    with Store.open(study, IDENTITY) as store:
-        first = run_search(device.prober(), device.spec(), store=store, max_probes=5)
-    assert first.comparison_ended
-    slower = SimulatedProber(device.budget, device.memory, lambda p: 1.5 * device.step_time(p))
-    with Store.open(study, IDENTITY) as store:
-        more = run_search(slower, device.spec(), store=store)
-    assert more.comparison_ended
-    compared = [trial for trial in more.trials if trial.kind is TrialKind.CONFIRMATION]
-    assert {more.best.plan, more.baseline.plan} <= {trial.plan for trial in compared}
-    for trial in compared:
-        true = device.speed(trial.plan) / 1.5
-        assert trial.samples_per_second == pytest.approx(true, rel=0.05)
-    with Store.open(study, IDENTITY) as store:  # nothing is left to try
-        assert run_search(slower, device.spec(), store=store).trials == more.trials
 
 
 def _halve(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import signal
 import sys
@@ -151,12 +150,6 @@ def test_undoes_changes_of_a_model(net: Net, change: str) -> None:
     assert net.head.weight is net.embed.weight
 
 
-def test_undoes_changes_of_gradients_that_were_there(net: Net) -> None:
-    net.head.weight.grad = torch.ones(5, 4)
-    assert_undone({"model": net}, lambda: net.zero_grad(set_to_none=True))
-    assert_undone({"model": net}, lambda: net.zero_grad(set_to_none=False))
-
-
 def test_views_that_the_user_holds_stay_views() -> None:
     flat = torch.zeros(8)
     layer = nn.Linear(2, 4, bias=False)
@@ -289,19 +282,6 @@ def test_flags_of_mixed_ways_to_set_tf32_are_put_back() -> None:
     assert before["torch.backends.cuda.matmul.fp32_precision"] == "'tf32'"
 
 
-@pytest.mark.usefixtures("spared_process")
-def test_flags_that_cannot_be_read_are_left_alone_in_another_process() -> None:
-    readable = process.computing()
-    cudnn: Any = torch.backends.cudnn  # its stub lacks the attribute
-    cudnn.conv.fp32_precision = "ieee"
-    computing = process.computing()
-    assert process.UNREADABLE in computing.values()
-    process.restore(readable)  # as in another process, where every flag can be read
-    assert process.computing() == readable
-    process.restore(pickle.loads(pickle.dumps(computing)))
-    assert process.computing() == computing
-
-
 class StubbornRandom(random.Random):
     """A generator that cannot be set."""
 
@@ -320,22 +300,6 @@ def test_one_part_that_cannot_be_put_back_does_not_stop_the_others(net: Net) -> 
     assert [str(error) for error in caught.value.exceptions] == ["no state of 3 parts for me"]
     assert net.training
     assert net.old_rng.get_state(legacy=False)["state"]["pos"] != before
-
-
-def test_an_interrupt_during_restoring_is_answered_afterwards(net: Net) -> None:
-    class InterruptedRandom(random.Random):
-        def setstate(self, state: Any) -> None:
-            signal.raise_signal(signal.SIGINT)
-            super().setstate(state)
-
-    net.dice = InterruptedRandom(1)
-    snapshot = Snapshot({"model": net})
-    net.eval()
-    rolled = net.dice.random()
-    with pytest.raises(KeyboardInterrupt):
-        snapshot.restore()
-    assert net.training
-    assert net.dice.random() == rolled
 
 
 def test_restores_from_another_thread_too(net: Net) -> None:
@@ -375,17 +339,6 @@ def test_hashes_tell_values_apart(tensor: torch.Tensor) -> None:
     assert hash_of(tensor) == hash_of(tensor.clone())
     if tensor.numel():
         assert hash_of(tensor) != hash_of(torch.zeros_like(tensor))
-
-
-@pytest.mark.parametrize("part", ["allow_tf32", "conv.fp32_precision"])
-def test_both_names_of_tf32_come_back(part: str) -> None:
-    cudnn: Any = torch.backends.cudnn  # torch adds these attributes when it is imported
-    owner = cudnn.conv if part.startswith("conv") else cudnn
-    name = part.rpartition(".")[2]
-    before = (cudnn.allow_tf32, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
-    with preserved({}):
-        setattr(owner, name, "ieee" if name == "fp32_precision" else not cudnn.allow_tf32)
-    assert (cudnn.allow_tf32, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == before
 
 
 @pytest.mark.parametrize(

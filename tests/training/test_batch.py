@@ -17,8 +17,6 @@ from autofit.training.batch import (
     batch_size,
     check_batched_dimension,
     check_target,
-    describe,
-    map_tensors,
     pieces,
     resize,
     tensors_of,
@@ -138,20 +136,6 @@ def test_what_requires_a_gradient_is_a_leaf_again_when_it_was_grown() -> None:
     assert points.grad is None
 
 
-def test_map_tensors_leaves_the_rest_as_it_is() -> None:
-    marker = object()
-    doubled = map_tensors(lambda tensor: tensor * 2, {"x": _rows(1), "other": [marker, None, 3]})
-    assert torch.equal(doubled["x"], _rows(1) * 2)
-    assert doubled["other"] == [marker, None, 3]
-
-
-def test_a_batch_is_described_by_place() -> None:
-    batch = {"ids": torch.zeros(2, 5, dtype=torch.int64), "extra": [torch.tensor(1.0)]}
-    assert describe(batch) == {"['ids']": "int64[2, 5]", "['extra'][0]": "float32[]"}
-    assert describe(_rows(2)) == {"batch": "float32[2, 3]"}
-    assert describe(Graphs(_rows(2), torch.arange(2)))["['labels']"] == "int64[2]"
-
-
 @pytest.mark.parametrize("batch", [[], {}, "text", 3, None, (torch.tensor(1.0),)])
 def test_a_batch_without_samples_is_refused_with_the_way_out(batch: Any) -> None:
     with pytest.raises(InvalidArgument, match="n -> batch"):
@@ -232,13 +216,6 @@ def test_a_maker_shows_by_two_batches_what_holds_samples() -> None:
     samples = Samples.made_by(lambda n: {"scale": torch.ones(2), "x": torch.ones(n, 3)})
     assert samples == Samples(frozenset({"['x']"}), frozenset({"['scale']"}))
     assert samples.size({"scale": torch.ones(2), "x": torch.ones(7, 3)}) == 7
-
-
-def test_tensors_are_known_by_name_in_whatever_order_they_come() -> None:
-    samples = Samples.of({"x": torch.ones(4, 3), "positions": torch.arange(16)})
-    batch = {"positions": torch.arange(16), "x": torch.ones(16, 3)}
-    assert samples.size(batch) == 16
-    assert samples.places(batch) == {1}
 
 
 def test_a_batch_that_the_sample_batch_does_not_describe_is_refused() -> None:

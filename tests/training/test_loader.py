@@ -60,11 +60,6 @@ def test_a_live_loader_is_made_again_with_what_it_has() -> None:
     assert values(live) == [[0, -1, -2], [-3, -4, -5], [-6, -7, -8]]
 
 
-def test_workers_deliver_the_same_batches() -> None:
-    live = DataLoader(ROWS, 3)
-    assert values(make_loader(live, LoaderSettings(3, 2, False, 2))) == values(live)
-
-
 @pytest.mark.parametrize(
     "live",
     [
@@ -166,11 +161,6 @@ def test_a_function_that_makes_no_loader_is_named() -> None:
         make_loader(lambda batch_size, num_workers: 3, LoaderSettings(2))  # type: ignore[arg-type, return-value]  # that is the fault
 
 
-def test_epochs_follow_each_other() -> None:
-    batches = batches_without_end(DataLoader(ROWS, 6))
-    assert [len(next(batches)[0]) for _ in range(5)] == [6, 4, 6, 4, 6]
-
-
 def test_a_loader_without_batches_does_not_go_on_for_ever() -> None:
     with pytest.raises(InvalidArgument, match=r"no batch.*drop_last"):
         next(batches_without_end(DataLoader(ROWS, 11, drop_last=True)))
@@ -181,30 +171,6 @@ def test_a_generator_ends_after_its_only_epoch_and_is_named() -> None:
     assert [len(next(batches)) for _ in range(2)] == [1, 2]
     with pytest.raises(InvalidArgument, match="only be iterated once"):
         next(batches)
-
-
-def noted_start(worker: int) -> None:
-    """Is kept."""
-
-
-def test_all_else_that_a_live_loader_has_is_kept() -> None:
-    generator = torch.Generator()
-    live = DataLoader(
-        ROWS, 3, worker_init_fn=noted_start, generator=generator, in_order=False, num_workers=1
-    )
-    again = make_loader(live, LoaderSettings(3, 2, False, 2))
-    assert isinstance(again, DataLoader)
-    assert again.worker_init_fn is noted_start
-    assert again.generator is generator
-    assert again.in_order is False
-
-
-def by_position(batch_size: int, pin_memory: bool = True, /, num_workers: int = 0) -> Any:
-    return None
-
-
-def test_what_is_taken_by_position_alone_is_not_given_by_name() -> None:
-    assert settings_taken(by_position) == {"num_workers"}
 
 
 def test_an_error_of_the_users_dataset_is_the_users() -> None:

@@ -112,14 +112,6 @@ def test_a_live_optimizers_state_is_placed_and_trains_on_as_before(kind: Any) ->
     assert all(tensor.dim() > 0 for tensor in placed)
 
 
-def test_a_states_type_is_not_changed_by_placing_it() -> None:
-    model = nn.Linear(3, 2).to(torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    optimizer.state[model.weight]["momentum_buffer"] = torch.ones(2, 3, dtype=torch.float32)
-    Workload(model, X, optimizer=optimizer).build_optimizer(model, torch.clone)
-    assert optimizer.state[model.weight]["momentum_buffer"].dtype == torch.float32
-
-
 def test_an_optimizer_that_calls_a_closure_needs_a_training_step() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.LBFGS(model.parameters())

@@ -14,7 +14,7 @@ import autofit
 from autofit.errors import Unsupported
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
 from autofit.strategy import Context, Numerics, Phase, Strategy, TrainingView
-from autofit.testing import NotConformant, PlainContext, check_strategy
+from autofit.testing import NotConformant, check_strategy
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 
@@ -166,17 +166,6 @@ def test_the_suite_notices_an_optimizer_that_is_not_given_back() -> None:
     swaps.gives_back = False
     with pytest.raises(NotConformant, match="optimizer"):
         check_strategy(swaps, workloads=[_workload])
-
-
-def test_a_context_compares_updates_of_another_optimizer() -> None:
-    swaps = Swaps("swaps", Phase.OPTIMIZER)
-    context = PlainContext(_workload)
-    assert context.compare({"swaps.on": True}, {}, swaps, update=True).equal
-    context = PlainContext(lambda: Workload(_workload().model, torch.randn(4, 6)))
-    found = context.compare({"swaps.on": True}, {}, swaps, update=True)
-    assert found.gradient == 0.0
-    assert all(name.startswith("parameter ") for name in found.differences)
-    assert found.differences
 
 
 def test_a_search_runs_both_kinds() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -152,39 +152,6 @@ class _Gan(nn.Module):
         self.critic = nn.Linear(6, 1)
 
 
-def _gan_step(training: Training, batch: Any) -> torch.Tensor:
-    """Critic and generator in turn, from the training's public parts."""
-    gan, real = cast("_Gan", training.model), batch
-    fake = gan.generator(real[:, :2])
-    critic_loss = gan.critic(fake.detach()).mean() - gan.critic(real).mean()
-    training.backward(critic_loss)
-    training.optimizer_step("critic")
-    loss = -gan.critic(fake).mean()
-    training.backward(loss)
-    training.optimizer_step("generator")
-    return critic_loss + loss
-
-
-def _gan_by_hand(
-    gan: Any,
-    optimizers: Any,
-    real: torch.Tensor,
-    forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> torch.Tensor:
-    gan.zero_grad()
-    with forward():
-        fake = gan.generator(real[:, :2])
-        critic_loss = gan.critic(fake.detach()).mean() - gan.critic(real).mean()
-    critic_loss.backward()
-    optimizers["critic"].step()
-    optimizers["critic"].zero_grad()
-    with forward():
-        loss = -gan.critic(fake).mean()
-    loss.backward()
-    optimizers["generator"].step()
-    return critic_loss + loss
-
-
 def _gan_and_optimizers() -> tuple[_Gan, dict[str, torch.optim.Optimizer]]:
     torch.manual_seed(3)
     gan = _Gan()
@@ -192,45 +159,6 @@ def _gan_and_optimizers() -> tuple[_Gan, dict[str, torch.optim.Optimizer]]:
         "generator": torch.optim.Adam(gan.generator.parameters(), lr=0.01),
         "critic": torch.optim.SGD(gan.critic.parameters(), lr=0.1),
     }
-
-
-def _bfloat16() -> torch.autocast:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-def test_a_gan_under_autocast_runs_its_second_forward_with_the_updated_critic() -> None:
-    (ours, our_optimizers), (theirs, their_optimizers) = (
-        _gan_and_optimizers(),
-        _gan_and_optimizers(),
-    )
-    recipe = Recipe(training_step=_gan_step)
-    real = torch.randn(8, 6)
-    with _in(BFLOAT16, ours, recipe, our_optimizers) as training:
-        for _ in range(3):
-            by_hand = _gan_by_hand(theirs, their_optimizers, real, _bfloat16)
-            assert torch.equal(training.step(real), by_hand)
-
-
-def test_an_optimizer_that_calls_a_closure_sees_its_own_updates_under_autocast() -> None:
-    def by_closure(
-        model: nn.Module, optimizer: Any, batch: torch.Tensor, forward: Any = nullcontext
-    ) -> torch.Tensor:
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            with forward():
-                loss: torch.Tensor = (model(batch).float() ** 2).mean()
-            loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-            return loss
-
-        optimizer.step(closure)
-        return closure()
-
-    ours, theirs, batch = _mlp(), _mlp(), torch.randn(8, 6)
-    recipe = Recipe(training_step=lambda t, b: by_closure(t.model, t.optimizer, b))
-    with _in(BFLOAT16, ours, recipe, torch.optim.LBFGS(ours.parameters(), lr=0.1)) as training:
-        loss = training.step(batch)
-    optimizer = torch.optim.LBFGS(theirs.parameters(), lr=0.1)
-    assert torch.equal(loss, by_closure(theirs, optimizer, batch, _bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -248,25 +176,6 @@ def test_a_train_step_that_goes_wrong_gets_an_error_that_says_how(step: Any, mes
     gan, optimizers = _gan_and_optimizers()
     with pytest.raises(InvalidArgument, match=message):
         _training(gan, Recipe(training_step=step), 8, optimizers).step(torch.randn(8, 6))
-
-
-def test_the_batch_of_a_train_step_lies_on_the_device() -> None:
-    placed: list[torch.Tensor] = []
-
-    def training_step(training: Training, batch: Any) -> torch.Tensor:
-        assert batch is placed[0]
-        return training.loss(batch)
-
-    def place(tensor: torch.Tensor) -> torch.Tensor:
-        placed.append(tensor.clone())
-        return placed[-1]
-
-    model = _mlp()
-    optimizer = torch.optim.SGD(model.parameters())
-    recipe = Recipe(training_step=training_step)
-    Training(model, optimizer, recipe, ResolvedPlan(Plan(2)), device=CPU, place=place).step(
-        torch.randn(2, 6)
-    )
 
 
 FLOAT16, BFLOAT16 = {"precision.dtype": "float16"}, {"precision.dtype": "bfloat16"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,15 +38,6 @@ def test_a_module_that_can_be_called_is_the_model_and_not_its_builder() -> None:
     model = nn.Linear(3, 2)
     assert Workload(model, X).build_model() is model
     assert isinstance(Workload(nn.Identity, X).build_model(), nn.Identity)
-
-
-def test_a_workload_is_not_changed_by_asking_it() -> None:
-    model = nn.Linear(3, 2)
-    before = copy.deepcopy(model.state_dict())
-    workload = Workload(model, (X, X[:, 0]))
-    workload.batch(9)
-    workload.build_optimizer(workload.build_model())
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 SET = {"naming.word": "Anna"}
