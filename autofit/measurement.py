@@ -29,6 +29,10 @@ NOT_TRIED = "Not tried: "
 """What a note begins with that names what was left out of a search."""
 
 
+IN_EVALUATION = "in an evaluation of "
+"""What the detail says of a fault that the training did not have, but an evaluation beside it."""
+
+
 class Outcome(StrEnum):
     """How a probe ended."""
 
@@ -135,6 +139,9 @@ class Measurement:
             second or less of the timed steps; None: unknown.
         start_up_s: seconds that the training took before its steps had their usual duration, such
             as those of a compilation: from building it to the end of warm-up, less the steps.
+        evaluation_peak_bytes: most bytes held by the caching allocator in an evaluation beside the
+            training, whose cache was released before; None: the workload has none, or it did not
+            run. With the non-torch bytes it is within the budget too.
         notes: what the plan's strategies have to say of the run.
         failed_rank: the rank that is to blame for the outcome; None: none, or one device ran alone.
         ranks: of each rank, what it held and its own step time; empty where one device ran alone.
@@ -154,6 +161,7 @@ class Measurement:
     seconds: Number | None = None
     busy_percent: Amount | None = None
     start_up_s: Wait | None = None
+    evaluation_peak_bytes: Amount | None = None
     notes: Sequence[str] = ()
     failed_rank: Amount | None = None
     ranks: Sequence[RankUse] = ()
@@ -173,6 +181,24 @@ class Measurement:
         if self.peak_reserved_bytes is None:
             return None
         return self.peak_reserved_bytes + (self.non_torch_bytes or 0)
+
+    @property
+    def evaluation_held_bytes(self) -> int | None:
+        """What the process held in an evaluation, non-torch bytes included; None: unknown."""
+        if self.evaluation_peak_bytes is None:
+            return None
+        return self.evaluation_peak_bytes + (self.non_torch_bytes or 0)
+
+    @property
+    def is_of_evaluation(self) -> bool:
+        """Whether the training ran, and an evaluation beside it had no room."""
+        return self.outcome.about_memory and IN_EVALUATION in (self.detail or "")
+
+    @property
+    def needed_bytes(self) -> int | None:
+        """The larger of what training and evaluation held; None: unknown."""
+        held = self.held_bytes
+        return held if held is None else max(held, self.evaluation_held_bytes or 0)
 
     @cached_property
     def step_time_s(self) -> float | None:
@@ -303,6 +329,8 @@ class Trial:
         if not self.ok:
             return f"{self.plan}: {measured.outcome.value}: {measured.detail or 'no detail'}"
         notes = "".join(f"; {note}" for note in measured.notes)
+        if measured.evaluation_held_bytes is not None:
+            notes = f"; an evaluation held {format_bytes(measured.evaluation_held_bytes)}{notes}"
         return (
             f"{self.plan}: {self.speed_words}, "
             f"{format_seconds(measured.step_time_s)} an optimizer step, "

@@ -237,6 +237,7 @@ def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
         peak_allocated_bytes=prediction.peak_allocated_bytes,
         unknown_bytes=prediction.unknown_bytes,
         parameters=prediction.parameters,
+        evaluation_bytes=prediction.evaluation_bytes,
     )
 
 
@@ -245,7 +246,7 @@ def _by_probe(trial: Trial, survey: Survey) -> Verdict:
     fits: bool | None = None
     if measured.outcome is Outcome.OK or measured.outcome.about_memory:
         fits = measured.ok
-    required = measured.held_bytes if measured.ok else None
+    required = measured.needed_bytes if measured.ok else None
     detail = measured.detail or (None if measured.ok else f"the probe ended as {measured.outcome}")
     return Verdict(
         fits,
@@ -258,4 +259,5 @@ def _by_probe(trial: Trial, survey: Survey) -> Verdict:
         device=environment.device.partition(":")[0],
         gpu=environment.gpu,
         parameters=survey.parameters,
+        evaluation_bytes=measured.evaluation_held_bytes if measured.ok else None,
     )

@@ -45,6 +45,8 @@ class Verdict:
         breakdown: bytes by kind, if predicted.
         largest_micro_batch: the largest that would fit, if the plan does not.
         parameters: elements of the model's parameters, trained or not; of ranks None.
+        evaluation_bytes: what an evaluation beside the training needs, no more than
+            `required_bytes`; None: the workload has no eval_step.
         unknown_bytes: the room that a fit leaves for what is not counted; see `Prediction`.
         detail: why `fits` is unknown, or how the probe ended.
         device: "cuda" or "cpu".
@@ -67,6 +69,7 @@ class Verdict:
     gpu_assumed: bool = False
     unknown_bytes: Amount = 0
     parameters: Amount | None = None
+    evaluation_bytes: Amount | None = None
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -94,6 +97,8 @@ class Verdict:
         how = "measured" if self.method == "probe" else "predicted"
         needs = f"{format_bytes(self.required_bytes)} {how}"
         needs += f" + {format_bytes(self.margin_bytes)} margin" if self.margin_bytes else ""
+        if self.evaluation_bytes is not None and self.evaluation_bytes == self.required_bytes:
+            needs += ", in an evaluation"
         if self.unknown_bytes and self.fits is None:
             room = format_bytes(self.unknown_bytes)
             needs += f" + NCCL, not known: leave {room} for it, or measure on the ranks"
@@ -104,6 +109,8 @@ class Verdict:
         sizes += [("margin", self.margin_bytes)] if self.margin_bytes else []
         sizes += [("allowed", self.vram_budget_bytes), *(self.breakdown or {}).items()]
         rows = [(name.replace("_", " "), format_bytes(size)) for name, size in sizes]
+        if self.evaluation_bytes is not None:
+            rows.append(("evaluation", format_bytes(self.evaluation_bytes)))
         rows += [("NCCL", NCCL_UNKNOWN)] if self.unknown_bytes else []
         return [("method", METHODS.get(self.method, self.method)), *rows]
 
@@ -234,7 +241,7 @@ def _earlier(content: dict[str, Any]) -> tuple[Verdict, Settings]:
         best.plan,
         "probe",
         record.vram_budget_bytes,
-        best.measurement.held_bytes,
+        best.measurement.needed_bytes,
         peak_allocated_bytes=best.measurement.peak_allocated_bytes,
         device=record.environment["device"].partition(":")[0],
         gpu=record.environment.get("gpu"),

@@ -26,6 +26,7 @@ from autofit.cli.options import (
     AsJson,
     Budget,
     DeviceName,
+    EvalBatch,
     GlobalBatch,
     MicroBatch,
     PlanFrom,
@@ -37,6 +38,7 @@ from autofit.cli.options import (
     given_plan,
     load_target,
     read_budget,
+    with_eval_batch,
 )
 from autofit.errors import InvalidArgument, PredictionUnavailable, users_code
 from autofit.report.report import Report, check_is_file
@@ -80,6 +82,7 @@ def predict(
     micro_batch: MicroBatch = None,
     global_batch: GlobalBatch = None,
     setting: SettingsGiven = None,
+    eval_batch: EvalBatch = None,
     plan_from: PlanFrom = None,
     world_size: WorldSize = None,
     as_json: AsJson = False,
@@ -90,7 +93,7 @@ def predict(
     the exit code is 1 where nothing fits.
     """
     with stdout_for_results_only():
-        workload = load_target(target)
+        workload = with_eval_batch(load_target(target), eval_batch)
         from autofit.checks.predict import predict as run
 
         plan = given_plan(workload, micro_batch, global_batch, setting, plan_from, world_size)
@@ -139,6 +142,7 @@ def check(
     micro_batch: MicroBatch = None,
     global_batch: GlobalBatch = None,
     setting: SettingsGiven = None,
+    eval_batch: EvalBatch = None,
     plan_from: PlanFrom = None,
     world_size: WorldSize = None,
     allow_stand_in_loss: Annotated[
@@ -169,7 +173,7 @@ def check(
     ranks = world_size if world_size is not None or here == 1 or plan_from else here
     allowed = read_fraction(max_regression)
     with stdout_for_results_only(), _errors_shown(target, junit_xml if leads() else None):
-        workload = load_target(target)
+        workload = with_eval_batch(load_target(target), eval_batch)
         from autofit.checks.check import check as run
 
         plan = given_plan(workload, micro_batch, global_batch, setting, plan_from, ranks)

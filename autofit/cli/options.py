@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
@@ -210,6 +211,10 @@ Profile = Annotated[
 WorldSize = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="GPUs that train one model together")
 ]
+EvalBatch = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="samples of an evaluation, in place of the workload's"),
+]
 PlanFrom = Annotated[
     Path | None,
     typer.Option(
@@ -246,6 +251,20 @@ def given_plan(
         return None
     read = dict(map(_read_setting, settings or ()))
     return workload.plan(micro_batch, None, global_batch, read, world_size or 1)
+
+
+def with_eval_batch(workload: Workload, samples: int | None) -> Workload:
+    """Return the workload with evaluations of so many samples; None: its own.
+
+    Raises:
+        InvalidArgument: it has no evaluation.
+    """
+    if samples is None:
+        return workload
+    if workload.eval_samples is None:
+        raise InvalidArgument("--eval-batch: the workload has no eval_step= and eval_batch=")
+    is_count = isinstance(workload.eval_batch, int)
+    return replace(workload, eval_batch=samples if is_count else workload.evaluation_batch(samples))
 
 
 REPORT_FORMS = (".json", ".html", ".md", ".txt", ".csv")

@@ -41,6 +41,11 @@ class MemoryReading:
     non_torch_bytes: int
     allocator_retries: int
 
+    @property
+    def peak_held_bytes(self) -> int:
+        """Peak reserved plus non-torch bytes, which a VRAM budget limits."""
+        return self.peak_reserved_bytes + self.non_torch_bytes
+
 
 @dataclass(frozen=True)
 class Environment:

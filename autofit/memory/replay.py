@@ -104,25 +104,9 @@ def replay(
         OutOfBudget: the limit is too small for it.
     """
     allocator = CachingAllocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
-    optional, recorded = recording.optional, recording.largest_number
-    live: dict[int, Block] = {}
-    refused: set[Hashable] = set()
-    retries = []
+    player, retries = _Player(recording, allocator), []
     for events in recording.replayed:
-        for number, size in events:
-            if number < 0:
-                if -number in live:  # it was not refused
-                    allocator.free(live.pop(-number))
-                continue
-            purpose = optional.get((number - 1) % recorded + 1) if optional else None
-            if purpose in refused:
-                continue
-            try:
-                live[number] = allocator.allocate(size)
-            except OutOfBudget:
-                if purpose is None:
-                    raise
-                refused.add(purpose)
+        player.play(events)
         retries.append(allocator.retries)
     return Replay(
         allocator.peak_allocated_bytes,
@@ -130,6 +114,50 @@ def replay(
         retries[-1] - retries[-1 - STEADY_STEPS],
         retries[-1] - retries[-2],
     )
+
+
+class _Player:
+    """Allocates and releases what a recording did."""
+
+    def __init__(self, recording: Recording, allocator: CachingAllocator) -> None:
+        self._optional, self._recorded = recording.optional, recording.largest_number
+        self._allocator = allocator
+        self._live: dict[int, Block] = {}
+        self._refused: set[Hashable] = set()
+
+    def play(self, events: Sequence[Event]) -> None:
+        """Run these events; raises OutOfBudget where the allocator refuses."""
+        optional, recorded, live, refused = (
+            self._optional, self._recorded, self._live, self._refused
+        )  # fmt: skip
+        for number, size in events:
+            if number < 0:
+                if -number in live:  # it was not refused
+                    self._allocator.free(live.pop(-number))
+                continue
+            purpose = optional.get((number - 1) % recorded + 1) if optional else None
+            if purpose in refused:
+                continue
+            try:
+                live[number] = self._allocator.allocate(size)
+            except OutOfBudget:
+                if purpose is None:
+                    raise
+                refused.add(purpose)
+
+
+def peak_after(recording: Recording, *, expandable_segments: bool = False) -> int:
+    """Return the peak reserved bytes of what follows a recording's last step.
+
+    The cache is released in between, as `autofit.probing.measure.evaluation_peak` does.
+    """
+    allocator = CachingAllocator(expandable_segments=expandable_segments)
+    player, end = _Player(recording, allocator), recording.step_ends[-1]
+    player.play(recording.events[:end])
+    allocator.empty_cache()
+    allocator.reset_peaks()
+    player.play(recording.events[end:])
+    return allocator.peak_reserved_bytes
 
 
 def required_bytes(

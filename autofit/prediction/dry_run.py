@@ -2,7 +2,8 @@
 
 Optimizer state appears in the first step, and the peak is often in the second; further steps
 repeat it. A training of several ranks may take one more step to settle, see `sharded`. Gradients
-are resident from the second micro-batch on, so two stand for any number.
+are resident from the second micro-batch on, so two stand for any number. Where the workload has an
+evaluation, one follows.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from autofit.space import Space
 from autofit.strategy import Capabilities, Strategy, World
 from autofit.torch_private import gone_in
 from autofit.training.batch import Batch, map_tensors, tensors_of
+from autofit.training.evaluation import evaluate
 from autofit.training.loss import LossSource
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload, compiled_part
@@ -81,6 +83,8 @@ class DryRun:
         work: the operators of the last step.
         answers: what the GPU was asked, and its answers.
         labels: the kinds of the allocations.
+        evaluation: the allocations, and after the last step those of an evaluation; None: the
+            workload has none.
         has_stand_in_loss: whether the mean of the model's outputs stood in for a loss.
         parameters: elements of the model's parameters; None of several ranks.
     """
@@ -92,12 +96,18 @@ class DryRun:
     work: Sequence[Operation]
     answers: Mapping[str, object] = field(compare=False)
     labels: Labels = field(compare=False)
+    evaluation: Recording | None = None
     has_stand_in_loss: bool = False
     parameters: int | None = None
 
     def recording_on(self, gpu: Gpu) -> Recording:
         """Return the allocations on a GPU."""
         return recording_on(gpu, self.allocations, self.by_card)
+
+    def evaluation_on(self, gpu: Gpu) -> Recording | None:
+        """Return the allocations on a GPU, and after the last step those of an evaluation."""
+        run = self.evaluation
+        return None if run is None else recording_on(gpu, run, self.by_card)
 
     def micro_batch_cost_on(self, gpu: Gpu) -> Cost | None:
         """Return the cost of a micro-batch with its share of the update; None: unknown rates."""
@@ -154,15 +164,18 @@ def _run(
             sizes = traced_sizes(plan, copied)
             with watching(labels, training) if watching else nullcontext():
                 _run_steps(training, meta_batch(copied, sum(sizes), tracer), tracer, labels)
+            allocations, work = tracer.allocations, tuple(tracer.operations or ())
+            evaluation = _run_evaluation(training, copied, tracer)
     parameters = training.plain_model.parameters()
     made = DryRun(
         micro_batch=sizes[0],
         micro_batches=len(sizes),
-        allocations=tracer.allocations,
+        allocations=allocations,
         by_card=dict(tracer.by_card),
-        work=tuple(tracer.operations or ()),
+        work=work,
         answers=tracer.answers,
         labels=labels,
+        evaluation=evaluation,
         has_stand_in_loss=training.loss_source is LossSource.STAND_IN,
         parameters=None if world.size > 1 else sum(each.numel() for each in parameters),
     )
@@ -179,6 +192,17 @@ def _run_steps(training: Training, batch: Batch, tracer: CudaTracer, labels: Lab
         training.step(batch)
         labels.note_state(training)
         tracer.end_step()
+
+
+def _run_evaluation(training: Training, workload: Workload, tracer: CudaTracer) -> Recording | None:
+    """Evaluate beside the training; return all allocations, None where there is no evaluation."""
+    samples, eval_step = workload.eval_samples, workload.eval_step
+    if samples is None or eval_step is None:
+        return None
+    tracer.operations = None
+    batch = meta_batch(workload, samples, tracer, workload.evaluation_batch)
+    evaluate(training, eval_step, training.placed(batch), samples)
+    return tracer.allocations
 
 
 def traced_sizes(plan: Plan, workload: Workload) -> tuple[int, ...]:
@@ -317,7 +341,11 @@ def meta_copy(workload: Workload, tracer: CudaTracer) -> Workload:
                 f"memory cannot be predicted: the model cannot be copied ({type(error).__name__}: "
                 f"{error}); pass a function that builds it, or probe"
             ) from error
-        return replace(workload, **copies, sample_batch=_sample_batch(workload, tracer))
+        batches = {
+            "sample_batch": _sample_batch(workload, tracer),
+            "eval_batch": _on_meta(workload.eval_batch, tracer),
+        }
+        return replace(workload, **copies, **batches)
 
 
 def not_copied(workload: Workload) -> dict[str, object]:
@@ -339,18 +367,27 @@ def refuse_compiled(model: torch.nn.Module) -> None:
         )
 
 
-def meta_batch(workload: Workload, samples: int, tracer: CudaTracer) -> Batch:
+def meta_batch(
+    workload: Workload,
+    samples: int,
+    tracer: CudaTracer,
+    make: Callable[[int], Batch] | None = None,
+) -> Batch:
     """Return a batch that does not count yet; a large one without values, if possible.
 
     A user's function that makes batches may need values (lengths of packed sequences).
+
+    Args:
+        make: number of samples -> batch; None: the workload's batches to train on.
     """
+    make = make or workload.batch
     with tracer.aside():
         if not workload.makes_batches:
-            return workload.batch(samples)
-        sample_bytes = sum(tensor.nbytes for tensor in tensors_of(workload.batch(1)))
+            return make(samples)
+        sample_bytes = sum(tensor.nbytes for tensor in tensors_of(make(1)))
         if sample_bytes * samples <= LARGE_BYTES:
-            return workload.batch(samples)
-        return _without_values(lambda: workload.batch(samples), tracer)
+            return make(samples)
+        return _without_values(lambda: make(samples), tracer)
 
 
 def _without_values(make: Callable[[], _Made], tracer: CudaTracer) -> _Made:
@@ -389,8 +426,12 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 
 def _sample_batch(workload: Workload, tracer: CudaTracer) -> Any:
     """Return the sample batch on meta, with its integers known; as it is where its values count."""
-    if _reads_values(workload):
-        return workload.sample_batch
+    given = workload.sample_batch
+    return given if _reads_values(workload) else _on_meta(given, tracer)
+
+
+def _on_meta(batch: Any, tracer: CudaTracer) -> Any:
+    """Return a batch on meta, with its integers known."""
 
     def on_meta(tensor: torch.Tensor) -> torch.Tensor:
         made = torch.empty_like(tensor, device="meta")
@@ -398,7 +439,7 @@ def _sample_batch(workload: Workload, tracer: CudaTracer) -> Any:
             tracer.known.learn(made, tensor)
         return made
 
-    return map_tensors(on_meta, workload.sample_batch)
+    return map_tensors(on_meta, batch)
 
 
 def _reads_values(workload: Workload) -> bool:
@@ -417,7 +458,8 @@ def sendable(workload: Workload) -> tuple[Workload, Mapping[int, torch.Tensor]]:
     batch = workload.sample_batch
     if not _reads_values(workload):
         batch = map_tensors(_known_alone, batch)
-    return replace(workload, sample_batch=batch, loader=None), _memo(parts)
+    evaluated = map_tensors(_known_alone, workload.eval_batch)
+    return replace(workload, sample_batch=batch, eval_batch=evaluated, loader=None), _memo(parts)
 
 
 def _known_alone(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from autofit.devices.gpus import NCCL_BYTES, Gpu, answers_alike
 from autofit.errors import PredictionUnavailable
 from autofit.memory.allocator import expandable_segments
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
-from autofit.memory.replay import Recording, required_bytes
+from autofit.memory.replay import Recording, peak_after, required_bytes
 from autofit.plan import ResolvedPlan
 from autofit.prediction.dry_run import DryRun, dry_run, traced_sizes
 from autofit.training.workload import Workload
@@ -38,11 +38,14 @@ class Need:
         required_bytes: the smallest VRAM budget under which it runs, non-torch bytes included.
         margin_bytes: how far off that may be.
         unknown_bytes: the room that a fit leaves for what is not counted in either.
+        evaluation_bytes: what an evaluation holds, non-torch bytes included; `required_bytes` is no
+            less. None: the workload has none.
     """
 
     required_bytes: int
     margin_bytes: int
     unknown_bytes: int = 0
+    evaluation_bytes: int | None = None
 
     @property
     def high_bytes(self) -> int:
@@ -61,12 +64,23 @@ def told(high_bytes: int, unknown_bytes: int, vram_budget_bytes: int) -> bool | 
     return True if high_bytes + unknown_bytes <= vram_budget_bytes else None
 
 
-def need_of(recording: Recording, gpu: Gpu, world_size: int = 1) -> Need:
-    """Return what a recorded dry run needs on its GPU, as one of so many ranks."""
-    required = required_bytes(recording, expandable_segments=expandable_segments())
+def need_of(
+    recording: Recording, gpu: Gpu, world_size: int = 1, evaluation: Recording | None = None
+) -> Need:
+    """Return what a recorded dry run needs on its GPU, as one of so many ranks.
+
+    Args:
+        evaluation: the recording that an evaluation follows; None: the workload has none.
+    """
+    expandable = expandable_segments()
+    required = required_bytes(recording, expandable_segments=expandable)
+    held = None
+    if evaluation is not None:
+        held = peak_after(evaluation, expandable_segments=expandable)
+        required, held = max(required, held), held + gpu.context_bytes
     unknown = NCCL_BYTES if world_size > 1 else 0
     margin = round(margin_bytes(recording, required, gpu)) + gpu.context_margin_bytes
-    return Need(required + gpu.context_bytes, margin, unknown)
+    return Need(required + gpu.context_bytes, margin, unknown, held)
 
 
 def margin_bytes(recording: Recording, required: int, gpu: Gpu) -> float:
@@ -153,7 +167,7 @@ class SharedRuns:
         ranks = resolved.plan.world_size
         key = id(run), sizes, gpu.context_bytes, gpu.context_margin_bytes, gpu.recorded, ranks
         if key not in self._needs:
-            self._needs[key] = need_of(run.recording_on(gpu), gpu, ranks)
+            self._needs[key] = need_of(run.recording_on(gpu), gpu, ranks, run.evaluation_on(gpu))
         return self._needs[key]
 
 

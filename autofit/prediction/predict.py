@@ -126,6 +126,8 @@ class Prediction:
         has_stand_in_loss: whether the mean of the model's outputs stood in for a loss, because the
             workload has none: a real one takes more.
         parameters: elements of the model's parameters, trained or not; None of several ranks.
+        evaluation_bytes: what an evaluation beside the training holds, non-torch bytes included;
+            `required_bytes` is no less. None: the workload has no eval_step.
         micro_batch_cost: the operations of a micro-batch by a roofline, good for ratios between
             plans of one training alone; None where the rates of the GPU are unknown.
     """
@@ -142,6 +144,7 @@ class Prediction:
     unknown_bytes: int = 0
     has_stand_in_loss: bool = False
     parameters: int | None = None
+    evaluation_bytes: int | None = None
     _workload: Workload | None = field(default=None, repr=False, compare=False)
 
     def fits(self, vram_budget_bytes: int) -> bool | None:
@@ -187,6 +190,8 @@ class Prediction:
         }
         if self.unknown_bytes:
             rows["NCCL"] = NCCL_UNKNOWN
+        if self.evaluation_bytes is not None:
+            rows["evaluation"] = f"{format_bytes(self.evaluation_bytes)}, within what is required"
         if not self.breakdown["gradients"]:
             rows["  gradients"] += " (they do not exist yet at the peak)"
         if self.has_stand_in_loss:
@@ -205,6 +210,7 @@ class Prediction:
             "required_bytes_high": self.interval[1],
             "breakdown": dict(self.breakdown),
             "unknown_bytes": self.unknown_bytes,
+            "evaluation_bytes": self.evaluation_bytes,
             "has_stand_in_loss": self.has_stand_in_loss,
         }
 
@@ -234,7 +240,7 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
     recording, expandable = run.recording_on(gpu), expandable_segments()
     breakdown = run.labels.at_peak(recording, expandable_segments=expandable)
     ample = replay(recording, expandable_segments=expandable)
-    need = need_of(recording, gpu, resolved.plan.world_size)
+    need = need_of(recording, gpu, resolved.plan.world_size, run.evaluation_on(gpu))
     reserved = ample.peak_reserved_bytes
     if resolved.plan.world_size > 1:
         reserved = min(reserved, need.required_bytes - gpu.context_bytes)
@@ -251,6 +257,7 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
         unknown_bytes=need.unknown_bytes,
         has_stand_in_loss=run.has_stand_in_loss,
         parameters=run.parameters,
+        evaluation_bytes=need.evaluation_bytes,
     )
 
 
@@ -286,6 +293,8 @@ def _predict(
 def _largest_micro_batch(
     workload: Workload, prediction: Prediction, vram_budget_bytes: int
 ) -> int | None:
+    if (prediction.evaluation_bytes or 0) > vram_budget_bytes:
+        return None  # whatever the micro-batch
     plan, runs = prediction.plan, SharedRuns(workload)
     space = Space({}, 1, plan.global_batch, world_size=plan.world_size)
 

@@ -57,7 +57,8 @@ def variant_lines(
     Nothing is raised: a variant that cannot be predicted has no line, and a note says why. Values
     that are costly to try are left out, and so are the last ones if `timeout_s` is too short.
     """
-    predict = _dry_runs(workload, space, gpu, strategies, timeout_s)
+    trained = replace(workload, eval_step=None, eval_batch=None)  # its memory is no line
+    predict = _dry_runs(trained, space, gpu, strategies, timeout_s)
     memory: dict[VariantKey, Line] = {}
     times: dict[VariantKey, Line] = {}
     notes: dict[str, None] = {}

@@ -155,6 +155,9 @@ def _of_all(replies: Sequence[Reply]) -> Reply:
         peak_allocated_bytes=fullest.peak_allocated_bytes,
         peak_reserved_bytes=fullest.peak_reserved_bytes,
         non_torch_bytes=fullest.non_torch_bytes,
+        evaluation_peak_bytes=max(
+            (m.evaluation_peak_bytes for m in seen if m.evaluation_peak_bytes), default=None
+        ),
         allocator_retries=max((m.allocator_retries or 0 for m in seen), default=None),
         contended=any(each.contended for each in seen),
         start_up_s=max((m.start_up_s for m in seen if m.start_up_s is not None), default=None),

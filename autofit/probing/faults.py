@@ -167,7 +167,7 @@ def memory_was_short(
         vram_budget_bytes: what the process was allowed.
         available_bytes: the device's memory less what other processes hold.
     """
-    held = after.peak_reserved_bytes + after.non_torch_bytes
+    held = after.peak_held_bytes
     flushed = after.allocator_retries > before.allocator_retries
     return flushed or held >= SHORT * min(vram_budget_bytes, available_bytes)
 

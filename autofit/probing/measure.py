@@ -20,11 +20,12 @@ import torch
 
 from autofit.devices.base import Device, MemoryReading
 from autofit.errors import collect_garbage
-from autofit.measurement import Measurement, Outcome, RankUse
+from autofit.measurement import IN_EVALUATION, Measurement, Outcome, RankUse
 from autofit.plan import Plan
 from autofit.probing.faults import has_moved, spilled
 from autofit.probing.messages import ProbeRequest
 from autofit.training.batch import Batch, map_tensors
+from autofit.training.evaluation import evaluate
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload
 from autofit.units import counted, format_bytes
@@ -53,8 +54,8 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
     plan, device, workload = request.plan, builder.device, builder.fresh_workload()
     places = micro_batches_to_run(workload, plan, full_accumulation=request.full_accumulation)
     short = micro_batches_to_run(workload, plan, full_accumulation=False)
-    batch = _samples(builder, workload, plan, places)
-    first = batch if short == places else _samples(builder, workload, plan, short)
+    batch = samples_on(builder, workload, plan, places)
+    first = batch if short == places else samples_on(builder, workload, plan, short)
     foreign_before = device.foreign_bytes()
     with ExitStack() as applied:
         with device.accounting():
@@ -74,12 +75,20 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         growth = _growth(device, steps)
         run = len(places) if training.has_split else 1  # a training_step may take all at once
         notes = training.notes()
+        evaluated = evaluation_peak(builder, workload, training, workload.eval_samples)
     device.synchronize()  # a dead device is to show while this frame holds the pinned batch
     foreign = device.foreign_bytes()
     available = device.total_bytes - max(foreign or 0, foreign_before or 0)
-    held = after.peak_reserved_bytes + after.non_torch_bytes
+    held = after.peak_held_bytes
     retries = after.allocator_retries - before.allocator_retries
     outcome, detail = _verdict(steps.loss, growth, retries, held, vram_budget_bytes, available)
+    in_evaluation = evaluated.peak_held_bytes if evaluated else 0
+    if outcome is Outcome.OK and in_evaluation > vram_budget_bytes:
+        outcome = Outcome.OVER_BUDGET
+        detail = (
+            f"{IN_EVALUATION}{counted(workload.eval_samples or 0, 'sample')}: held "
+            f"{format_bytes(in_evaluation)} of {format_bytes(vram_budget_bytes)} allowed"
+        )
     return Measurement(
         outcome,
         detail,
@@ -93,18 +102,45 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         micro_batches_run=run,
         contended=has_moved(foreign_before, foreign, total_bytes=device.total_bytes),
         busy_percent=busy_percent,
+        evaluation_peak_bytes=evaluated.peak_reserved_bytes if evaluated else None,
         start_up_s=start_up_s(warm_up_s, warm_up_steps, steps.as_run_s),
         notes=notes,
         ranks=[] if training.ranks is None else [_own_use(after, steps)],
     )
 
 
-def _samples(
+def samples_on(
     builder: TrainingBuilder, workload: Workload, plan: Plan, places: Sequence[int]
 ) -> Batch:
     """Return samples on the device for those micro-batches of a plan's optimizer step."""
     sizes = plan.micro_batch_sizes_of(builder.world.rank)
     return map_tensors(builder.device.stage, workload.batch(sum(sizes[at] for at in places)))
+
+
+def evaluation_peak(
+    builder: TrainingBuilder, workload: Workload, training: Training, samples: int | None
+) -> MemoryReading | None:
+    """Return the memory counters after an evaluation beside a training that has stepped.
+
+    Their peaks are the evaluation's. The training's cache is released first, as the allocator does
+    where memory is short.
+
+    Args:
+        builder: of the training, whose workload this is.
+        samples: of the evaluation; None: there is none.
+
+    Raises:
+        Exception: as of `autofit.training.evaluation.evaluate`.
+    """
+    if samples is None or workload.eval_step is None:
+        return None
+    device, batch = builder.device, workload.evaluation_batch(samples)
+    builder.reclaim()
+    device.reset_peaks()
+    with device.accounting():
+        evaluate(training, workload.eval_step, training.placed(batch), samples)
+    device.synchronize()
+    return device.read()
 
 
 def _verdict(

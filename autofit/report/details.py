@@ -14,6 +14,7 @@ from autofit.report.summary import (
     IN_PYTHON,
     Place,
     apply_line,
+    evaluation_words,
     loader_verdict,
     pay_off,
     range_words,
@@ -77,6 +78,9 @@ def _findings(record: Record) -> Iterator[Section]:
     """Yield what was found beside the answer."""
     if ranks := record.best.measurement.ranks:
         yield Section("Ranks of the best plan", table=rank_table(ranks))
+    if evaluation := record.findings.get("evaluation"):
+        why = [f"Not tried to the end: {evaluation['failed']}"] if "failed" in evaluation else []
+        yield Section("Evaluation", [evaluation_words(record), *why])
     loader = record.findings.get("loader") or {}
     if loader:
         rates = [

@@ -1,5 +1,6 @@
-"""What a search found beside its answer, as a report file holds it: the loader, what bounds a step.
+"""What a search found beside its answer, as a report file holds it.
 
+That is the largest evaluation, the loader, and what bounds a step.
 Also how ranks split their samples, in lines for a loop of one's own.
 """
 
@@ -7,13 +8,22 @@ from __future__ import annotations
 
 from typing import Literal, NotRequired, TypedDict
 
-from autofit.codec import Amount, Number
+from autofit.codec import Amount, Count, Number
 from autofit.plan import Plan
 
 
 class _Delivered(TypedDict):
     num_workers: Amount
     samples_per_second: Number
+
+
+class _Evaluation(TypedDict, total=False):
+    failed: str
+    samples: Count
+    held_bytes: Amount
+    largest_samples: Count
+    largest_held_bytes: Amount
+    is_bound: bool
 
 
 class _Loader(TypedDict):
@@ -37,6 +47,7 @@ class _Bounds(TypedDict, total=False):
 class Findings(TypedDict, total=False):
     """The findings of a report as JSON."""
 
+    evaluation: _Evaluation
     loader: _Loader
     bounds: _Bounds
 

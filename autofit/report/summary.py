@@ -351,8 +351,23 @@ def _remarks(record: Record) -> Iterator[str]:
         yield start.words(record)
     if ranks := best.measurement.ranks:
         yield f"The ranks hold {held_by_ranks(ranks)}"
+    if record.findings.get("evaluation"):
+        yield evaluation_words(record)
     tried = [note for note in record.notes if note.startswith(NOT_TRIED)]
     yield ". ".join([*validity(record), *tried])
+
+
+def evaluation_words(record: Record) -> str:
+    """Return what an evaluation beside the best plan holds, and the largest that has room."""
+    found, own = record.findings["evaluation"], record.best.measurement.evaluation_held_bytes
+    if "largest_samples" not in found:
+        return f"An evaluation holds {format_bytes(own)}; a larger one was not tried"
+    least = "" if found["is_bound"] else "at least "
+    return (
+        f"An evaluation of {counted(found['samples'], 'sample')} holds "
+        f"{format_bytes(found['held_bytes'])}; one of {least}{found['largest_samples']} has room "
+        f"({format_bytes(found['largest_held_bytes'])})"
+    )
 
 
 def loader_verdict(loader: Mapping[str, Any]) -> str:

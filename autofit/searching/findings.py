@@ -1,4 +1,4 @@
-"""What a search finds beside its answer: loader, bounds of a step, optimizer state, allocator.
+"""What a search finds beside its answer: the largest evaluation, the loader, bounds of a step.
 
 Each is looked at after the final comparison, and none is worth an answer: what fails or hangs is
 told in words, and what the time did not suffice for is named.
@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autofit.errors import SearchTimedOut, release_exception
 from autofit.measurement import Trial
 from autofit.planning.search_spec import SearchSpec
+from autofit.probing.evaluation import largest_evaluation
 from autofit.probing.messages import OnStage
 from autofit.probing.prober import Prober
 from autofit.probing.profile import StepProfile, profile_plan
 from autofit.registry import resolve
 from autofit.report.record import Record
 from autofit.training.loader import Loader
-
-if TYPE_CHECKING:
-    pass
 
 SHARE_FOR_LOADER = 0.15
 """Of the timeout, kept back for measuring a loader."""
@@ -50,6 +49,8 @@ def look_for_findings(
         facts: filled with the findings as JSON data, by name.
     """
     found = _Findings(prober, spec, record, on_stage, facts)
+    if record.best.measurement.evaluation_peak_bytes is not None:
+        found.look_at_evaluation()
     if loader is not None:
         found.look_at_loader(loader)
     found.look_at_step(trace)
@@ -66,6 +67,15 @@ class _Findings:
     ) -> None:
         self._prober, self._spec, self._record = prober, spec, record
         self._on_stage, self.facts = on_stage, facts
+
+    def look_at_evaluation(self) -> None:
+        """Find the largest evaluation that has room beside the best plan."""
+        budget = self._spec.vram_budget_bytes
+        resolved = self._resolved(self._record.best)
+        with self._failure("evaluation") as facts:
+            self._on_stage("looking for the largest evaluation batch")
+            function = partial(largest_evaluation, resolved=resolved, vram_budget_bytes=budget)
+            facts |= asdict(self._prober.run(function, budget))
 
     def look_at_loader(self, loader: Loader) -> None:
         """Measure the workload's loader against the best plan."""

@@ -333,6 +333,8 @@ def nothing_fits(posterior: Posterior, trials: Sequence[Trial]) -> AutofitError:
         return float(statistics.median(posterior.held_bytes(trial.plan).tolist()))
 
     nearest = min(about_memory, key=lambda trial: (expected(trial), trial.plan.micro_batch))
+    if nearest.measurement.is_of_evaluation:
+        return none_fits(spec, nearest.plan, None, None, in_evaluation=True)
     held = nearest.measurement.held_bytes
     if held is not None and held > spec.vram_budget_bytes:
         return none_fits(spec, nearest.plan, held, held)
@@ -349,6 +351,7 @@ def none_fits(
     sufficient_bytes: int | None,
     *,
     is_expected: bool = False,
+    in_evaluation: bool = False,
 ) -> NoFeasiblePlan:
     """Return the error; its attributes say what the arguments are.
 
@@ -356,20 +359,22 @@ def none_fits(
         spec: of the search.
         nearest, required_bytes, sufficient_bytes: as for `NoFeasiblePlan`.
         is_expected: whether the bytes were not measured.
+        in_evaluation: whether the training ran, and its evaluation had no room.
     """
     allowed = spec.vram_budget_bytes
     if required_bytes is None:
-        needs = "ran out of memory"
+        needs = "ran out of memory" + " in its evaluation" * in_evaluation
     else:
         needs = (
             f"{'is expected to need' if is_expected else 'needs'} {format_bytes(required_bytes)}"
+            f"{' in its evaluation' if in_evaluation else ''}"
         )
     budget = None if sufficient_bytes is None else round_up_shown(sufficient_bytes)
     enough = f"; a budget of {format_bytes(budget)} is expected to work" if budget else ""
     named = nearest.without(spec.space.default_settings)
     return NoFeasiblePlan(
         f"nothing fits: the plan that needs least, {named}, {needs}, and the budget is "
-        f"{format_bytes(allowed)}{enough}; {_ways_out(spec)}",
+        f"{format_bytes(allowed)}{enough}; {_ways_out(spec, in_evaluation=in_evaluation)}",
         plan=nearest,
         required_bytes=required_bytes,
         allowed_bytes=allowed,
@@ -409,11 +414,16 @@ def with_measured_need(error: NoFeasiblePlan, prober: Prober, spec: SearchSpec) 
         measurement = prober.probe(request).measurement
     except SearchTimedOut:
         return error
-    held = measurement.held_bytes if measurement.ok else None
-    return none_fits(spec, error.plan, held, held) if held else error
+    if not measurement.ok or measurement.held_bytes is None:
+        return error
+    held = measurement.needed_bytes
+    in_evaluation = held != measurement.held_bytes
+    return none_fits(spec, error.plan, held, held, in_evaluation=in_evaluation)
 
 
-def _ways_out(spec: SearchSpec) -> str:
+def _ways_out(spec: SearchSpec, *, in_evaluation: bool) -> str:
+    if in_evaluation:
+        return "raise the VRAM budget, or evaluate fewer samples at once (eval_batch=)"
     ways = "raise the VRAM budget, shorten the samples or make the model smaller"
     fixed = spec.space.only_micro_batch
     if fixed is None or fixed == 1:

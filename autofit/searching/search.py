@@ -83,7 +83,7 @@ def search(
     Args:
         model: the module; a function of no arguments that builds one; or a `Workload`, alone,
             which also takes what this signature leaves out: loss_weight, clip_grad_norm,
-            before_step, training_step and loader.
+            before_step, training_step, loader, eval_step and eval_batch.
         sample_batch: any pytree of tensors, as long as the longest the training will see; or a
             function n -> batch of n samples.
         criterion: (output, target) -> scalar tensor; the batch is then (input, target).

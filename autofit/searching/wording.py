@@ -153,7 +153,7 @@ class EventWords:
         trial, measured = event.trial, event.trial.measurement
         parts = [trial.speed_words] if measured.ok else [measured.outcome.value.replace("_", " ")]
         if measured.outcome is Outcome.OOM:
-            parts = ["out of memory"]
+            parts = ["out of memory" + " in its evaluation" * measured.is_of_evaluation]
         if measured.held_bytes:
             parts.append(format_bytes(measured.held_bytes))
         return f"{self._plan(trial.plan)}: {', '.join(parts)}{_why(measured)}"

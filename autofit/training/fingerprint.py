@@ -101,6 +101,9 @@ def _function_lines(workload: Workload) -> Iterator[str]:
     for name in ("loss_fn", "criterion", "loss_weight", "before_step", "training_step"):
         yield f"{name} {_describe(getattr(recipe, name))}"
     yield f"clip {recipe.clip_grad_norm is not None}"
+    if workload.eval_samples is not None:
+        evaluated = describe(workload.evaluation_batch(workload.eval_samples))
+        yield f"eval_step {_describe(workload.eval_step)} {evaluated}"
 
 
 def _model_lines(model: torch.nn.Module) -> Iterator[str]:

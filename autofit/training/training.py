@@ -458,6 +458,10 @@ class Training(AbstractContextManager["Training"]):
         with fresh_casts(), self._forward_contexts.forward():
             yield
 
+    def placed(self, batch: Batch) -> Batch:
+        """Return the batch on the device."""
+        return map_tensors(self._place, batch)
+
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss of one micro-batch on the device, under the forward contexts."""
         with self.context():

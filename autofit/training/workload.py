@@ -19,7 +19,9 @@ from autofit.training.batch import (
     check_batched_dimension,
     check_target,
     resize,
+    tensors_of,
 )
+from autofit.training.evaluation import EvalStep, check_evaluation
 from autofit.training.loader import Loader, check_loader
 from autofit.training.loss import Recipe
 from autofit.training.optimizers import (
@@ -52,6 +54,10 @@ class Workload:
         loader: a function of batch_size, num_workers, pin_memory and prefetch_factor (or as many
             of them as it takes) that makes a `DataLoader`, or a live one. A search measures what it
             delivers against what its answer consumes.
+        eval_step: (model, batch) -> anything, which is dropped: a step of your evaluation. A probe
+            runs it after its training steps, in eval mode and without gradients. A plan beside
+            which it has no room does not fit.
+        eval_batch: the batch of an evaluation, or how many samples of the sample batch it has.
 
     Raises:
         InvalidArgument: arguments that contradict each other or cannot mean anything.
@@ -69,6 +75,8 @@ class Workload:
     training_step: Callable[[Training, Batch], torch.Tensor] | None = None
     global_batch: int | None = None
     loader: Loader | None = None
+    eval_step: EvalStep | None = None
+    eval_batch: Batch | int | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.model):
@@ -87,6 +95,9 @@ class Workload:
             Plan.split(self.global_batch, self.sample_batch_size)  # refuses a zero too many
         if self.loader is not None:
             check_loader(self.loader)
+        check_evaluation(self.eval_step, self.eval_batch)
+        if self.eval_batch is not None and not tensors_of(self.eval_batch):
+            object.__setattr__(self, "eval_batch", check_count("eval_batch", self.eval_batch))
         check_optimizer(
             self.optimizer, self.model, has_training_step=self.training_step is not None
         )
@@ -131,6 +142,18 @@ class Workload:
                 f"{batch_size(made)} (dimension 0 of its first tensor)"
             )
         return made
+
+    @property
+    def eval_samples(self) -> int | None:
+        """Samples of an evaluation batch; None: there is no evaluation."""
+        given = self.eval_batch
+        return given if given is None or isinstance(given, int) else batch_size(given)
+
+    def evaluation_batch(self, samples: int) -> Batch:
+        """Return a batch of that many samples for `eval_step`; raises as `batch` does."""
+        if isinstance(self.eval_batch, int):
+            return self.batch(samples)
+        return resize(self.eval_batch, samples)
 
     def plan(
         self,
