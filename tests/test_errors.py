@@ -6,7 +6,6 @@ import gc
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 
@@ -159,29 +158,6 @@ def test_frees_the_tensors_of_every_frame(way: str) -> None:
     assert step.alive() == 0
 
 
-def test_keeps_type_text_and_arguments() -> None:
-    kept: list[BaseException] = []
-    try:
-        Step().fails_while_cleaning_up()
-    except ValueError as error:
-        kept.append(error)
-    release_exception(kept[0])
-    assert kept[0].args == ("step failed",)
-    assert (kept[0].__traceback__, kept[0].__cause__, kept[0].__context__) == (None, None, None)
-
-
-def test_leaves_running_frames_alone() -> None:
-    def outer() -> str:
-        local = "still here"
-        try:
-            Step().fails()
-        except RuntimeError as error:
-            release_exception(error)
-        return local
-
-    assert outer() == "still here"
-
-
 # -- Ctrl-C waits for the end of what must be finished, and is then answered
 
 
@@ -198,55 +174,6 @@ def test_is_answered_once_the_body_is_done() -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted_twice(done)
     assert done == ["after the first", "after the second"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_an_ignored_interrupt_stays_ignored() -> None:
-    done: list[str] = []
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        interrupted_twice(done)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert len(done) == 2
-
-
-def test_the_handler_that_the_body_put_in_force_answers() -> None:
-    answered: list[int] = []
-
-    def finish() -> None:
-        with interrupts_deferred():
-            signal.raise_signal(signal.SIGINT)
-            signal.signal(signal.SIGINT, lambda number, _: answered.append(number))
-
-    try:
-        finish()
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert answered == [signal.SIGINT]
-
-
-def test_does_nothing_in_other_threads() -> None:
-    handlers: list[object] = []
-
-    def body() -> None:
-        with interrupts_deferred():
-            handlers.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    assert handlers == [signal.default_int_handler]
-
-
-def test_an_interrupt_is_raised_at_once_and_remembered() -> None:
-    with interrupts_remembered() as interrupts:
-        interrupts.check()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            interrupts.check()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -292,23 +219,6 @@ def test_sigterm_waits_too() -> None:
     with pytest.raises(KeyboardInterrupt):
         finish()
     assert done == ["the rest"]
-
-
-@pytest.mark.usefixtures("sigterm")
-def test_sigterm_is_remembered_where_a_finalizer_swallows_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    swallowed: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda lost: swallowed.append(lost.exc_type))
-    with interrupts_remembered() as interrupts:
-        interrupts.check()
-        weakref.finalize(
-            interrupted := type("Object", (), {})(), signal.raise_signal, signal.SIGTERM
-        )
-        del interrupted
-        assert swallowed == [KeyboardInterrupt]
-        with pytest.raises(KeyboardInterrupt):
-            interrupts.check()
 
 
 def test_ctrl_c_while_the_command_line_is_imported_ends_it_without_a_traceback() -> None:

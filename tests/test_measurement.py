@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from math import comb
 
 import pytest
@@ -31,16 +30,6 @@ def test_the_interval_covers_the_median_with_95_percent_and_is_no_wider_than_it_
 
     assert missed(cut) <= 0.05 or cut == 0
     assert missed(cut + 1) > 0.05
-
-
-def test_the_interval_holds_the_true_median_as_often_as_it_says() -> None:
-    dice = random.Random(0)
-    held = 0
-    for _ in range(2000):
-        interval = _measured([dice.lognormvariate(0, 0.5) for _ in range(15)]).step_time_interval_s
-        assert interval is not None
-        held += interval[0] <= 1.0 <= interval[1]
-    assert held / 2000 >= 0.94
 
 
 def test_rates_come_from_the_global_batch_and_the_median_step() -> None:
@@ -75,11 +64,6 @@ def test_held_bytes_are_what_is_compared_with_the_budget() -> None:
     held = Measurement(Outcome.OK, peak_reserved_bytes=100, non_torch_bytes=20)
     assert held.held_bytes == 120
     assert Measurement(Outcome.OK, peak_reserved_bytes=100).held_bytes == 100
-
-
-def test_only_three_outcomes_are_about_memory() -> None:
-    about = {outcome for outcome in Outcome if outcome.about_memory}
-    assert about == {Outcome.OOM, Outcome.OVER_BUDGET, Outcome.RETRIES}
 
 
 def test_measurements_survive_json_and_ignore_what_they_do_not_know() -> None:

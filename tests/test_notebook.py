@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import io
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 import autofit
-from autofit.notebook import is_watched, shown
+from autofit.notebook import shown
 from autofit.report.report import load
 from autofit.units import format_bytes
 
@@ -125,13 +124,3 @@ def test_progress_in_a_notebook_is_one_line_that_changes(
     assert any("probe 2" in state for state in states)
     assert "samples/s" in states[-1]
     assert "probe" not in capfd.readouterr().err
-
-
-def test_a_stream_that_can_only_be_written_to_is_not_watched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    closed = io.StringIO()
-    closed.close()
-    for stream in (None, SimpleNamespace(write=print), closed):
-        monkeypatch.setattr(sys, "stderr", stream)
-        assert not is_watched()

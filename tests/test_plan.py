@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 
-import numpy as np
 import pytest
 
 from autofit.codec import from_json, to_json
@@ -16,9 +15,6 @@ from autofit.plan import (
     Dimension,
     DimensionForm,
     Plan,
-    Scalar,
-    payloads_of,
-    settings_of,
     split_evenly,
     steps_for,
     variant_key,
@@ -121,17 +117,6 @@ def test_dimensions_survive_json_and_pickling() -> None:
     )
 
 
-def test_what_a_dimensions_values_mean_cannot_be_changed() -> None:
-    given: dict[Scalar, list[str]] = {1: ["a"]}
-    dimension = Dimension([0, 1], payloads=given, hints={1: CostHint(0.5)})
-    given[0] = ["b"]
-    assert dict(dimension.payloads) == {1: ["a"]}
-    with pytest.raises(TypeError):
-        dimension.payloads[0] = []  # type: ignore[index]  # that it cannot be done is what is tested
-    with pytest.raises(TypeError):
-        dimension.hints[0] = CostHint()  # type: ignore[index]  # likewise
-
-
 def test_values_of_a_dimension_differ_and_there_is_one() -> None:
     with pytest.raises(InvalidArgument, match="value"):
         Dimension([])
@@ -155,24 +140,6 @@ def test_when_limits_a_dimension_to_settings_of_others() -> None:
     assert dimension.allowed_with({"a.x": "on", "b.y": 2})
     assert not dimension.allowed_with({"a.x": "off", "b.y": 2})
     assert not dimension.allowed_with({"a.x": "on"})
-
-
-def test_what_is_about_one_strategy_goes_by_its_whole_name() -> None:
-    about = {"cast.to": 1, "cast.at": 2, "casting.to": 3, "cast": 4}
-    assert settings_of("cast", about) == {"cast.to": 1, "cast.at": 2}
-    assert settings_of("fold", about) == {}
-
-
-def test_payloads_are_found_for_values_that_have_one() -> None:
-    dimensions = {"fold.level": Dimension([0, 1], payloads={1: ["a"]}), "cast.to": Dimension(["x"])}
-    assert payloads_of(dimensions, {"fold.level": 1, "cast.to": "x"}) == {"fold.level": ["a"]}
-    assert payloads_of(dimensions, {"fold.level": 0, "of.others": 1}) == {}
-
-
-def test_counts_may_come_from_numpy() -> None:
-    plan = Plan.split(np.int64(10), np.int64(4))  # type: ignore[arg-type]  # they are no ints
-    assert plan == Plan.split(10, 4)
-    assert to_json(plan) == to_json(Plan.split(10, 4))
 
 
 @pytest.mark.parametrize(("samples", "ranks"), [(16, 2), (14, 2), (13, 3), (9, 4), (7, 4), (4, 4)])

@@ -9,9 +9,7 @@ import os
 import random
 import re
 import signal
-import sys
 import time
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +28,6 @@ import autofit
 from autofit.plan import Scalar
 from autofit.probing.probe import probe_if
 from autofit.probing.survey import Survey
-from autofit.probing.worker_channel import WorkerProcess
 from autofit.searching.events import (
     Event,
     MachineBusy,
@@ -521,15 +518,6 @@ def test_a_worker_killed_once_costs_a_worker_and_no_more(
     assert repeated == ["the worker was killed by SIGKILL"] * probes
 
 
-def test_a_changed_workload_is_refused_an_old_study(tmp_path: Path) -> None:
-    study = tmp_path / "study.log"
-    search_here(study=study, max_probes=1)
-    with pytest.raises(autofit.StudyError, match=r"study\.log.*workload"):
-        search_here(study=study, max_probes=1, model=lambda: classifier(width=17))
-    with pytest.raises(autofit.StudyError, match=r"numerics.*reduced_precision.*exact"):
-        search_here(study=study, max_probes=1, numerics="exact")
-
-
 # -- a single probe ---------------------------------------------------------------------------
 
 
@@ -624,40 +612,6 @@ def test_a_meaning_without_its_strategy_is_refused() -> None:
     plan, given = autofit.Plan(4, settings={"naming.word": "Anna"}), {"naming.word": [7]}
     with pytest.raises(autofit.InvalidArgument, match=r"'naming\.word'"):
         probe_if(anything, workload, plan=plan, payloads=given, strategies=["precision"], **HERE)
-
-
-def own_frames() -> list[str]:
-    """Return the names of autofit's functions above the caller's, the innermost first."""
-    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]
-    own = [f for f in frames if f.f_globals.get("__name__", "").startswith("autofit.")]
-    return [frame.f_code.co_name for frame in own]
-
-
-def test_few_frames_of_autofits_are_above_a_users_loss_in_a_probe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the process that searches, up to where it asks the worker, and in the worker."""
-    path, ask = tmp_path / "stacks", WorkerProcess.ask
-    owners: list[list[str]] = []
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        with path.open("a") as file:
-            print(json.dumps(own_frames()), file=file)
-        return cross_entropy_of(model, batch)
-
-    def noted(worker: WorkerProcess, message: Any, *given: Any) -> Any:
-        owners.append(own_frames())
-        return ask(worker, message, *given)
-
-    monkeypatch.setattr(WorkerProcess, "ask", noted)
-    autofit.search(classifier(), labelled(), loss_fn=loss, strategies=[], max_probes=3, **HERE)
-    workers = [json.loads(line) for line in path.read_text().splitlines()]
-    in_worker = [stack for stack in workers if "measure" in stack]
-    in_owner = [stack for stack in owners if stack[1] == "probe"]
-    assert len(in_worker) > 3
-    assert len(in_owner) >= 3
-    assert "search" in in_owner[0][-2:]  # below what hides own frames
-    assert max(map(len, in_owner)) + max(map(len, in_worker)) <= 23
 
 
 class Signing(nn.Module):

@@ -77,15 +77,6 @@ def test_numerics_filters(level: Numerics) -> None:
     assert "checkpointing" in found
 
 
-def test_names_and_objects_may_be_mixed() -> None:
-    strategies = load_strategies([Doubling(), "checkpointing"])
-    assert [strategy.name for strategy in strategies] == ["checkpointing", "doubling"]
-
-
-def test_one_name_is_enough() -> None:
-    assert [strategy.name for strategy in load_strategies("precision")] == ["precision"]
-
-
 @pytest.mark.parametrize("level", ["roughly", 1, None])
 def test_an_unknown_level_is_refused(level: Any) -> None:
     with pytest.raises(InvalidArgument, match=f"exact, rounding, reduced_precision.*{level!r}"):
@@ -169,13 +160,6 @@ def test_a_broken_plugin_is_named(
     _install(monkeypatch, (name, f"{plugin}:{target}"))
     with pytest.raises(InvalidArgument, match=message):
         load_strategies()
-
-
-def test_a_broken_plugin_does_not_stand_in_the_way_of_others(
-    plugin: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _install(monkeypatch, ("failing", f"{plugin}:Failing"), ("other", f"{plugin}:Other"))
-    assert [strategy.name for strategy in load_strategies(["other"])] == ["other"]
 
 
 def test_two_plugins_of_one_name_are_refused(plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -126,21 +124,6 @@ def test_bounds_below_one_are_refused(name: str) -> None:
         Space({}, 4, **{name: 0})  # type: ignore[arg-type]  # both names take a number
 
 
-def test_counts_from_numpy_can_be_written_to_a_study() -> None:
-    space = Space({}, 2, max_micro_batch=np.int64(8), global_batch=np.int64(16))  # type: ignore[arg-type]  # they are no ints
-    assert json.loads(json.dumps([space.max_micro_batch, space.global_batch])) == [8, 16]
-
-
-def test_an_even_split_has_micro_batches_of_one_size() -> None:
-    space = Space({}, sample_batch_size=5, global_batch=12, even_split=True)
-    assert {size: space.plan(size, {}).micro_batch for size in range(1, 14)} == {
-        1: 1, 2: 2, 3: 3, 4: 4, 5: 4, 6: 6, 7: 6, 8: 6, 9: 6, 10: 6, 11: 6, 12: 12, 13: 12
-    }  # fmt: skip
-    assert space.baseline == Plan(4, accumulation_steps=3, global_batch=12)
-    fixed = Space({}, 5, global_batch=12, may_change_accumulation=False, even_split=True)
-    assert fixed.only_micro_batch == 4
-
-
 @pytest.mark.parametrize(("samples", "ranks"), [(64, 4), (13, 3)])
 def test_the_planner_of_several_ranks_proposes_what_plans_can_be_split_into(
     samples: int, ranks: int
@@ -213,15 +196,6 @@ def test_what_forbids_accumulation_is_tried_where_there_need_not_be_any(
         is_split = plan.accumulation_steps > 1
         assert plan.settings["update.when"] == ("step" if is_split else "backward")
         assert is_split or plan.micro_batch >= space.smallest_micro_batch_of(backward)
-
-
-def test_without_a_global_batch_what_forbids_accumulation_has_every_size() -> None:
-    space = Space(
-        {"update.when": Dimension(["step", "backward"], accumulation={"backward": False})}, 4
-    )
-    backward = {"update.when": "backward"}
-    assert space.smallest_micro_batch_of(backward) == 1
-    assert space.plan(3, backward).settings == backward
 
 
 def test_one_value_of_several_may_forbid_accumulation() -> None:

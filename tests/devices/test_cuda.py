@@ -20,7 +20,6 @@ from autofit.devices.nvml import (
     device_uuid,
     process_that_grew,
 )
-from autofit.errors import DeviceUnavailable
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
@@ -105,15 +104,6 @@ def test_flushes_are_counted_where_the_training_resets_their_number(device: Cuda
     assert device.read().allocator_retries >= before + 2
 
 
-@pytest.mark.cuda
-def test_torch_has_its_functions_back_after_it() -> None:
-    own = torch._C._cuda_resetPeakMemoryStats
-    opened = CudaDevice("cuda:0")
-    assert torch._C._cuda_resetPeakMemoryStats is not own
-    opened.close()
-    assert torch._C._cuda_resetPeakMemoryStats is own
-
-
 class Logs(nn.Module):
     """Takes much for a moment, and then begins its count anew, as loops that log memory do."""
 
@@ -177,15 +167,6 @@ def test_a_batch_that_is_let_go_while_it_is_copied_arrives_whole(device: CudaDev
         device.stage(torch.ones(MIB)).zero_()
     device.synchronize()
     assert placed.sum().item() == MIB
-
-
-@pytest.mark.cuda
-def test_it_says_what_it_is(device: CudaDevice) -> None:
-    assert device.environment.gpu == torch.cuda.get_device_name(0)
-    assert device.capabilities.device_type == "cuda"
-    assert 0 < device.free_bytes <= device.total_bytes
-    with pytest.raises(DeviceUnavailable, match="torch"):
-        CudaDevice(f"cuda:{torch.cuda.device_count()}")
 
 
 @pytest.mark.cuda

@@ -106,15 +106,6 @@ def test_a_segment_with_a_live_block_survives_the_flush() -> None:
     allocator.allocate(10 * MIB)
 
 
-def test_the_limit_can_be_lifted() -> None:
-    allocator = CachingAllocator(limit_bytes=1 * MIB)
-    with pytest.raises(OutOfBudget):
-        allocator.allocate(1)
-    allocator.limit_bytes = None
-    allocator.allocate(1)
-    assert allocator.reserved_bytes == 2 * MIB
-
-
 def test_expandable_segments_grow_and_shrink_by_pages() -> None:
     allocator = CachingAllocator(expandable_segments=True)
     first = allocator.allocate(30 * MIB)
@@ -127,18 +118,6 @@ def test_expandable_segments_grow_and_shrink_by_pages() -> None:
     allocator.free(second)
     allocator.empty_cache()
     assert allocator.reserved_bytes == 0
-
-
-def test_expandable_segments_serve_in_one_piece_what_fixed_ones_cannot() -> None:
-    def held(expandable: bool) -> int:
-        allocator = CachingAllocator(expandable_segments=expandable)
-        for block in [allocator.allocate(40 * MIB) for _ in range(3)]:
-            allocator.free(block)
-        allocator.allocate(120 * MIB)
-        return allocator.reserved_bytes
-
-    assert held(expandable=True) == 120 * MIB
-    assert held(expandable=False) == 240 * MIB
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -186,16 +165,6 @@ def test_freed_addresses_are_given_again_from_the_lowest_up() -> None:
     assert addresses.take(20) == 0
 
 
-def test_after_a_flush_a_segment_takes_the_lowest_free_address() -> None:
-    allocator = CachingAllocator()
-    high, kept, low = (allocator.allocate(20 * MIB) for _ in range(3))
-    allocator.free(high)
-    allocator.free(low)
-    allocator.empty_cache()
-    again = allocator.allocate(20 * MIB)
-    assert again.address == low.address < kept.address
-
-
 # -- Whether a process uses expandable segments: what its user chose
 
 
@@ -206,9 +175,3 @@ def test_either_variable_chooses_them(name: str, monkeypatch: pytest.MonkeyPatch
     assert not expandable_segments()
     monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
     assert expandable_segments()
-
-
-def test_torch_reads_the_newer_variable_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
-    assert not expandable_segments()

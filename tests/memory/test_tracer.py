@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autofit.memory.allocator import CachingAllocator, OutOfBudget
 from autofit.memory.blocks import Block
-from autofit.memory.replay import replay
-from autofit.memory.tracer import CompiledMemoryTracer, MemoryTracer, storages_of, tensors_in
+from autofit.memory.tracer import CompiledMemoryTracer, MemoryTracer, storages_of
 from autofit.units import MIB
 
 
@@ -45,17 +44,6 @@ def test_what_dies_after_the_mode_was_left_is_released() -> None:
         tensor = torch.ones(128)
     assert tracer.allocator.allocated_bytes == 512
     del tensor
-    assert tracer.allocator.allocated_bytes == 0
-
-
-def test_it_can_be_entered_again_and_inside_itself() -> None:
-    tracer = MemoryTracer()
-    with tracer:
-        first = torch.ones(128)
-    with tracer, tracer:
-        second = first + 1
-        assert tracer.allocator.allocated_bytes == 1024
-    del first, second
     assert tracer.allocator.allocated_bytes == 0
 
 
@@ -162,38 +150,6 @@ def test_scratch_memory_counts_while_it_is_used() -> None:
     assert tracer.allocator.peak_allocated_bytes == 40 * MIB
 
 
-def test_garbage_that_is_collected_while_the_allocator_works_is_released() -> None:
-    class Ring:
-        def __init__(self, tensor: torch.Tensor) -> None:
-            self.tensor, self.ring = tensor, self
-
-    tracer = MemoryTracer(record=True)
-    threshold = gc.get_threshold()
-    gc.set_threshold(1)
-    try:
-        with tracer:
-            for size in range(300):
-                Ring(torch.empty(size * 1000))
-    finally:
-        gc.set_threshold(*threshold)
-    gc.collect()
-    assert tracer.allocator.allocated_bytes == 0
-    tracer.end_step()
-    assert replay(tracer.recording).peak_allocated_bytes > 0
-
-
-def test_a_replay_of_the_recording_gives_the_same_peaks() -> None:
-    tracer = MemoryTracer(record=True)
-    with tracer:
-        parts = trainable(checkpointed=False)
-        for _ in range(2):
-            training_step(*parts, autocast=False)
-            tracer.end_step()
-    replayed = replay(tracer.recording)
-    assert replayed.peak_allocated_bytes == tracer.allocator.peak_allocated_bytes
-    assert replayed.peak_reserved_bytes == tracer.allocator.peak_reserved_bytes
-
-
 class Net(torch.nn.Module):
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
@@ -259,46 +215,6 @@ def _backward() -> Callable[[], object]:
     return lambda: loss.backward()
 
 
-def _recomputation() -> Callable[[], object]:
-    model, _ = trainable(checkpointed=False)
-    loss = checkpoint(model.blocks[0], torch.randn(256, 128), use_reentrant=False).sum()
-    return lambda: loss.backward()
-
-
-def _second_update() -> Callable[[], object]:
-    parts = trainable(checkpointed=False)
-    training_step(*parts, autocast=False)
-    parts[0](torch.randn(16, 128)).backward()
-    return parts[1].step
-
-
-@pytest.mark.parametrize(
-    ("prepare", "function"),
-    [
-        (_forward, "forward"),
-        (_backward, "_engine_run_backward"),
-        (_recomputation, "recompute_fn"),
-        (_second_update, "_multi_tensor_adam"),
-    ],
-)
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_refusal_comes_out_of_the_stage_that_asked(
-    prepare: Callable[[], Callable[[], object]], function: str, autocast: bool
-) -> None:
-    tracer = MemoryTracer()
-    with tracer, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        run = prepare()
-        filling = fill(tracer.allocator)
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            run()
-    for block in filling:
-        tracer.allocator.free(block)
-    assert function in _functions_of(caught.value)
-    del run, caught
-    gc.collect()
-    assert tracer.allocator.allocated_bytes == 0
-
-
 def fill(allocator: CachingAllocator) -> list[Block]:
     """Take all memory but 8 KiB, and allow no more."""
     spare = [allocator.allocate(512) for _ in range(16)]
@@ -313,26 +229,6 @@ def fill(allocator: CachingAllocator) -> list[Block]:
     return filling
 
 
-def _functions_of(error: BaseException) -> set[str]:
-    trace, names = error.__traceback__, set()
-    while trace is not None:
-        names.add(trace.tb_frame.f_code.co_name)
-        trace = trace.tb_next
-    return names
-
-
-def test_training_goes_on_after_a_refusal() -> None:
-    tracer = MemoryTracer(CachingAllocator())
-    with tracer:
-        parts = trainable(checkpointed=True)
-        training_step(*parts, autocast=False)
-        tracer.allocator.limit_bytes = tracer.allocator.allocated_bytes + 4 * MIB
-        with pytest.raises(torch.OutOfMemoryError):
-            training_step(*parts, autocast=False)
-        tracer.allocator.limit_bytes = None
-        training_step(*parts, autocast=False)
-
-
 def test_tensor_subclasses_count_their_inner_tensors() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
@@ -344,11 +240,6 @@ def test_tensor_subclasses_count_their_inner_tensors() -> None:
         assert tracer.allocator.allocated_bytes == 2048
         del pair, doubled
     assert tracer.allocator.allocated_bytes == 0
-
-
-def test_tensors_at_any_depth() -> None:
-    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
-    assert list(tensors_in({"x": [a, (b, None)], "y": {"z": c}, "n": 3})) == [a, b, c]
 
 
 def test_a_view_has_the_storage_of_its_base() -> None:

@@ -68,24 +68,6 @@ def test_a_loss_over_pairs_of_samples_is_on_no_line() -> None:
 
 
 @pytest.mark.slow
-def test_three_dry_runs_tell_all_micro_batches_between_but_uneven_ones() -> None:
-    workload, gpu = decoder(), find_gpu("L4")
-    shared = SharedRuns(workload)
-    for size in (4, 40, 12):
-        shared.need(plan(size, "bfloat16"), gpu)
-    for size in (5, 39):
-        run = dry_run(workload, plan(size, "bfloat16"), gpu)
-        assert shared.need(plan(size, "bfloat16"), gpu) == need_of(run.recording_on(gpu), gpu)
-        trace = shared.run(plan(size, "bfloat16"), gpu)
-        assert trace.micro_batch_cost_on(gpu) == run.micro_batch_cost_on(gpu)
-    assert len(shared.made) == 3
-    uneven = ResolvedPlan(Plan.split(22, 8, {"precision.dtype": "bfloat16"}), {}, PRECISION)
-    assert uneven.plan.micro_batch_sizes == (8, 7, 7)
-    assert shared.run(uneven, gpu) == dry_run(workload, uneven, gpu)
-    assert len(shared.made) == 4
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "names", "dry_runs"),
     [("default", ["T4", "B200"], 1), ("float16", ["V100", "A100", "L4", "B200"], 3)],
@@ -116,25 +98,6 @@ def test_code_that_asks_for_the_card_has_a_dry_run_for_each() -> None:
     )
     assert len(shared.made) == 2
     assert nine > seven
-
-
-@pytest.mark.slow
-def test_each_variant_is_checked_by_a_third_dry_run_before_two_tell_what_lies_between() -> None:
-    workload, gpu = decoder(), find_gpu("L4")
-    shared = SharedRuns(workload)
-    for size, dtype in (
-        (4, "default"),
-        (40, "default"),
-        (12, "default"),
-        (4, "tf32"),
-        (40, "tf32"),
-    ):
-        shared.need(plan(size, dtype), gpu)
-    run = dry_run(workload, plan(23, "tf32"), gpu)
-    assert shared.need(plan(23, "tf32"), gpu) == need_of(run.recording_on(gpu), gpu)
-    assert len(shared.made) == 6
-    shared.need(plan(17, "tf32"), gpu)
-    assert len(shared.made) == 6
 
 
 def test_what_departs_from_a_line_is_run() -> None:
@@ -209,19 +172,6 @@ def test_a_time_line_tells_what_a_larger_micro_batch_costs() -> None:
         assert fixed + 5000 * per_sample == pytest.approx(cost.seconds, rel=0.05)
     plain, bfloat16 = (times[variant_key(settings)] for settings in SPACE.variants())
     assert bfloat16[1] < plain[1]
-
-
-def test_a_time_line_where_launches_take_longest_still_grows_with_the_kernels() -> None:
-    small = Workload(lambda: nn.Linear(64, 64), torch.randn(8, 64))
-    lines = {}
-    for largest in (64, 4096):
-        _, times, _ = variant_lines(small, space(max_micro_batch=largest), H200, 8 * GIB)
-        ((fixed, per_sample),) = lines[largest] = list(times.values())
-        cost = predict(small, plan=Plan(largest), gpu=H200).micro_batch_cost
-        assert cost is not None
-        assert cost.seconds > cost.kernel_seconds
-        assert fixed + largest * per_sample == pytest.approx(cost.seconds)
-    assert lines[64][0][1] == pytest.approx(lines[4096][0][1], rel=0.3)
 
 
 def test_a_gpu_of_unknown_rates_has_memory_lines_alone() -> None:

@@ -53,19 +53,6 @@ def test_the_interval_is_wider_where_the_context_was_not_measured() -> None:
     assert margin("H200") < margin("H100", calibration=measured) < margin("H100")
 
 
-def test_the_interval_is_narrow_where_trainings_like_it_were_recorded() -> None:
-    """On an H200, without what cuDNN chooses by heuristics that it does not document."""
-
-    def share(model: nn.Module, *shape: int) -> float:
-        found = predict(Workload(model, torch.ones(64, *shape)), gpu="H200")
-        required = found.required_bytes - found.breakdown["non_torch"]
-        return (found.interval[1] - found.required_bytes) / required
-
-    assert share(nn.Sequential(nn.Linear(512, 512), nn.ReLU()), 512) == pytest.approx(0.02, 0.01)
-    assert share(nn.LSTM(64, 64), 8, 64) == pytest.approx(0.05, 0.01)
-    assert 0.05 < share(nn.Conv2d(8, 64, 3, padding=1), 8, 32, 32) < 0.151
-
-
 def test_printed_it_is_lines_of_sizes_and_explains_gradients_of_nothing() -> None:
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(batch).mean()
@@ -110,17 +97,6 @@ def test_a_setting_whose_meaning_takes_a_run() -> None:
     level = Plan(4, settings={"checkpointing.level": 1})
     with pytest.raises(PredictionUnavailable, match=r"\b1\b.*real device.*plan="):
         predict(gpt(), plan=level, gpu="A100")
-
-
-def test_a_plain_value_may_be_named_where_there_is_nothing_to_choose() -> None:
-    """As in the best plan of a report that was made elsewhere."""
-    names = ("checkpointing.level", "memory_format.layout", "precision.dtype")
-    plain = Plan(4, settings=dict(zip(names, (0, "default", "default"), strict=True)))
-    told = predict(gpt(), plan=plain, gpu="A100")
-    assert told.plan == plain
-    assert told.required_bytes == predict(gpt(), plan=Plan(4), gpu="A100").required_bytes
-    with pytest.raises(InvalidArgument, match="'channels_last'"):
-        predict(gpt(), plan=Plan(4, settings={names[1]: "channels_last"}), gpu="A100")
 
 
 def test_with_its_payload_it_can_be_predicted() -> None:

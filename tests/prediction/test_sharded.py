@@ -25,7 +25,7 @@ from autofit.prediction import sharded
 from autofit.prediction.predict import Prediction, predict as prediction_of
 from autofit.strategy import World
 from autofit.units import MIB
-from tests.gloo_rank import MODES, Tied, cases, peak_bytes, workload
+from tests.gloo_rank import MODES, cases, peak_bytes, workload
 
 ROOT = Path(__file__).parents[2]
 WORKSPACES_BYTES = 65 * MIB
@@ -115,17 +115,6 @@ def test_what_is_sharded_is_held_in_shares() -> None:
     assert whole["gradients"] == pytest.approx(2 * whole["weights"], rel=0.01), "and the buckets"
 
 
-def test_sharing_gradients_once_holds_them_whole_meanwhile() -> None:
-    once, each = (
-        predict(workload(), "fsdp2", 64, steps=2, settings={"parallel.accumulation": value})
-        for value in ("once", "each")
-    )
-    whole = sum(parameter.nbytes for parameter in Tied().parameters())
-    held = once.breakdown["gradients"] - each.breakdown["gradients"]
-    assert once.peak_allocated_bytes > each.peak_allocated_bytes + whole / 4
-    assert held > whole / 2
-
-
 class Uneven(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -202,20 +191,6 @@ def test_what_is_checkpointed_is_gathered_again(mode: str) -> None:
     assert by_plan.peak_allocated_bytes == pytest.approx(by_hand.peak_allocated_bytes, rel=0.01)
 
 
-def test_sending_in_bfloat16() -> None:
-    """It takes copies of the gradients, and of what is gathered it makes half as much."""
-    settings = {"parallel.communication": "bfloat16"}
-    plain, short = (
-        {mode: predict(workload(), mode, settings=more) for mode in ("ddp", "fsdp2_keep")}
-        for more in ({}, settings)
-    )
-    assert short["ddp"].required_bytes > plain["ddp"].required_bytes
-    weights = {kind: found["fsdp2_keep"].breakdown for kind, found in (("a", plain), ("b", short))}
-    assert weights["b"]["optimizer_state"] == weights["a"]["optimizer_state"], "as are the shards"
-    assert weights["b"]["weights"] < weights["a"]["weights"], "what is gathered"
-    assert short["fsdp2_keep"].peak_allocated_bytes != plain["fsdp2_keep"].peak_allocated_bytes
-
-
 def test_a_rank_is_one_of_the_plans_ranks_and_shares_its_batch() -> None:
     found = autofit.predict(
         workload(), plan=Plan(4, accumulation_steps=2, global_batch=512, world_size=64), gpu="L4"
@@ -248,31 +223,6 @@ def test_a_verdict_says_what_decides() -> None:
     assert checked(vram_budget="128MiB").fits is False
 
 
-def test_a_table_for_ranks_leaves_room_for_nccl() -> None:
-    plan = Plan(4, settings={"parallel.mode": "fsdp2", "precision.dtype": "default"}, world_size=8)
-    table = autofit.predict(workload(), gpu=["L4", "1GiB"], plan=plan, strategies=[])
-    fits = {row.gpu: row.fits[0] for row in table.gpus}
-    assert fits["L4"].fits is True
-    assert [fit.fits for name, fit in fits.items() if name != "L4"] == [None]
-    assert "NCCL: unknown, counted as 0" in str(table)
-    assert fits["L4"].largest is not None
-    assert fits["L4"].largest.world_size == 8
-
-
-def test_what_is_gathered_is_weights_and_no_gradients() -> None:
-    """A forward that keeps what it gathers, and its activations, ends at the peak."""
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    whole = sum(parameter.nbytes for parameter in model.parameters())
-    for micro_batch in (4, 4096):
-        batch = torch.randn(4, 64)
-        found = predict(of_model(model, batch), "fsdp2_keep", 8, micro_batch=micro_batch)
-        gathered = found.breakdown["weights"]
-        assert found.breakdown["gradients"] <= whole
-        assert gathered <= 1.25 * whole + 16 * 512
-    assert found.breakdown["gradients"] < whole / 2
-    assert gathered > whole
-
-
 @pytest.mark.parametrize(("asked", "most"), [(64, 8), (60, 8), (16, 2), (8, 1)])
 def test_the_largest_micro_batch_is_one_of_the_global_batch(asked: int, most: int) -> None:
     own = of_model(nn.Linear(8, 8), torch.randn(4, 8))
@@ -282,15 +232,6 @@ def test_the_largest_micro_batch_is_one_of_the_global_batch(asked: int, most: in
     assert autofit.predict(asks_itself, world_size=8, gpu="H100").largest_micro_batch == most
     free = autofit.predict(own, plan=Plan(1, world_size=8), gpu="H100")
     assert (free.largest_micro_batch or 0) > 1000
-
-
-def test_the_largest_micro_batch_fits_with_room_for_nccl() -> None:
-    found = predict(workload(), "fsdp2", 8)
-    budget = found.interval[1] + NCCL_BYTES + 64 * MIB
-    largest = found.largest_micro_batch_within(budget)
-    assert largest is not None
-    assert largest > 4
-    assert predict(workload(), "fsdp2", 8, micro_batch=largest).fits(budget) is True
 
 
 @pytest.mark.parametrize(
@@ -318,13 +259,6 @@ def test_a_live_optimizer_is_refused_where_parameters_are_replaced(mode: str) ->
     assert predict(given, "ddp").required_bytes > 0
     with pytest.raises(Unsupported, match="optimizer= as a function of the parameters"):
         predict(given, mode)
-
-
-def test_parameters_of_several_types_are_not_gathered_together() -> None:
-    model = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Tanh(), nn.LayerNorm(8))
-    given = of_model(model, torch.randn(4, 8, dtype=torch.float64))
-    with pytest.raises(Unsupported, match=r"fully_shard.*torch\.float32, torch\.float64"):
-        predict(given, "fsdp2")
 
 
 class Scaled(nn.Linear):

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from importlib import import_module
@@ -22,25 +21,6 @@ from autofit.prediction.predict import predict
 from autofit.training.workload import Workload
 
 BATCH = torch.ones(4, 16)
-
-
-def test_neither_functions_of_torch_nor_modules_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = "import torch\nfound = torch.cuda.device_count()\nclass Own(torch.nn.Linear): pass\n"
-    (tmp_path / "imported_meanwhile.py").write_text(kept)
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def build() -> nn.Module:
-        import imported_meanwhile  # type: ignore[import-not-found]  # written above
-
-        assert imported_meanwhile.found == 1  # the GPU's answer, where the dry run is
-        return imported_meanwhile.Own(16, 16)
-
-    before = [dict(vars(module)) for module in (torch, torch.cuda, torch.autograd)]
-    predict(Workload(build, BATCH), gpu="L4")
-    assert "imported_meanwhile" not in sys.modules
-    assert [dict(vars(module)) for module in (torch, torch.cuda, torch.autograd)] == before
 
 
 def test_a_worker_serves_many_predictions() -> None:

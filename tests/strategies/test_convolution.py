@@ -96,19 +96,3 @@ def test_it_is_probed_and_nothing_is_predicted_of_it() -> None:
     assert trial.plan.settings[SETTING] is True
     with pytest.raises(autofit.PredictionUnavailable, match="can only be measured"):
         autofit.predict(convolutions(), plan=plan, gpu="H100")
-
-
-@pytest.mark.cuda
-def test_a_search_tries_it() -> None:
-    report = autofit.search(
-        convolutions(),
-        device="cuda",
-        vram_budget="4GiB",
-        strategies=["convolution"],
-        numerics="rounding",
-        options=autofit.SearchOptions(max_micro_batch=4),
-        max_probes=6,
-    )
-    tried = [trial for trial in report.trials if trial.plan.settings[SETTING]]
-    assert tried
-    assert all(trial.ok for trial in tried)

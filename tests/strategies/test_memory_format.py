@@ -81,22 +81,6 @@ def test_weights_alone_make_the_activations_follow(
         assert not output.is_contiguous()
 
 
-def _places(model: nn.Module) -> dict[str, Any]:
-    return {name: (id(p), p.data_ptr(), p.stride()) for name, p in model.named_parameters()}
-
-
-def test_no_weight_leaves_its_storage(memory_format: Strategy) -> None:
-    model = _conv(2)
-    before = _places(model)
-    with _training(memory_format, model):
-        inside = _places(model)
-    assert {name: place[:2] for name, place in inside.items()} == {
-        name: place[:2] for name, place in before.items()
-    }
-    assert inside != before
-    assert _places(model) == before
-
-
 def test_training_goes_on_after_it_as_before(memory_format: Strategy) -> None:
     """A live optimizer's state is rearranged with its weight, so both still belong together."""
     model, plain = _conv(2), _conv(2)
@@ -122,15 +106,6 @@ def test_training_goes_on_after_it_as_before(memory_format: Strategy) -> None:
         state = optimizers[0].state[weight]["exp_avg"]
         torch.testing.assert_close(state, optimizers[1].state[other]["exp_avg"])
         assert state.stride() == weight.stride()
-
-
-def test_a_gradient_from_inside_has_its_weights_layout_outside(memory_format: Strategy) -> None:
-    model = _conv(2)
-    with _training(memory_format, model) as training:
-        training.accumulate(torch.randn(2, 4, 7, 7))
-    weight = model.get_parameter("0.weight")
-    assert weight.grad is not None
-    assert weight.grad.stride() == weight.stride() == (36, 9, 3, 1)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])

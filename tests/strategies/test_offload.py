@@ -123,16 +123,6 @@ def test_tensors_that_share_memory_keep_their_own_values(function: Any) -> None:
         assert torch.equal(gradient(), plain)
 
 
-def test_a_tensor_is_copied_anew_where_it_has_changed() -> None:
-    host, tensor = offload._Host(), torch.zeros(WIDTH, WIDTH)
-    before = host.move(tensor)
-    assert host.move(tensor) is before
-    tensor.add_(1)
-    after = host.move(tensor)
-    assert float(host.bring_back(before).sum()) == 0.0
-    assert float(host.bring_back(after).mean()) == 1.0
-
-
 def test_buffers_are_used_again_and_given_up() -> None:
     host = offload._Host(most_bytes=4 * WIDTH * WIDTH)
     for value in range(3):
@@ -143,19 +133,6 @@ def test_buffers_are_used_again_and_given_up() -> None:
     host.clear()
     assert not any(host._free.values())
     assert not host._moved
-
-
-def test_parameters_and_what_is_small_or_a_part_stay() -> None:
-    model = nn.BatchNorm1d(WIDTH * WIDTH)
-    is_moved = offload._movable(model, offload.LEAST_BYTES / 4)
-    moved = torch.zeros(WIDTH, WIDTH)
-    assert is_moved(moved)
-    assert is_moved(moved.t())
-    assert not is_moved(moved[:8])
-    assert not is_moved(moved[:1].expand(WIDTH, WIDTH, WIDTH))  # more values than memory
-    assert not is_moved(moved.to_sparse())
-    assert not any(map(is_moved, [*model.parameters(), *model.buffers()]))
-    assert not is_moved(model.weight.detach())
 
 
 def test_a_forward_moves_its_activations_and_leaves_parameters_and_small_tensors() -> None:
@@ -211,21 +188,6 @@ def test_a_model_that_normalizes_over_samples_may_have_it() -> None:
 
     (strategy,) = load_strategies(["offload"])
     assert strategy.dimensions(PlainContext(normalized))[SETTING].values == (False, True)
-
-
-def test_looking_at_what_is_saved_makes_no_update() -> None:
-    workload = deep()
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    model = workload.build_model()
-    optimizer.add_param_group({"params": list(model.parameters()), "lr": 1.0})
-    before = [p.detach().clone() for p in model.parameters()]
-    plain = ResolvedPlan(Plan(1), {}, ())
-    recipe = Recipe(criterion=nn.functional.mse_loss)
-    with Training(model, optimizer, recipe, plain, device=torch.device("cpu")) as live:
-        moved = offload._moved_bytes(SAMPLES, live, workload.batch(1))
-    # a sample's share of every output of tanh and dropout is less than what is worth moving
-    assert moved >= 16 * 4 * SAMPLES * WIDTH
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_parameters_and_buffers_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,21 +280,3 @@ def test_a_search_offers_it_only_where_it_is_named(strategies: list[str] | None)
         strategies=strategies,
     )
     assert (SETTING in report.record.dimensions) is (strategies is not None)
-
-
-def test_a_model_that_only_a_train_step_can_call_is_looked_at_too() -> None:
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(WIDTH, WIDTH)
-
-    def training_step(training: Training, batch: torch.Tensor) -> torch.Tensor:
-        loss = batch.new_zeros(())
-        for part, weight in training.micro_batches(batch):
-            loss = training.model.get_submodule("first")(part).tanh().square().mean()
-            training.backward(loss, weight)
-        training.optimizer_step()
-        return loss
-
-    workload = Workload(Pair, torch.randn(SAMPLES, WIDTH), training_step=training_step)
-    assert probed(workload, True).ok

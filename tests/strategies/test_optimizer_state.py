@@ -180,28 +180,6 @@ def test_accumulated_checkpointed_and_scaled_steps_go_from_the_same_state() -> N
         assert {each.dtype for each in states(optimizer)} == {torch.float32}
 
 
-def test_a_step_with_infinite_gradients_is_skipped_by_a_scaler() -> None:
-    workload = by_adamw()
-    model = workload.build_model()
-    optimizer = adamw(model.parameters())
-    with training(model, optimizer) as live:
-        live.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-        live.step(tuple(1e10 * each for each in workload.batch(4)))
-    assert all(bool(each.isfinite().all()) for each in model.parameters())
-    assert not states(optimizer)
-
-
-def test_gradients_are_there_after_a_step() -> None:
-    """As after a plain one, until they are dropped."""
-    model = by_adamw().build_model()
-    optimizer = adamw(model.parameters())
-    with state_in_bfloat16(optimizer):
-        model(torch.randn(4, WIDTH)).mean().backward()
-        before = [each.grad for each in model.parameters()]
-        optimizer.step()
-        assert all(a.grad is b for a, b in zip(model.parameters(), before, strict=True))
-
-
 def test_a_closure_is_refused() -> None:
     model = by_adamw().build_model()
     optimizer = adamw(model.parameters())

@@ -104,11 +104,6 @@ def test_depthwise_convolutions_are_pytorchs_own() -> None:
     assert workspace_bytes(case, Direction.FORWARD, H200) == 0
 
 
-def test_a_gpu_without_tensor_cores_for_tf32_copies_nothing() -> None:
-    case = convolution((32, 256, 20, 20), 256, 3, FP32, stride=2)
-    assert workspace_bytes(case, Direction.FORWARD, find_gpu("V100")) == 0
-
-
 def test_gradients_take_the_layout_of_data_and_weight_whatever_the_results_gradient_has() -> None:
     tracer = CudaTracer(H200)
     with stage(tracer):
@@ -131,16 +126,3 @@ def test_a_transposed_convolution_takes_the_workspace_of_a_data_gradient() -> No
         layer = torch.nn.ConvTranspose2d(64, 64, 3, padding=1, bias=False).cuda()
         layer(data)
     assert list(tracer.recording.optional) == []
-
-
-def test_a_first_layer_takes_the_workspace_of_its_weights_gradient() -> None:
-    """Its data has no gradient, so the first of the results of its backward pass is None."""
-    case = convolution((64, 3, 192, 192), 384, 16, BF16, stride=16)
-    tracer = CudaTracer(H200)
-    with stage(tracer):
-        data = torch.empty(case.data, device="cuda", dtype=BF16)
-        layer = torch.nn.Conv2d(3, 384, 16, stride=16, bias=False).cuda().bfloat16()
-        layer(data).sum().backward()
-        taken = [size for number, size in tracer.recording.events if number > 0]
-        del data, layer
-    assert workspace_bytes(case, Direction.WEIGHT, H200) in taken

@@ -7,11 +7,9 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import autofit
 from autofit.devices.gpus import find_gpu
@@ -92,25 +90,6 @@ def test_streams_ranges_and_generators_do_no_harm() -> None:
 
 
 @pytest.mark.usefixtures("tracer")
-def test_a_module_that_is_first_imported_here_may_annotate_with_streams() -> None:
-    defined: dict[str, Any] = {"torch": torch}
-    exec("def wait(stream: torch.cuda.Stream | None, *on: torch.cuda.Event): ...", defined)
-    exec("class Timer(torch.cuda.Event): ...", defined)
-    assert isinstance(defined["Timer"](enable_timing=True), torch.cuda.Event)
-
-
-@pytest.mark.usefixtures("tracer")
-def test_a_recomputation_that_names_the_device_again() -> None:
-    x = torch.randn(4, 4, device="cuda", requires_grad=True)
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        return (x * torch.arange(4, device="cuda")).relu()
-
-    checkpoint(block, x, use_reentrant=False).sum().backward()
-    assert x.grad is not None
-
-
-@pytest.mark.usefixtures("tracer")
 def test_optimizers_take_their_kernels_for_lists(tracer: CudaTracer) -> None:
     model = torch.nn.Linear(512, 512, device="cuda")
     model(torch.randn(4, 512, device="cuda")).sum().backward()
@@ -146,35 +125,6 @@ def test_everything_is_put_back() -> None:
         changed = {n for n, v in names.items() if vars(module).get(n) is not v}
         assert changed == set()
     assert not torch.ones(3).is_meta
-
-
-@pytest.mark.usefixtures("tracer")
-def test_random_states_of_the_gpu_may_be_kept_and_set() -> None:
-    with torch.random.fork_rng():
-        torch.cuda.manual_seed(1)
-    with torch.random.fork_rng(devices=[0]):
-        torch.cuda.set_rng_state(torch.cuda.get_rng_state("cuda"))
-        torch.cuda.set_rng_state_all(torch.cuda.get_rng_state_all())
-    torch.cuda.default_stream().synchronize()
-    assert torch.cuda.initial_seed() == torch.initial_seed()
-
-
-def test_torch_itself_makes_no_context_either(tracer: CudaTracer) -> None:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
-        pytest.skip("this process has a context already")
-    with torch._C.DisableTorchFunction(), pytest.raises(NotImplementedError):
-        torch.empty(1, device="cuda")
-    assert tracer.unsupported is not None
-
-
-@pytest.mark.usefixtures("tracer")
-def test_the_accelerator_is_a_gpu_that_captures_no_graph() -> None:
-    """Optimizers of torch 2.15 ask it."""
-    accelerator = torch.accelerator
-    assert accelerator.is_available()
-    assert (accelerator.device_count(), accelerator.current_device_index()) == (1, 0)
-    assert not accelerator.current_stream().is_capturing()
-    accelerator.synchronize()
 
 
 def test_a_torch_without_a_part_that_is_replaced_is_refused(

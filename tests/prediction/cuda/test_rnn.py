@@ -64,17 +64,6 @@ def test_packed_sequences() -> None:
         del layer, packed, output, hidden
 
 
-def test_sequences_in_any_order_are_packed_and_padded_again() -> None:
-    tracer = CudaTracer(find_gpu("A100"))
-    with stage(tracer):
-        data, lengths = torch.randn(5, 3, 6, device="cuda"), torch.tensor([2, 5, 3])
-        packed = nn.utils.rnn.pack_padded_sequence(data, lengths, enforce_sorted=False)
-        padded, found = nn.utils.rnn.pad_packed_sequence(packed)
-        assert padded.shape == data.shape
-        assert torch.equal(found, lengths)
-        del data, packed, padded
-
-
 SAMPLES, WIDTH = 256, 128
 STATE = SAMPLES * WIDTH * 4
 

@@ -112,11 +112,6 @@ def test_an_operator_moves_what_it_reads_and_writes(
     assert found.launch_seconds == (LAUNCH_S if moved else 0)
 
 
-def test_what_the_host_computes_costs_nothing() -> None:
-    found = cost(lambda: torch.ones(8, 8) @ torch.ones(8, 8), COUNTS_FLOPS)
-    assert found == Cost(0.0, 0.0)
-
-
 @contextmanager
 def tf32() -> Iterator[None]:
     before = torch.backends.cuda.matmul.allow_tf32
@@ -145,18 +140,6 @@ def test_a_product_has_the_rate_of_the_type_it_runs_in(how: Any, rate: float) ->
     rates = Rates(4.0, 2.0, 1.0, INFINITE)
     found = cost(run, rates, prepare=lambda: (ones(16, 16), ones(16, 16)))
     assert found.kernel_seconds == 2 * 16**3 / rate
-
-
-def test_bfloat16_that_is_not_native_is_no_faster_than_float32() -> None:
-    t4 = find_gpu("T4")
-    assert t4.rates is not None
-    counts_flops = replace(t4, rates=replace(t4.rates, bytes_per_s=INFINITE))
-    found = cost_of(
-        counts_flops,
-        lambda x: x @ x,
-        prepare=lambda: (ones(64, 64, dtype=torch.bfloat16),),
-    )
-    assert found.kernel_seconds == pytest.approx(2 * 64**3 / t4.rates.float32_flops_per_s)
 
 
 def test_tensor_cores_convolve_faster_in_channels_last() -> None:
@@ -221,19 +204,6 @@ def test_a_step_counts_what_checkpointing_recomputes() -> None:
     assert recomputed == plain + forward - last_output_is_not_needed_again
 
 
-def test_a_checkpointing_level_costs_what_it_recomputes() -> None:
-    def flops(level: int) -> float:
-        workload = Workload(Net, torch.ones(4, 512))
-        plan = Plan(64, settings={"checkpointing.level": level})
-        payloads = {"checkpointing.level": {"units": ["body"], "state": []}}
-        gpu = replace(H200, rates=COUNTS_FLOPS)
-        found = predict(workload, plan=plan, gpu=gpu, payloads=payloads).micro_batch_cost
-        assert found is not None
-        return found.kernel_seconds
-
-    assert flops(1) >= flops(0) + 2 * 64 * 512 * 2048
-
-
 def test_a_product_in_groups_multiplies_each_row_with_one_matrix() -> None:
     def prepare() -> tuple[torch.Tensor, ...]:
         ends = torch.ones(4, device="cuda", dtype=torch.int32)
@@ -244,33 +214,6 @@ def test_a_product_in_groups_multiplies_each_row_with_one_matrix() -> None:
         torch._grouped_mm(left, right, offs=ends)
 
     assert cost(run, COUNTS_FLOPS, prepare=prepare).kernel_seconds == 2 * 64 * 32 * 16
-
-
-def test_a_step_counts_its_optimizer_once_for_all_its_micro_batches() -> None:
-    def moved(optimizer: Any, steps: int) -> float:
-        return step(COUNTS_BYTES, optimizer=optimizer, steps=steps).kernel_seconds
-
-    weights = sum(4 * p.numel() for p in Net().parameters())
-    more = moved(torch.optim.AdamW, 1) - moved(lambda ps: torch.optim.SGD(ps, 0.1), 1)
-    assert more > 5 * weights
-    half = moved(torch.optim.AdamW, 2) - moved(lambda ps: torch.optim.SGD(ps, 0.1), 2)
-    assert half == pytest.approx(more / 2)
-
-
-def test_a_step_is_the_second_one_alone() -> None:
-    """Weights that are placed, and state that is made, are no part of it."""
-    seen: list[None] = []
-
-    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        seen.append(None)
-        x = batch
-        for _ in range(10 if len(seen) == 1 else 1):
-            x = x @ x.T @ x
-        return model(x)
-
-    assert step(COUNTS_FLOPS, loss_fn=loss_fn).kernel_seconds == (
-        step(COUNTS_FLOPS).kernel_seconds + 2 * 2 * 64 * 64 * 512
-    )
 
 
 def test_a_prediction_costs_a_large_model_by_type_and_a_small_one_by_launches() -> None:

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from autofit.strategy import Comparison, Strategy
+from autofit.strategy import Strategy
 from autofit.testing import PlainContext
 from autofit.training.workload import Workload
 
@@ -313,17 +312,6 @@ def test_noise_of_a_rounding_is_no_difference(gate: Gate, steps: tuple[bool, ...
     assert set(found) == {"blocks.2"}
 
 
-@pytest.mark.slow
-def test_a_kind_that_differs_is_judged_by_a_few(gate: Gate) -> None:
-    steps = []
-    torch.manual_seed(0)
-    model = Stack([Clean, WritesThroughData] * 8)
-    model.register_forward_hook(lambda *_: steps.append(1))
-    units = [f"blocks.{index}" for index in range(16)]
-    assert set(gate(model, [units]).left_out) == set(units[1::2])
-    assert len(steps) < 25
-
-
 def test_sparse_gradients_are_compared(gate: Gate) -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
@@ -351,21 +339,6 @@ def test_hooks_that_count_in_an_object_are_found(
     found = gate(model, [[f"blocks.{index}" for index in range(3)]]).left_out
     assert set(found) == {"blocks.1"}
     assert "calls" in found["blocks.1"]
-
-
-class KeepsAHandle(Clean):
-    """A hook's handle refuses to be copied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.handle = self.wide.register_forward_hook(lambda *_: None)
-
-
-def test_attributes_that_refuse_to_be_copied(gate: Gate) -> None:
-    model = Stack([KeepsAHandle, Clean])
-    handle = model.blocks[0].handle
-    assert gate(model, [["blocks.0", "blocks.1"]]).left_out == {}
-    assert model.blocks[0].handle is handle
 
 
 def test_it_says_which_buffers_a_forward_changes(gate: Gate) -> None:
@@ -398,45 +371,6 @@ def test_units_that_never_ran_are_judged_by_their_like(gate: Gate) -> None:
     found = gate(Skips([Clean, CountsInItsClass, Clean]), [units]).left_out
     assert set(found) == {"blocks.1"}
     assert "not tried" in found["blocks.1"]
-
-
-def test_units_with_unlike_children_are_not_alike(gate: Gate) -> None:
-    class SkipsTheLast(Stack):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks[:-1]:
-                x = block(x)
-            return x.square().mean()
-
-    class Grows(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.mul_(2)
-
-    torch.manual_seed(0)
-    model = SkipsTheLast([])
-    kinds = (nn.Sigmoid, nn.Sigmoid, Grows)
-    model.blocks.extend(nn.Sequential(nn.Linear(WIDTH, WIDTH), kind()) for kind in kinds)
-    units = [f"blocks.{index}" for index in range(3)]
-    assert set(gate(model, [units]).left_out) == {"blocks.2"}
-    model.blocks[2] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid())
-    assert gate(model, [units]).left_out == {}
-
-
-@pytest.mark.parametrize("norm", [spectral_norm, weight_norm])
-def test_parametrized_units_are_alike(part: Callable[[str], Any], norm: Any) -> None:
-    """Though each of their layers has a class of its own."""
-    model = nn.Sequential(*(nn.Sequential(norm(nn.Linear(2, 2)), nn.Tanh()) for _ in range(2)))
-    make_of = part("units").make_of
-    assert make_of("0", model) == make_of("1", model)
-
-
-def test_steps_stay_few_where_nothing_is_wrong(gate: Gate, part: Callable[[str], Any]) -> None:
-    """A group is tried at once, so sixteen clean units take no more steps than one."""
-    steps = []
-    model = Stack([Clean] * 16)
-    model.register_forward_hook(lambda *_: steps.append(1))
-    gate(model, [[f"blocks.{index}" for index in range(16)]])
-    seeds = len(part("parity").SEEDS)
-    assert len(steps) == 2 * seeds + 1, "for each seed a plain one and one with all, and a repeat"
 
 
 class CountsNowAndThen(Clean):
@@ -498,18 +432,3 @@ def test_the_report_notes_it(checkpointing: Strategy) -> None:
     named = {unit for payload in levels.payloads.values() for unit in payload["units"]}
     assert {"blocks.0", "blocks.2"} <= named
     assert "blocks.1" not in named
-
-
-def test_a_unit_that_keeps_its_products_is_compared_from_every_seed(
-    part: Callable[[str], Any],
-) -> None:
-    """It is not judged by the whole unit, which runs again other operators."""
-    model = nn.Sequential(Clean(), Clean())
-    context = PlainContext(lambda: Workload(model, torch.randn(4, WIDTH)))
-
-    def compare(units: Any, reference: Any, state: Any, seed: int) -> Comparison:
-        differs = seed == 1 and "1~" in units
-        return Comparison(0.0, 0.0, 0.0, differences=("the loss",) * differs, ran=frozenset("01"))
-
-    parity = part("parity").find_parity(context, compare, [["0", "1"], ["0~", "1~"]], (0, 1))
-    assert set(parity.left_out) == {"1~"}

@@ -130,11 +130,6 @@ def test_thinning_keeps_both_ends_and_spreads_evenly(part: Part, levels: int) ->
     assert max(gaps) - min(gaps) <= 1
 
 
-def test_thinning_leaves_few_alone(part: Part) -> None:
-    placements = _placements(part, [(100, 0.0), (60, 1.0), (10, 9.0)])
-    assert part("placement").thinned(placements, 12) == placements
-
-
 def test_steps_that_save_next_to_nothing_are_dropped(part: Part) -> None:
     points = [(1000, 0.0), (995, 0.1), (700, 1.0), (699, 1.1), (500, 2.0), (498, 3.0)]
     kept = part("placement").spread(_placements(part, points))
@@ -154,22 +149,6 @@ def chain(part: Part) -> Any:
     return timeline.Timeline(storages, calls)
 
 
-def test_plain_training_peaks_at_its_end(chain: Any) -> None:
-    assert chain.saved_bytes == 120
-    assert chain.peak(()) == 120 + 2 * 30, "all that is saved, and two gradients"
-
-
-def test_a_unit_gives_back_all_but_its_input(chain: Any) -> None:
-    assert [chain.gain(f"unit{i}") for i in range(3)] == [10, 20, 30]
-
-
-def test_early_units_lower_the_peak_and_the_last_one_does_not(chain: Any) -> None:
-    assert chain.peak(["unit0"]) == 110 + 60
-    assert chain.peak(["unit0", "unit1"]) == 90 + 60
-    assert chain.peak(["unit2"]) == chain.peak(())
-    assert chain.peak(["unit0", "unit1", "unit2"]) == chain.peak(["unit0", "unit1"])
-
-
 def test_what_another_unit_needs_too_stays(part: Part) -> None:
     timeline = part("saved_tensors")
     storages = [timeline.Storage(10, 0, 0), timeline.Storage(50, 1, 3), timeline.Storage(20, 2, 2)]
@@ -177,14 +156,6 @@ def test_what_another_unit_needs_too_stays(part: Part) -> None:
     found = timeline.Timeline(storages, calls)
     assert found.gain("one") == 0
     assert found.gain("two") == 20
-
-
-def test_an_input_that_nobody_saved_is_kept_for_the_unit(part: Part) -> None:
-    timeline = part("saved_tensors")
-    storages = [timeline.Storage(40, 0, 0, saved=False), timeline.Storage(60, 0, 0)]
-    found = timeline.Timeline(storages, [timeline.Call("unit", 0, 1, (0,))])
-    assert found.saved_bytes == 60
-    assert found.gain("unit") == 20
 
 
 def test_every_call_of_a_shared_unit_counts(part: Part) -> None:

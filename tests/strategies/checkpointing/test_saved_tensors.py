@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autofit.memory.tracer import MemoryTracer
-from autofit.training.training import Training
 
 BATCH, WIDTH = 4, 16
 ACTIVATION = BATCH * WIDTH * 4
@@ -131,25 +129,3 @@ def test_inputs_that_change_in_place_are_noticed(record: Record) -> None:
             return own.mean()
 
     assert record(Residual(), _batch()).overwritten == {"read", "own"}
-
-
-@contextmanager
-def _offload(training: Training) -> Iterator[None]:
-    """As a strategy does that moves saved tensors elsewhere."""
-    undo = training.wrap_forward(
-        lambda: torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
-    )
-    try:
-        yield
-    finally:
-        undo()
-
-
-def test_hooks_of_another_strategy_are_not_the_models_own(record: Record) -> None:
-    model, batch = Stack(), _batch()
-    plain = record(model, batch).timeline()
-    found = record(model, batch, offload=_offload)
-    assert found.checkpointing == set()
-    assert found.timeline().storages == plain.storages
-    assert found.timeline().calls == plain.calls
-    assert record(Stack("not reentrant"), batch, offload=_offload).checkpointing == {""}

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -55,54 +51,6 @@ def test_hints_say_less_memory_for_more_time(levels: Dimension) -> None:
         assert before.seconds_per_sample is not None
         assert after.bytes_per_sample < before.bytes_per_sample
         assert after.seconds_per_sample > before.seconds_per_sample
-
-
-@pytest.mark.slow
-def test_parts_that_a_coarse_clock_does_not_see_are_no_plain_level(
-    monkeypatch: pytest.MonkeyPatch, part: Callable[[str], Any]
-) -> None:
-    strategy = part("strategy")
-    time_parts = strategy.time_parts
-
-    def coarse(*arguments: Any) -> Any:
-        times = time_parts(*arguments)
-        return replace(times, seconds=dict.fromkeys(times.seconds, 0.0))
-
-    monkeypatch.setattr(strategy, "time_parts", coarse)
-    (found,) = load_strategies(["checkpointing"])
-    levels = found.dimensions(PlainContext(attention))[SETTING]
-    assert 0 not in levels.payloads
-    test_hints_say_less_memory_for_more_time(levels)
-
-
-class _Waits(nn.Module):
-    """Waits for something else than this process's processor, as for a file or a server."""
-
-    calls = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _Waits.calls += 1
-        time.sleep(0.4)
-        found: torch.Tensor = self.body(x)
-        return found.square().mean()
-
-
-def test_a_model_that_waits_is_looked_at_no_longer_than_others(
-    part: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_Waits, "calls", 0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        context = PlainContext(lambda: Workload(_Waits(), torch.randn(2, 4)))
-        part("profile").time_parts(context, 2, ["body"])
-    finally:
-        torch.set_num_threads(threads)
-    assert _Waits.calls <= 4
 
 
 def _gradients(model: nn.Module, batch: Any) -> list[torch.Tensor]:
@@ -183,34 +131,6 @@ def test_a_model_without_levels_says_why(checkpointing: Strategy) -> None:
     assert _only_plain(checkpointing, context)
     (note,) = context.notes
     assert "no checkpoint levels" in note
-
-
-class FlatFeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mix = nn.LayerNorm(16), nn.MultiheadAttention(16, 2, batch_first=True)
-        layers = (nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-        self.feed_forward = nn.Sequential(*layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = self.norm(x)
-        x = x + self.mix(normed, normed, normed, need_weights=False)[0]
-        return x + self.feed_forward(x)
-
-
-@pytest.mark.slow
-def test_flat_feed_forwards_have_levels(checkpointing: Strategy) -> None:
-    """Half of such a Sequential keeps nearly all, and is the whole of it: it counts once."""
-
-    def build() -> Workload:
-        torch.manual_seed(0)
-        blocks = nn.Sequential(*(FlatFeedForward() for _ in range(6)))
-        return Workload(blocks, torch.randn(8, 12, 16))
-
-    levels = checkpointing.dimensions(PlainContext(build))[SETTING]
-    factor = levels.hints[levels.values[-1]].bytes_per_sample
-    assert factor is not None
-    assert factor < 0.4
 
 
 def _slope(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -313,25 +233,6 @@ def test_a_model_that_checkpoints_itself_is_left_as_it_is(
     assert note.startswith(f"{whose} checkpointed: its own code already checkpoints a part")
 
 
-class AddsUp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow, self.calls = nn.Linear(8, 32), nn.Linear(32, 8), 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x + self.narrow(self.wide(x).tanh().exp())
-
-
-def test_reasons_that_differ_in_names_alone_are_one_note(checkpointing: Strategy) -> None:
-    model = nn.Sequential(*(AddsUp() for _ in range(6)))
-    context = PlainContext(lambda: Workload(model, torch.randn(8, 8)))
-    assert _only_plain(checkpointing, context)
-    (note,) = context.notes
-    assert note.startswith("0, 1, 2, 3, 4")
-    assert "attribute 0.calls" in note
-
-
 def test_on_the_meta_device_plain_is_all_that_is_known(checkpointing: Strategy) -> None:
     context = PlainContext(attention, "meta")
     assert _only_plain(checkpointing, context)
@@ -365,39 +266,6 @@ def test_no_room_for_a_forward_leaves_it_out_and_says_so(checkpointing: Strategy
     context.forwards = False
     assert _only_plain(checkpointing, context)
     assert context.notes == ["checkpointing skipped: a step of 2 samples does not fit into memory"]
-
-
-@pytest.mark.slow
-def test_two_optimizers_in_a_step_of_the_users_own(checkpointing: Strategy) -> None:
-    """A GAN: the step runs both networks, so units of both are found and tried."""
-
-    def network() -> nn.Module:
-        blocks = [nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(3)]
-        return nn.Sequential(*blocks)
-
-    def training_step(training: Any, batch: torch.Tensor) -> torch.Tensor:
-        for name, sign in (("critic", 1.0), ("maker", -1.0)):
-            training.zero_grad()
-            made = training.model["maker"](batch)
-            loss: torch.Tensor = sign * training.model["critic"](made).mean()
-            training.backward(loss)
-            training.optimizer_step(name)
-        return loss.detach()
-
-    def build() -> Workload:
-        torch.manual_seed(0)
-        model = nn.ModuleDict({"critic": network(), "maker": network()})
-        return Workload(
-            model,
-            torch.randn(16, 8),
-            training_step=training_step,
-            optimizer={"critic": torch.optim.SGD, "maker": torch.optim.SGD},
-        )
-
-    levels = checkpointing.dimensions(PlainContext(build))[SETTING]
-    named = {unit for payload in levels.payloads.values() for unit in payload["units"]}
-    assert any(unit.startswith("critic") for unit in named)
-    assert any(unit.startswith("maker") for unit in named)
 
 
 class Attention(nn.Module):
@@ -473,13 +341,3 @@ def test_it_is_so_in_the_loop_of_another_library_too() -> None:
     with on_model(resolved, model, optimizer):
         model(batch).square().mean().backward()
     assert all(map(torch.equal, _gradients_of(model), plain))
-
-
-def test_a_copy_made_meanwhile_recomputes_by_itself() -> None:
-    model, optimizer, resolved, batch = _attentive()
-    with Training(model, optimizer, Recipe(), resolved, device=torch.device("cpu")) as training:
-        assert copy.deepcopy(model)[0].__dict__.keys() == model[0].__dict__.keys()  # type: ignore[index]  # Sequential
-        loaded = pickle.loads(pickle.dumps(model))
-        training.step(batch)
-    loaded(batch).square().mean().backward()
-    assert all(gradient is not None for gradient in _gradients_of(loaded))

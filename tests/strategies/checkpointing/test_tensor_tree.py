@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -155,28 +154,3 @@ def test_attributes_are_taken_from_where_they_are_kept(part: Callable[[str], Any
     guarded, slotted = arguments.put_tensors(nest, tuple(tensor + 1 for tensor in tensors))
     assert [float(layer) for layer in guarded.layers] == [1, 2]
     assert float(slotted.tensor) == 1
-
-
-class Temporary:
-    pass
-
-
-class MadeWhenAskedFor(dict[str, Any]):
-    """Its values are gone when no one keeps them; `alive` says how many were kept."""
-
-    alive = 0
-
-    def items(self) -> Any:
-        made = []
-        for key in self:
-            value = Temporary()
-            made.append(weakref.ref(value))
-            yield key, value
-        type(self).alive = sum(ref() is not None for ref in made)
-
-
-def test_what_is_made_on_the_way_is_kept_as_long_as_it_is_known_by_its_identity(
-    part: Callable[[str], Any],
-) -> None:
-    part("saved_tensors").take_tensors(MadeWhenAskedFor.fromkeys("abcdef"))
-    assert MadeWhenAskedFor.alive == 6

@@ -98,28 +98,3 @@ def test_a_sequential_with_named_children(find: Find, part: Callable[[str], Any]
     x = torch.randn(4, 16)
     with part("checkpointed").checkpointed(model, found.units[:1]):
         assert torch.equal(model(x), nn.Sequential(*layers.values())(x))
-
-
-def test_a_scripted_module_is_let_alone(find: Find) -> None:
-    inner = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh())
-    trace: Any = torch.jit.trace
-    scripted = trace(inner, torch.randn(4, 16))
-    units = find(nn.Sequential(nn.Linear(16, 16), scripted), torch.randn(4, 16)).units
-    assert not [unit for unit in units if unit.startswith("1")]
-
-
-@pytest.mark.slow
-def test_a_thousand_blocks(find: Find) -> None:
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(
-                nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(1000)
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = torch.sin(block(x))
-            return x
-
-    assert len(find(Deep(), torch.randn(4, 4)).units) == 1000

@@ -82,20 +82,6 @@ def test_communication_in_bfloat16_is_for_gpus_that_have_it(
     assert offered["parallel.communication"].values == types
 
 
-def test_a_search_on_one_device_does_not_import_it(
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
-    code = (
-        "import sys; from autofit.registry import load_strategies as load; "
-        "names = [{s.name for s in load(world_size=n)} for n in (1, 2)]; "
-        "print('parallel' in names[0], 'parallel' in names[1])"
-    )
-    assert run_python("-c", code).stdout.split() == ["False", "True"]
-    alone = "import sys; from autofit.registry import load_strategies; load_strategies(); "
-    shown = "print([name for name in sys.modules if 'parallel' in name and 'autofit' in name])"
-    assert run_python("-c", alone + shown).stdout.strip() == "[]"
-
-
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
@@ -162,11 +148,6 @@ def test_what_it_writes_runs_also_with_blocks_that_are_compiled(
         wrapped = "FSDPSequential" if not settings else "DistributedDataParallel"
         compiled = ["1", "2"] if settings else []
         assert done.stdout.splitlines() == [f"{mode} {wrapped} {compiled}" for mode in modes]
-
-
-def test_sharing_after_each_micro_batch_needs_no_line() -> None:
-    lines = STRATEGY.describe({"parallel.mode": "ddp", "parallel.accumulation": "each"}, {})
-    assert not any("is_last" in line for line in lines)
 
 
 def test_one_device_alone_is_refused() -> None:
