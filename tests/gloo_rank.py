@@ -30,7 +30,7 @@ WORDS, WIDTH = 1001, 128
 MICRO_BATCH = 4
 STEPS = 3
 REPEATS = 2
-MODES = ("ddp", "ddp_view", "zero1", "fsdp2", "fsdp2_keep")
+MODES = ("ddp_view", "zero1", "fsdp2")
 
 
 class Block(nn.Module):

@@ -33,7 +33,7 @@ from autofit.searching.study import Store
 from autofit.space import Space
 from tests.simulated import DIMENSIONS, IDENTITY, SimulatedDevice
 
-REPORTS, BYTES, STUDIES, COMMANDS, CALLS = 100, 40, 50, 60, 100
+REPORTS, BYTES, STUDIES, COMMANDS, CALLS = 60, 20, 30, 30, 50
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 1.5, 2**62, 10**400, -(10**400), 1e308, 1e-320, float("nan"),
     float("inf"), "", "x", "nan", "\ud800", "\x00", "24GiB", "cuda:99999", [], {}, [[]], [None],

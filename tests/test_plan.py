@@ -32,25 +32,12 @@ def test_every_split_keeps_all_samples_in_sizes_that_differ_by_at_most_one(sampl
         assert sizes == tuple(sorted(sizes, reverse=True))
 
 
-@pytest.mark.parametrize("samples", [1, 7, 10, 97])
-def test_no_fewer_micro_batches_would_do(samples: int) -> None:
-    for micro_batch in range(1, samples + 1):
-        steps = steps_for(samples, micro_batch)
-        assert steps == 1 or -(-samples // (steps - 1)) > micro_batch
-
-
 def test_a_split_plan_has_the_micro_batch_that_it_really_runs() -> None:
     plan = Plan.split(10, 4)
     assert (plan.micro_batch, plan.accumulation_steps, plan.global_batch) == (4, 3, 10)
     assert plan.micro_batch_sizes == (4, 3, 3)
     assert Plan.split(10, 9).micro_batch == 5
     assert Plan.split(3, 8).micro_batch_sizes == (3,)
-
-
-def test_without_a_global_batch_all_micro_batches_are_whole() -> None:
-    plan = Plan(4, accumulation_steps=3)
-    assert plan.samples_per_step == 12
-    assert plan.micro_batch_sizes == (4, 4, 4)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])

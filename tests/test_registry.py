@@ -204,15 +204,6 @@ def test_a_plan_is_resolved_with_the_space_s_values_and_payloads() -> None:
         resolve(Plan(4, settings={"doubling.on": 7}), LEVELS, [doubling])
 
 
-def test_a_setting_with_a_payload_of_its_own_may_have_any_value() -> None:
-    plan, given = Plan(4, settings={"doubling.on": 7}), {"doubling.on": ["z"], "other.x": 1}
-    resolved = resolve(plan, LEVELS, [Doubling()], given)
-    assert resolved.plan == plan
-    assert resolved.payloads == {"doubling.on": ["z"]}
-    with pytest.raises(InvalidArgument, match=r"\b7\b"):
-        resolve(plan, LEVELS, [], given)
-
-
 @pytest.mark.parametrize("payload", [7, "0", ["0"], {"unit": ["0"]}, {"units": ["0"]}])
 def test_a_payload_that_its_strategy_cannot_read_is_refused(payload: Any) -> None:
     plan = Plan(4, settings={"checkpointing.level": 1})

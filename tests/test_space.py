@@ -78,13 +78,6 @@ def test_where_splitting_changes_the_gradients_the_count_stays() -> None:
     assert space.largest_micro_batch == space.only_micro_batch == space.baseline.micro_batch
 
 
-def test_without_a_global_batch_there_is_nothing_that_may_not_be_split() -> None:
-    space = Space({}, 4, may_change_accumulation=False, max_micro_batch=64)
-    assert space.only_micro_batch is None
-    assert space.largest_micro_batch == 64
-    assert space.plan(32, {}) == Plan(32)
-
-
 def test_settings_are_completed_and_checked() -> None:
     space = Space(DIMENSIONS, 4)
     assert space.complete({"checkpointing.level": 2}) == {
@@ -211,15 +204,6 @@ def test_one_value_of_several_may_forbid_accumulation() -> None:
     with pytest.raises(InvalidArgument, match="graphs is for plans of one micro-batch"):
         resolve(asked, space)
     assert resolve(Plan.split(8, 4, settings={"compile.mode": "default"}), space)
-
-
-def test_nothing_needs_accumulation_and_forbids_it() -> None:
-    dimensions = {
-        "update.when": Dimension(["step", "backward"], accumulation={"backward": False}),
-        "parallel.accumulation": Dimension(["once", "each"], accumulation={"each": True}),
-    }
-    space = Space(dimensions, 4, global_batch=8)
-    assert len(list(space.variants())) == 3
 
 
 def test_what_depends_on_a_setting_that_needs_accumulation_goes_with_it() -> None:

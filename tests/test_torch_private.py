@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -131,46 +130,6 @@ def test_the_source_uses_no_private_name_of_torch_but_those_of_the_table() -> No
     assert unknown == []
 
 
-def at_import(tree: ast.AST) -> set[ast.AST]:
-    """Return the nodes that run when the module is imported."""
-    found: set[ast.AST] = set()
-
-    def visit(node: ast.AST) -> None:
-        for child in ast.iter_child_nodes(node):
-            inner = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            checked = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
-            if not inner and not checked:
-                found.add(child)
-                visit(child)
-
-    visit(tree)
-    return found
-
-
-def test_the_core_touches_none_while_it_is_imported() -> None:
-    """What a class or a constant needs then comes from the table, which has words for its end."""
-    touched = []
-    for path in sources():
-        nodes = at_import(nodes_of(path)[0])
-        touched += [
-            f"{path.relative_to(ROOT)}:{line}: {name}"
-            for line, name, node in private_uses(nodes_of(path), set())
-            if node in nodes and "." in name and path.is_relative_to(ROOT / "autofit")
-        ]
-    assert touched == []
-
-
-def test_each_name_of_the_table_is_used() -> None:
-    texts = (path.read_text() for path in sources() if path.name != "torch_private.py")
-    words = {word for text in texts for word in re.findall(r"\w+", text)}
-    unused = {
-        name
-        for name in TABLE - {path for _, path in torch_private._AT_IMPORT.values()}
-        if name.rpartition(".")[2].removesuffix("()") not in words
-    }
-    assert unused == set()
-
-
 @pytest.mark.parametrize("need", torch_private.USES)
 def test_this_torch_has_them(need: str) -> None:
     if need == "CUDA device" and torch.version.cuda is None:
@@ -257,16 +216,3 @@ def test_a_strategy_whose_name_is_gone_is_left_out_with_the_sentence(
     assert lost not in str(_survey_of(session).notes)
     remove("torch._C._current_graph_task_id", monkeypatch)
     assert lost in str(_survey_of(session).notes)
-
-
-def test_a_module_that_needs_one_to_be_imported_says_so(
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
-    said = run_python(
-        "-c",
-        "import torch.utils._python_dispatch as d; del d.TorchDispatchMode\n"
-        "from autofit import torch_private\n"
-        "try: print(torch_private.TorchDispatchMode)\n"
-        "except torch_private.Unsupported as error: print(error)\n",
-    )
-    assert re.search(r"with torch .*TorchDispatchMode", said.stdout), said.stderr

@@ -16,7 +16,6 @@ from tests.simulated import (
     HALF,
     LEVEL,
     PLAIN,
-    MakeDevice,
     SimulatedDevice,
     make_trial,
     with_predicted_lines,
@@ -119,35 +118,3 @@ def test_fixed_and_growing_time_add_up_or_overlap_as_they_were_measured(
     posterior = _timed(device, lambda n: (0.1**power + (0.01 * n) ** power) ** (1 / power))
     expected = np.log(10) - np.log((2 * 0.1**power) ** (1 / power))
     assert _log_speed(posterior, PLAIN, 10) == pytest.approx(expected, abs=0.02)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("global_batch", [None, 52, 53])
-def test_speeds_of_ranks_are_of_all_their_samples_in_the_time_of_the_rank_with_most(
-    make_device: MakeDevice, ranks: int, global_batch: int | None
-) -> None:
-    """A step of several ranks takes as long as one rank's of their largest share."""
-    device = make_device(global_batch=global_batch, world_size=ranks)
-    alone = make_device(global_batch=global_batch and -(-global_batch // ranks))
-
-    def plan_at(size: int, of: SimulatedDevice = device) -> Plan:
-        return of.space.plan(size, PLAIN)
-
-    def step_s(plan: Plan) -> float:
-        return device.step_time(plan_at(plan.micro_batch, alone))
-
-    plans = list(dict.fromkeys(plan_at(size) for size in (1, 2, 3, 4, 6, 7, 13, 26)))
-    trials = [
-        make_trial(number, plan, step_times_s=[step_s(plan)] * 6)
-        for number, plan in enumerate(plans)
-    ]
-    posterior = Posterior(device.spec(), trials)
-    for plan, trial in zip(plans, trials, strict=True):
-        assert sum(plan.micro_batch_sizes) == plan.mean_micro_batch * plan.accumulation_steps
-        speed = float(np.exp(posterior.mean_log_speed(plan)))
-        assert speed == pytest.approx(trial.samples_per_second, rel=0.01)
-        sizes = np.full(len(posterior.variants), plan.micro_batch)
-        by_size = posterior.log_speeds(sizes)[:, posterior.index(plan)].mean()
-        assert float(np.exp(by_size)) == pytest.approx(trial.samples_per_second, rel=0.02)
-    for point, plan in zip(posterior._time_points, plans, strict=True):
-        assert point.x == plan.mean_micro_batch <= plan.micro_batch

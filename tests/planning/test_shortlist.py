@@ -52,10 +52,6 @@ def _prober() -> SimulatedProber:
     return SimulatedProber(8 * GIB, _bytes, _seconds, time_noise=0.003)
 
 
-def _speed(plan: Plan) -> float:
-    return plan.micro_batch / _seconds(plan)
-
-
 def test_a_small_space_has_a_column_for_every_variant() -> None:
     spec = _spec(SMALL)
     every = list(spec.space.variants())
@@ -68,21 +64,6 @@ def test_a_small_space_has_a_column_for_every_variant() -> None:
 def trials() -> tuple[Trial, ...]:
     """Of a search of a large space."""
     return run_search(_prober(), _spec(LARGE), max_probes=9).trials
-
-
-@pytest.mark.slow
-def test_a_large_space_is_searched_by_a_shortlist_as_well() -> None:
-    spec = _spec(LARGE)
-    result = run_search(_prober(), spec, max_probes=14)
-    posterior = Posterior(spec, result.trials)
-    assert len(list(spec.space.variants())) == 2 * MOST_VARIANTS
-    assert len(posterior.variants) < 1.5 * MOST_VARIANTS
-    best = max(
-        _speed(spec.space.plan(int(112 * (1 + int(settings[LEVEL]) / 4)), settings))
-        for settings in spec.space.variants()
-    )
-    assert _speed(result.best.plan) >= 0.95 * best
-    assert result.oom_probes == 0
 
 
 def test_a_shortlist_has_what_ran_and_every_value(trials: tuple[Trial, ...]) -> None:

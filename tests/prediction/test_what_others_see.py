@@ -16,26 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import WorkerFailed, is_users
+from autofit.errors import WorkerFailed
 from autofit.prediction.predict import predict
 from autofit.training.workload import Workload
 
 BATCH = torch.ones(4, 16)
-
-
-def test_a_worker_serves_many_predictions() -> None:
-    def process_of(build: Callable[[], nn.Module]) -> str:
-        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            raise ValueError(f"process {os.getpid()}")
-
-        with pytest.raises(ValueError, match="process") as raised:
-            predict(Workload(build, BATCH, loss_fn=loss), gpu="L4")
-        assert is_users(raised.value)
-        return str(raised.value)
-
-    first = process_of(lambda: nn.Linear(16, 16))
-    assert first == process_of(lambda: nn.Linear(16, 8))
-    assert first != f"process {os.getpid()}"
 
 
 def test_what_the_process_is_now_is_what_the_worker_finds(

@@ -396,21 +396,6 @@ def test_the_budget_holds_whatever_nvml_tells(
     assert probing.at(NO_FAULT).ok
 
 
-def test_hardly_any_memory_left_for_a_worker_is_enough_to_open(
-    open_probing: Any, machine: Machine
-) -> None:
-    """Not to tell it from others by what it allocates, though."""
-    probing = open_probing(FaultyModel(), device="cuda", vram_budget=FULL)
-    context_bytes = machine.held_bytes()[probing.worker]
-    probing.prober.renew()
-    machine.hold(find_card().total_bytes - context_bytes - 16 * MIB)
-    measurement = probing.at(NO_FAULT)
-    assert measurement.outcome is Outcome.OOM
-    assert measurement.contended
-    machine.hold(0)
-    assert probing.at(NO_FAULT).ok
-
-
 @pytest.mark.usefixtures("machine")
 def test_nvml_that_loses_the_gpu_amid_a_search_changes_nothing(open_probing: Any) -> None:
     probing = open_probing(

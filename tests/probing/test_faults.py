@@ -341,15 +341,6 @@ def test_finds_a_context_even_a_hidden_one(hidden: bool) -> None:
     assert fault_of(raised(cleaned_up)).outcome is Outcome.OOM
 
 
-def test_looks_into_groups() -> None:
-    group = ExceptionGroup("tasks", [ValueError("a"), ExceptionGroup("b", [KNOWN["HIP"][1]])])
-    assert fault_of(group).outcome is Outcome.OOM
-    assert (
-        fault_of(ExceptionGroup("tasks", [ValueError("a"), KeyError("b")])).outcome
-        is Outcome.USER_ERROR
-    )
-
-
 def test_a_dead_context_outweighs_the_rest_of_the_chain() -> None:
     def dies() -> None:
         try:

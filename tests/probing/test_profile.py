@@ -110,18 +110,3 @@ def test_what_kernels_do_not_fill_of_a_step_is_launches() -> None:
     crowded = StepProfile(seconds, 10, on_gpu=True).shares(0.3)  # kernels ran beside each other
     assert crowded["launches"] == 0.0
     assert sum(crowded.values()) == pytest.approx(1)
-
-
-def test_a_loop_of_the_users_own_is_profiled_too() -> None:
-    def own(training: Any, batch: torch.Tensor) -> torch.Tensor:
-        training.zero_grad()
-        loss: torch.Tensor = training.model(batch).mean()
-        training.backward(loss)
-        training.optimizer_step()
-        return loss.detach()
-
-    workload = Workload(Holds(), torch.ones(2, 1), training_step=own)
-    with open_prober(workload, (), Target("cpu", "1GiB")) as prober:
-        found = prober.run(partial(profile_plan, resolved=ResolvedPlan(Plan(2))))
-    assert found is not None
-    assert found.shares(1.0)["optimizer"] > 0.5

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-import autofit
 from autofit.errors import WorkerFailed
 from autofit.measurement import Outcome
 from autofit.probing import worker_channel
@@ -142,34 +140,3 @@ def test_a_process_group_that_torchrun_did_not_start_is_refused(tmp_path: Path) 
     for number, rank in enumerate(ranks):
         said, _ = rank.communicate(timeout=200)
         assert f"rank {number} of a process group of 2" in said
-
-
-def test_a_second_ctrl_c_at_once_loses_nothing(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import torch\nimport autofit\n"
-        "def make():\n"
-        "    batch = (torch.randn(8, 4), torch.randn(8, 4))\n"
-        "    model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 4))\n"
-        "    return autofit.Workload(model, batch, criterion=torch.nn.functional.mse_loss)\n"
-    )
-    command = ("search", "train.py:make", "--device", "cpu", "--vram-budget", "64MiB")
-    running = subprocess.Popen(
-        [sys.executable, "-m", "autofit", *command, "--out", "report.json"],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    assert running.stderr is not None
-    shown = []
-    for line in running.stderr:
-        shown.append(line)
-        if "1 probe" in line:
-            break
-    for _ in range(5):
-        running.send_signal(signal.SIGINT)
-        time.sleep(0.1)
-    running.communicate(timeout=100)
-    assert running.returncode == 130, shown
-    assert autofit.load(tmp_path / "report.json").best.ok

@@ -10,7 +10,6 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,8 +23,7 @@ from optuna.trial import TrialState
 from autofit.errors import StudyError
 from autofit.planning.search_spec import Effort
 from autofit.probing.process_identity import _start_ticks, this_process
-from autofit.searching import claim as claim_room
-from autofit.searching.claim import Claim, is_live
+from autofit.searching.claim import is_live
 from autofit.searching.engine import run_search
 from autofit.searching.study import Store
 from autofit.space import Space
@@ -227,39 +225,6 @@ def test_a_second_search_on_a_study_is_refused(tmp_path: Path, storage: str, sta
         child.communicate()
     with Store.open(study, IDENTITY) as store:
         assert len(store.trials) == 2
-
-
-def test_of_searches_that_start_at_the_same_instant_one_gets_the_study(tmp_path: Path) -> None:
-    """Each claims before any looks: a barrier stands between the two."""
-    study = f"sqlite:///{tmp_path / 'study.db'}"
-    together, may_end = threading.Barrier(2), threading.Event()
-    got_in: list[str] = []
-    refused: list[str] = []
-
-    class Claiming(Claim):
-        def renew(self) -> None:
-            super().renew()
-            with contextlib.suppress(threading.BrokenBarrierError):
-                together.wait(timeout=2)
-
-    def search() -> None:
-        try:
-            with Store.open(study, IDENTITY):
-                got_in.append(study)
-                may_end.wait(timeout=30)
-        except StudyError as refusal:
-            refused.append(str(refusal))
-            may_end.set()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(claim_room, "Claim", Claiming)
-        searches = [threading.Thread(target=search) for _ in range(2)]
-        for one in searches:
-            one.start()
-        for one in searches:
-            one.join()
-    assert len(got_in) == len(refused) == 1
-    assert "is using the study" in refused[0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._functorch import config as functorch
 
 import autofit
 from autofit.devices.cpu import CpuDevice
@@ -82,29 +81,6 @@ def test_a_gpu_has_two_modes_more_and_autotuning_costs_by_the_product() -> None:
         return float(mode.trial_cost_of(mode.values[-1]) - mode.trial_cost_of("default"))
 
     assert cost_s(3, 16) == cost_s(6, 16) > cost_s(0, 16) > 0  # of equal shapes once
-
-
-@pytest.mark.slow
-def test_a_mode_is_told_to_the_compiler() -> None:
-    """A CPU has no use for the modes of GPUs; what they set is in force while code is made."""
-    from torch._inductor import config
-
-    seen = []
-
-    def noted(graph: Any) -> None:
-        seen.append((config.max_autotune, config.coordinate_descent_tuning))
-
-    plan = ResolvedPlan(Plan(4, settings={MODE: "max-autotune-no-cudagraphs"}), {}, (COMPILE,))
-    builder = TrainingBuilder(workload, CpuDevice(), 0)
-    with (
-        config.patch(post_grad_custom_pre_pass=noted),
-        builder.training(workload(), plan) as training,
-    ):
-        training.step(workload().batch(4))
-    assert set(seen) == {(True, True)}
-    assert not config.max_autotune
-    lines = COMPILE.describe({MODE: "reduce-overhead"}, {})
-    assert lines[-1] == "model = torch.compile(model, mode='reduce-overhead', dynamic=False)"
 
 
 @pytest.mark.slow
@@ -264,39 +240,6 @@ def test_a_compiled_training_is_accounted_for_and_leaves_nothing(
     assert "_compiled_call_impl" not in vars(training.model)
     assert not any(vars(parameter) for parameter in training.model.parameters())
     assert dict(os.environ) == variables
-
-
-@pytest.mark.slow
-def test_regions_and_budgets_train_alike_and_hold_what_they_say() -> None:
-    dimensions = COMPILE.dimensions(PlainContext(of_blocks))
-    batch = of_blocks().batch(32)
-    gradients: dict[Any, list[torch.Tensor]] = {}
-    peaks, notes = {}, {}
-    settings: list[dict[str, Any]] = [
-        {},
-        {MODE: "default", REGION: "blocks"},
-        {MODE: "default", BUDGET: 1.0},
-        {MODE: "default", BUDGET: 0.5},
-    ]
-    for number, chosen in enumerate(settings):
-        device = CpuDevice()
-        device.limit(64 * MIB)
-        builder = TrainingBuilder(of_blocks, device, 0)
-        plan = Plan(32, settings=chosen)
-        resolved = ResolvedPlan(plan, payloads_of(dimensions, chosen), (COMPILE,))
-        with device.accounting(), builder.training(of_blocks(), resolved) as training:
-            training.accumulate(batch)
-            gradients[number] = [p.grad for p in training.model.parameters() if p.grad is not None]
-            training.optimizer_step()
-            device.reset_peaks()
-            training.accumulate(batch)
-            peaks[number], notes[number] = device.read().peak_allocated_bytes, training.notes()
-    for number in range(1, 4):
-        torch.testing.assert_close(gradients[number], gradients[0], rtol=1e-4, atol=1e-6)
-        assert "0 recompilations" in notes[number][0]
-    assert notes[1][0].startswith("compile: 1 graphs")  # one for all four blocks
-    assert peaks[3] < peaks[2] <= peaks[0]
-    assert functorch.activation_memory_budget == 1.0
 
 
 @pytest.mark.slow

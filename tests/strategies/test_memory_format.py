@@ -106,20 +106,3 @@ def test_training_goes_on_after_it_as_before(memory_format: Strategy) -> None:
         state = optimizers[0].state[weight]["exp_avg"]
         torch.testing.assert_close(state, optimizers[1].state[other]["exp_avg"])
         assert state.stride() == weight.stride()
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])
-def test_a_graph_that_was_there_before_has_the_same_gradients(
-    memory_format: Strategy, inside: bool
-) -> None:
-    model, inputs = _conv(2), torch.randn(2, 4, 8, 8)
-    expected = torch.autograd.grad(model(inputs).square().mean(), list(model.parameters()))
-    loss = model(inputs).square().mean()
-    with _training(memory_format, model):
-        if inside:
-            loss.backward()
-    if not inside:
-        loss.backward()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        assert parameter.grad is not None
-        assert torch.allclose(parameter.grad, gradient, rtol=1e-5, atol=1e-7)

@@ -12,10 +12,9 @@ from torch import nn
 import autofit
 from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Plan, ResolvedPlan
+from autofit.plan import Plan
 from autofit.registry import load_strategies
 from autofit.testing import PlainContext, check_strategy
-from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 
@@ -123,18 +122,6 @@ def test_tensors_that_share_memory_keep_their_own_values(function: Any) -> None:
         assert torch.equal(gradient(), plain)
 
 
-def test_buffers_are_used_again_and_given_up() -> None:
-    host = offload._Host(most_bytes=4 * WIDTH * WIDTH)
-    for value in range(3):
-        moved = host.move(torch.full((WIDTH, WIDTH), float(value)))
-        assert float(host.bring_back(moved).mean()) == value
-        del moved
-    assert sum(map(len, host._free.values())) == 1
-    host.clear()
-    assert not any(host._free.values())
-    assert not host._moved
-
-
 def test_a_forward_moves_its_activations_and_leaves_parameters_and_small_tensors() -> None:
     wide = 256  # a weight is larger than what is worth moving
     model = nn.Sequential(nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, wide))
@@ -188,25 +175,6 @@ def test_a_model_that_normalizes_over_samples_may_have_it() -> None:
 
     (strategy,) = load_strategies(["offload"])
     assert strategy.dimensions(PlainContext(normalized))[SETTING].values == (False, True)
-
-
-def test_parameters_and_buffers_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at every forward, which the time of a step would show."""
-    asked = []
-    parameters = nn.Module.parameters
-
-    def noted(model: nn.Module, recurse: bool = True) -> Any:
-        asked.append(model)
-        return parameters(model, recurse)
-
-    view = ResolvedPlan(Plan(4, settings={SETTING: True}), {}, load_strategies(["offload"]))
-    model = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters())
-    with Training(model, optimizer, Recipe(), view, device=torch.device("cpu")) as live:
-        monkeypatch.setattr(nn.Module, "parameters", noted)
-        for _ in range(2):
-            live.accumulate(torch.randn(4, 8))
-    assert asked == []
 
 
 @on_each_device

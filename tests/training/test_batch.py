@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict, namedtuple
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -126,16 +126,6 @@ def test_a_tensor_of_another_size_stays_whole_also_where_a_grown_batch_reaches_i
         assert piece[1] is batch[1]
 
 
-def test_what_requires_a_gradient_is_a_leaf_again_when_it_was_grown() -> None:
-    points = _rows(2).requires_grad_()
-    grown = resize(points, 4)
-    assert grown.is_leaf
-    for _ in range(2):
-        (grown**2).sum().backward()
-    assert grown.grad is not None
-    assert points.grad is None
-
-
 @pytest.mark.parametrize("batch", [[], {}, "text", 3, None, (torch.tensor(1.0),)])
 def test_a_batch_without_samples_is_refused_with_the_way_out(batch: Any) -> None:
     with pytest.raises(InvalidArgument, match="n -> batch"):
@@ -169,24 +159,6 @@ def test_where_every_tensor_has_size_1_it_is_one_sample() -> None:
     check_batched_dimension(batch)
     assert Samples.of(batch).places(batch) == {0, 1, 2}
     assert resize(batch, 3)["labels"].shape == (3, 16)
-
-
-@dataclass(frozen=True)
-class Computed:
-    """One field is no argument, and making it anew would do it twice."""
-
-    x: torch.Tensor
-    doubled: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "doubled", self.x * 2)
-
-
-def test_a_dataclass_is_copied_and_not_made_anew() -> None:
-    batch = resize(Computed(torch.ones(2, 3)), 5)
-    assert isinstance(batch, Computed)
-    assert batch.x.shape == batch.doubled.shape == (5, 3)
-    assert torch.equal(batch.doubled, batch.x * 2)
 
 
 def test_a_sparse_batch_grows_and_is_cut() -> None:

@@ -9,13 +9,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 
 from autofit.devices.gpus import find_gpu
-from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.cuda import autocast
 from autofit.prediction.cuda.tracer import CudaTracer
-from autofit.prediction.dry_run import dry_run, stage
-from autofit.registry import load_strategies
-from autofit.training.training import Training
-from autofit.training.workload import Workload
+from autofit.prediction.dry_run import stage
 
 
 @pytest.fixture
@@ -69,33 +65,6 @@ def test_a_weight_is_cast_once_and_its_cast_dies_with_the_region(staged: CudaTra
         F.linear(x, weight)
         assert staged.allocator.allocated_bytes == with_cast
     assert staged.allocator.allocated_bytes == with_cast - 2 * 1024 * 1024
-
-
-def test_after_an_update_amid_a_train_step_a_weight_is_cast_again() -> None:
-    def casts(updates: int) -> int:
-        def training_step(training: Training, batch: Any) -> torch.Tensor:
-            training.backward(training.loss(batch))
-            for _ in range(updates):
-                training.optimizer_step()
-            loss = training.loss(batch)
-            training.backward(loss)
-            training.optimizer_step()
-            return loss
-
-        workload = Workload(
-            lambda: torch.nn.Linear(250, 32, bias=False),
-            torch.randn(4, 250),
-            training_step=training_step,
-        )
-        plan = Plan(4, settings={"precision.dtype": "bfloat16"})
-        run = dry_run(
-            workload,
-            ResolvedPlan(plan, strategies=load_strategies(["precision"])),
-            find_gpu("H100"),
-        )
-        return sum(event > 0 and size == 250 * 32 * 2 for event, size in run.allocations.events)
-
-    assert casts(updates=1) == casts(updates=0) + 2  # once more in each of two steps
 
 
 @pytest.mark.usefixtures("staged")

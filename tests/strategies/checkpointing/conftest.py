@@ -1,4 +1,4 @@
-"""Ten small networks that trip up plain checkpointing, each built alike every time."""
+"""Seven small networks that trip up plain checkpointing, each built alike every time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm
 
 from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.registry import load_strategies
@@ -70,18 +69,6 @@ class MovingAverage(nn.Module):
         return torch.sin(self.inner(x) * self.average) + x
 
 
-class Spectral(nn.Module):
-    """Two layers whose weights are normalized by power iteration."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.one = spectral_norm(nn.Linear(width, 4 * width))
-        self.two = spectral_norm(nn.Linear(4 * width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.two(torch.tanh(self.one(torch.sin(x))))
-
-
 class Recurrent(nn.Module):
     """Stacked LSTMs, which return tuples."""
 
@@ -107,32 +94,6 @@ class Shared(nn.Module):
         for _ in range(8):
             x = self.layer(x)
         return x.square().mean()
-
-
-class Dense(nn.Module):
-    """A layer that is given the list of all earlier features."""
-
-    def __init__(self, inputs: int, growth: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(inputs)
-        self.wide = nn.Conv2d(inputs, 4 * growth, 1)
-        self.narrow = nn.Conv2d(4 * growth, growth, 3, padding=1)
-
-    def forward(self, features: list[torch.Tensor]) -> torch.Tensor:
-        x = torch.relu(self.norm(torch.cat(features, 1)))
-        return self.narrow(torch.relu(self.wide(x)))
-
-
-class DenseNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Dense(4 + 4 * index, 4) for index in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        features = [x]
-        for layer in self.layers:
-            features.append(layer(features))
-        return torch.cat(features, 1).square().mean()
 
 
 @dataclass
@@ -209,34 +170,6 @@ class Keepers(nn.Module):
         return walk.features.square().mean()
 
 
-class Packed(nn.Module):
-    """Recurrent blocks over sequences of different lengths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(PackedBlock() for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        lengths = torch.arange(len(x)).flip(0) % x.shape[1] + 1
-        packed = nn.utils.rnn.pack_padded_sequence(
-            x, lengths, batch_first=True, enforce_sorted=False
-        )
-        for block in self.blocks:
-            packed = block(packed)
-        return packed.data.square().mean()
-
-
-class PackedBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.narrow = nn.GRU(12, 36), nn.Linear(36, 12)
-
-    def forward(self, packed: nn.utils.rnn.PackedSequence) -> nn.utils.rnn.PackedSequence:
-        output, _ = self.layer(packed)
-        mixed = torch.sin(self.narrow(output.data.exp())) + packed.data
-        return nn.utils.rnn.PackedSequence(mixed, *packed[1:])
-
-
 def _images() -> torch.Tensor:
     return torch.randn(4, 4, 12, 12)
 
@@ -248,15 +181,9 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
         lambda: nn.Sequential(*(MovingAverage(8) for _ in range(6))),
         lambda: torch.randn(64, 8),
     ),
-    "spectral norm": (
-        lambda: nn.Sequential(*(Spectral(8) for _ in range(6))),
-        lambda: torch.randn(64, 8),
-    ),
     "lstm": (Recurrent, lambda: torch.randn(4, 6, 12)),
     "shared layer": (Shared, lambda: torch.randn(4, 10, 16)),
-    "dense net": (DenseNet, _images),
     "objects handed on": (Keepers, lambda: torch.randn(32, 16)),
-    "packed sequences": (Packed, lambda: torch.randn(4, 6, 12)),
     "structured arguments": (Structured, lambda: torch.randn(32, 16)),
 }
 
@@ -270,7 +197,7 @@ def workload(name: str) -> Workload:
         return Workload(model, make_batch(), optimizer=lambda p: torch.optim.AdamW(p, 1e-2))
 
 
-QUICK = ("batch norm", "lstm", "shared layer", "objects handed on", "structured arguments")
+QUICK = ("batch norm", "objects handed on", "structured arguments")
 """Networks that the quick tiers try; the others are slow."""
 
 

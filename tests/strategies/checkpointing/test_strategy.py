@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from autofit.errors import InvalidArgument
-from autofit.integrations.applied import on_model
 from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import Numerics, Phase, Strategy, TrainingView
@@ -86,26 +84,6 @@ def test_a_plan_for_another_model_is_refused(checkpointing: Strategy, levels: Di
             ),
             device=torch.device("cpu"),
         )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("norm", [spectral_norm, weight_norm])
-def test_weights_computed_in_the_forward_are_no_activations(
-    checkpointing: Strategy, norm: Callable[[nn.Module], nn.Module]
-) -> None:
-    """They outweigh the activations of the few samples that are looked at."""
-
-    def build() -> Workload:
-        torch.manual_seed(0)
-        layers: list[nn.Module] = []
-        for _ in range(5):
-            layers += [norm(nn.Linear(16, 16)), norm(nn.Linear(16, 16)), nn.Tanh()]
-        return Workload(nn.Sequential(*layers), torch.randn(8, 16))
-
-    levels = checkpointing.dimensions(PlainContext(build))[SETTING]
-    factor = levels.hints[levels.values[-1]].bytes_per_sample
-    assert factor is not None
-    assert factor < 0.7
 
 
 def _only_plain(checkpointing: Strategy, context: PlainContext) -> bool:
@@ -329,15 +307,4 @@ def test_what_another_strategy_puts_around_the_forward_is_around_a_recomputation
         with training.context():  # as in a training_step
             training.backward(training.model(batch).square().mean())
     assert all(map(torch.equal, again, plain))
-    assert all(map(torch.equal, _gradients_of(model), plain))
-
-
-def test_it_is_so_in_the_loop_of_another_library_too() -> None:
-    model, optimizer, resolved, batch = _attentive()
-    with sdpa_kernel(SDPBackend.MATH):
-        model(batch).square().mean().backward()
-    plain = _gradients_of(model)
-    model.zero_grad()
-    with on_model(resolved, model, optimizer):
-        model(batch).square().mean().backward()
     assert all(map(torch.equal, _gradients_of(model), plain))

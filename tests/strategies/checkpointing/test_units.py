@@ -56,16 +56,6 @@ def test_runs_of_a_flat_sequential(find: Find, part: Callable[[str], Any]) -> No
     assert len(covered) == len(set(covered)) >= 12
 
 
-def test_runs_are_cut_by_what_they_give_back(find: Find) -> None:
-    """The wide image that the first layer is given stays, whichever run that layer is in."""
-    layers: list[nn.Module] = [nn.Conv2d(24, 4, 3, padding=1)]
-    for _ in range(3):
-        layers += [nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)]
-    model = nn.Sequential(nn.Tanh(), nn.Sequential(*layers[:-1]))
-    units = find(model, torch.randn(4, 24, 8, 8)).units
-    assert {"1[3:6]", "1[6:9]"} <= set(units)
-
-
 def test_each_run_is_offered_once(find: Find) -> None:
     """Where the second half of a run saves nearly all, that half is the run itself."""
     layers = (nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
@@ -83,18 +73,3 @@ def test_no_unit_begins_by_changing_its_input(find: Find, part: Callable[[str], 
     assert units
     firsts = {part("units").Unit.parse(unit).parts(model)[0] for unit in units}
     assert not [name for name in firsts if isinstance(model.get_submodule(name), nn.SiLU)]
-
-
-def test_a_sequential_with_named_children(find: Find, part: Callable[[str], Any]) -> None:
-    from collections import OrderedDict
-
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
-    for number in range(6):
-        layers[f"linear{number}"] = nn.Linear(16, 16)
-        layers[f"tanh{number}"] = nn.Tanh()
-    model = nn.ModuleDict({"body": nn.Sequential(layers)})["body"]
-    found = find(model, torch.randn(4, 16))
-    assert found.units
-    x = torch.randn(4, 16)
-    with part("checkpointed").checkpointed(model, found.units[:1]):
-        assert torch.equal(model(x), nn.Sequential(*layers.values())(x))
