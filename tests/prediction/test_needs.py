@@ -27,7 +27,7 @@ PRECISION = tuple(load_strategies(["precision"]))
 
 def decoder() -> Workload:
     ids = torch.randint(0, 500, (2, 64))
-    return Workload(lambda: GPT(500, 64, 128, 2, 1), {"ids": ids})
+    return Workload(lambda: GPT(500, 64, 128, 1, 2), {"ids": ids})
 
 
 def convolutions() -> Workload:
