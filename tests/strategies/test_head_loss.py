@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import autofit
 from autofit.equivalence.steps import PlainContext
@@ -191,6 +194,25 @@ def test_a_tied_head_gets_the_gradients_of_both_uses() -> None:
     assert check_equal({"tied": True}, flat, 7) == [True]
 
 
+class Recomputed(Language):
+    """Runs its head a second time by torch's older checkpoint, which runs it in the backward."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.body(self.embedding(ids))
+        return self.head(hidden) + checkpoint(self.head, hidden, use_reentrant=True)
+
+
+def test_a_head_that_is_recomputed_gets_the_gradients_of_both_runs() -> None:
+    ids, targets = batch()
+    plain, other = Recomputed(), Recomputed()
+    other.load_state_dict(plain.state_dict())
+    flat(plain(ids), targets).backward()
+    with deferred([other.head], 7):
+        flat(other(ids), targets).backward()
+    for one, wanted in zip(other.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, wanted.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_a_frozen_head_gets_no_gradient() -> None:
     frozen = model()
     frozen.head.requires_grad_(False)
@@ -248,6 +270,18 @@ def test_evaluation_gets_plain_logits_and_leaving_restores_the_head() -> None:
     assert type(made(ids)) is Tensor
 
 
+def test_a_copy_made_meanwhile_runs_plainly_with_its_own_weights() -> None:
+    made, (ids, _) = model(), batch()
+    with deferred([made.head], 7):
+        copies = copy.deepcopy(made), pickle.loads(pickle.dumps(made))
+    for each in copies:
+        with torch.no_grad():
+            each.head.weight.zero_()
+        logits = each(ids)
+        assert type(logits) is Tensor
+        assert not logits.any()
+
+
 def test_gradients_of_many_chunks_are_added_up_in_float32() -> None:
     """Each chunk adds about as much; in bfloat16 the sum would stop growing."""
     torch.manual_seed(0)
@@ -262,6 +296,27 @@ def test_gradients_of_many_chunks_are_added_up_in_float32() -> None:
         assert given.grad is not None
         assert wanted.grad is not None
         assert (given.grad - wanted.grad).norm() < 0.02 * wanted.grad.norm()
+
+
+@pytest.mark.parametrize("is_half", [True, False])
+def test_rows_of_one_class_do_not_outgrow_float16(is_half: bool) -> None:
+    """Of an input of 40 they add up to 80,000, before the mean is taken."""
+
+    def gradient(rows: int) -> Tensor:
+        torch.manual_seed(0)
+        head = nn.Linear(WIDTH, 64)
+        inputs, targets = 40 + torch.randn(2048, WIDTH), torch.zeros(2048, dtype=torch.long)
+        if is_half:
+            head, inputs = head.half(), inputs.half()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        with deferred([head] if rows else [], rows), torch.autocast("cpu", torch.float16):
+            loss = functional.cross_entropy(head(inputs), targets)
+        scaler.scale(loss).backward()
+        assert head.weight.grad is not None
+        return head.weight.grad.float()
+
+    plain = gradient(0)
+    assert (gradient(2048) - plain).norm() < 1e-3 * plain.norm()
 
 
 def test_arguments_of_views_may_be_named() -> None:
