@@ -139,6 +139,15 @@ USES = {
         ),
         "the memory of compiled code cannot be counted on the CPU; leave compilation out",
     ),
+    "hooks of every optimizer": Use(
+        (
+            "torch.optim.optimizer._global_optimizer_pre_hooks",
+            "torch.optim.optimizer._global_optimizer_post_hooks",
+        ),
+        "hooks that are registered for every optimizer go unseen: where they use whole gradients, "
+        "keep optimizer.when at step",
+        optional=True,
+    ),
     "CUDA device": Use(
         ("torch._C._cuda_clearCublasWorkspaces",),
         "the workspaces of cuBLAS cannot be returned between probes",

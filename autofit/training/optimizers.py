@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -127,12 +128,18 @@ def check_steps_alone(optimizer: Optimizers) -> None:
             )
 
 
-_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_STEP_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_global_optimizer_pre_hooks",  # of every optimizer
+    "_global_optimizer_post_hooks",
+)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether functions of the user's run before or after each step of an optimizer."""
-    hooks = [hook for name in _STEP_HOOKS for hook in vars(optimizer).get(name, {}).values()]
+    held = {**vars(optimizer_module), **vars(optimizer)}
+    hooks = [hook for name in _STEP_HOOKS for hook in held.get(name, {}).values()]
     return any(not str(getattr(hook, "__module__", "")).startswith("autofit.") for hook in hooks)
 
 

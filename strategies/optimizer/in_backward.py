@@ -27,21 +27,6 @@ _NOT_IN_FORCE = (
 )
 
 
-def step_of(
-    optimizer: Optimizer,
-    number: int,
-    parameter: Tensor,
-    step: Callable[[Any], object] = lambda optimizer: optimizer.step(),
-) -> None:
-    """Let an optimizer step one parameter, of the group of that number, and no other."""
-    groups = optimizer.param_groups
-    optimizer.param_groups = [{**groups[number], "params": [parameter]}]
-    try:
-        step(optimizer)
-    finally:
-        optimizer.param_groups = groups
-
-
 @contextmanager
 def updated_in_backward(training: TrainingView, optimizer: Optimizer) -> Iterator[Counter[int]]:
     """Update each parameter as soon as its gradient is whole, for as long as this is entered.
@@ -52,9 +37,14 @@ def updated_in_backward(training: TrainingView, optimizer: Optimizer) -> Iterato
 
     def update(parameter: Tensor) -> None:
         updates[id(parameter)] += 1
-        for number, group in enumerate(optimizer.param_groups):  # as they are now
-            if any(each is parameter for each in group["params"]):
-                step_of(optimizer, number, parameter)
+        groups = optimizer.param_groups  # as they are now
+        (group,) = (each for each in groups if any(p is parameter for p in each["params"]))
+        parameters, group["params"] = group["params"], [parameter]
+        optimizer.param_groups = [group]
+        try:
+            optimizer.step()
+        finally:
+            optimizer.param_groups, group["params"] = groups, parameters
 
     with ExitStack() as stack:
         for group in optimizer.param_groups:
@@ -120,13 +110,11 @@ def _saved_bytes(forward: Callable[[], Tensor]) -> int:
 LINES = [
     "def update(parameter):  # by its gradient, as soon as that is whole",
     "    groups = optimizer.param_groups",
-    "    optimizer.param_groups = [",
-    '        {**group, "params": [parameter]}',
-    "        for group in groups",
-    '        if any(each is parameter for each in group["params"])',
-    "    ]",
+    '    (group,) = (g for g in groups if any(p is parameter for p in g["params"]))',
+    '    parameters, group["params"] = group["params"], [parameter]',
+    "    optimizer.param_groups = [group]",
     "    optimizer.step()",
-    "    optimizer.param_groups = groups",
+    '    optimizer.param_groups, group["params"] = groups, parameters',
     "    parameter.grad = None",
     "",
     "for parameter in model.parameters():  # in place of optimizer.step() after the backward pass",

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from autofit.errors import Unsupported
 from autofit.strategy import TrainingView
 
-from .in_backward import is_dense, step_of
+from .in_backward import is_dense
 
 STATE = "optimizer.state"
 _LOW_BITS = 16
@@ -31,11 +31,7 @@ _LOW_BITS = 16
 
 @contextmanager
 def state_in_bfloat16(*optimizers: Optimizer) -> Iterator[None]:
-    """Keep the state of optimizers in bfloat16 from the next step on, while this is entered.
-
-    Raises:
-        Unsupported: in a step that is given a closure, which makes gradients in the step.
-    """
+    """Keep the state of optimizers in bfloat16 from the next step on, while this is entered."""
     with ExitStack() as stack:
         for optimizer in optimizers:
             stack.enter_context(_one_in_bfloat16(optimizer))
@@ -46,37 +42,42 @@ def state_in_bfloat16(*optimizers: Optimizer) -> Iterator[None]:
 def _one_in_bfloat16(optimizer: Optimizer) -> Iterator[None]:
     device = optimizer.param_groups[0]["params"][0].device
     generator = None if device.type == "meta" else torch.Generator(device)
-    gradients: list[tuple[Tensor, Tensor | None]] = []
-    step: Any = type(optimizer).step
-    bare_step = step.__wrapped__  # without hooks, which run once for all parameters
 
-    def before(_: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(each is not None for each in (*args[1:], *kwargs.values())):
-            raise Unsupported(f"{STATE}=bfloat16: the optimizer's step is given a closure")
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in [each for each in group["params"] if each.grad is not None]:
-                _widen(optimizer, parameter)
-                step_of(optimizer, number, parameter, bare_step)
-                _round(optimizer, parameter, generator)
-                gradients.append((parameter, parameter.grad))
-                parameter.grad = None  # nothing is left to the step of all
+    def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Have the step go through other groups; hooks see the optimizer as it is."""
+        stepped = object.__new__(type(optimizer))
+        groups = _OneByOne(optimizer, generator)
+        vars(stepped).update({**vars(optimizer), "param_groups": groups})
+        return (stepped, *args[1:]), kwargs
 
-    def after(*_: Any) -> None:
-        while gradients:
-            parameter, gradient = gradients.pop()
-            parameter.grad = gradient
-
-    hooks = [
-        optimizer.register_step_pre_hook(before),
-        optimizer.register_step_post_hook(after),
-    ]
+    hook = optimizer.register_step_pre_hook(before)
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
         for parameter in list(optimizer.state):
             _widen(optimizer, parameter)
+
+
+@dataclass(frozen=True)
+class _OneByOne:
+    """The groups that a step goes through: one for each gradient, its state in float32 meanwhile.
+
+    Attributes:
+        optimizer: whose groups they are.
+        generator: of the random numbers that state is rounded by.
+    """
+
+    optimizer: Optimizer
+    generator: torch.Generator | None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for group in self.optimizer.param_groups:
+            for parameter in [each for each in group["params"] if each.grad is not None]:
+                _widen(self.optimizer, parameter)
+                yield {**group, "params": [parameter]}
+                yield {**group, "params": []}  # else the step's own lists would keep the state
+                _round(self.optimizer, parameter, self.generator)
 
 
 def _state_of(optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[dict[str, Any], str]]:

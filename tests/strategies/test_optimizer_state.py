@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import autofit
-from autofit.errors import Unsupported
 from autofit.integrations.applied import on_model
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import collect_dimensions, load_strategies
@@ -180,11 +184,47 @@ def test_accumulated_checkpointed_and_scaled_steps_go_from_the_same_state() -> N
         assert {each.dtype for each in states(optimizer)} == {torch.float32}
 
 
-def test_a_closure_is_refused() -> None:
-    model = by_adamw().build_model()
-    optimizer = adamw(model.parameters())
-    with state_in_bfloat16(optimizer), pytest.raises(Unsupported, match="closure"):
-        optimizer.step(lambda: 1.0)
+def doubled_by_hooks(setting: str) -> list[Tensor]:
+    """Return gradients that a hook of each kind saw, and the weights after a step."""
+    parameter = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    seen: list[Tensor] = []
+
+    def double(*_: Any) -> None:
+        assert parameter.grad is not None
+        seen.append(parameter.grad.mul_(2).clone())
+
+    optimizer.register_step_post_hook(double)
+    with ExitStack() as stack:
+        if setting == "bfloat16":
+            stack.enter_context(state_in_bfloat16(optimizer))
+        optimizer.register_step_pre_hook(double)
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+            stack.callback(register(double).remove)
+        parameter.grad = torch.ones(4)
+        optimizer.step()
+    return [*seen, parameter.detach()]
+
+
+def test_hooks_of_a_step_see_and_change_its_gradients() -> None:
+    plain, bfloat16 = doubled_by_hooks("default"), doubled_by_hooks("bfloat16")
+    assert all(map(torch.equal, bfloat16, plain))
+
+
+def test_a_closure_is_called_by_the_step() -> None:
+    def end(setting: str) -> Tensor:
+        parameter = nn.Parameter(torch.zeros(4))
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+
+        def closure() -> float:
+            parameter.grad = torch.ones(4)
+            return 1.0
+
+        with state_in_bfloat16(optimizer) if setting == "bfloat16" else nullcontext():
+            assert optimizer.step(closure) == 1.0
+        return parameter.detach()
+
+    assert torch.equal(end("bfloat16"), end("default"))
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import autofit
@@ -177,7 +178,7 @@ def log_norm(model: nn.Module, optimizer: Any) -> None:
 
 def double(optimizer: Any, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
+        for parameter in [each for each in group["params"] if each.grad is not None]:
             parameter.grad.mul_(2)
 
 
@@ -188,6 +189,47 @@ def scale(live: Training) -> None:
 def hook(live: Training) -> None:
     optimizer: Any = live.optimizer
     optimizer.register_step_pre_hook(double)
+
+
+@pytest.fixture
+def global_hook() -> Iterator[None]:
+    handle = register_optimizer_step_pre_hook(double)
+    yield
+    handle.remove()
+
+
+@pytest.mark.usefixtures("global_hook")
+def test_hooks_of_all_optimizers_get_whole_gradients() -> None:
+    assert not offered(wide)
+    recipe = Recipe(criterion=functional.mse_loss)
+    plain = stepped(recipe, {}, lambda live: None)
+    assert_equal(stepped(recipe, {WHEN: "backward"}, lambda live: None), plain)
+
+
+class Noting(torch.optim.SGD):
+    """Keeps the largest gradient in its groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            found = [float(each.grad.max()) for each in group["params"] if each.grad is not None]
+            group["largest"] = max([group.get("largest", 0.0), *found])
+        return super().step(closure)
+
+
+def test_what_an_optimizer_writes_to_its_groups_stays() -> None:
+    def end(settings: dict[str, Any]) -> float:
+        workload = wide()
+        optimizer = Noting(workload.model.parameters(), lr=0.1)
+        plan = ResolvedPlan(Plan(4, settings=settings), {}, (UPDATE,))
+        with Training(
+            workload.model, optimizer, workload.recipe, plan, device=torch.device("cpu")
+        ) as live:
+            live.step(workload.sample_batch)
+        (group,) = optimizer.param_groups
+        assert len(group["params"]) == 2 * LAYERS
+        return group["largest"]
+
+    assert end({WHEN: "backward"}) == end({}) > 0
 
 
 @pytest.mark.parametrize(
