@@ -11,7 +11,7 @@ first, as it is and in bfloat16. A kernel is offered where that changes what run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -55,7 +55,7 @@ class AttentionBackend:
             return {}
         types = [None, torch.bfloat16] if capabilities.bfloat16 else [None]
         samples = min(_SAMPLES, context.most_samples or _SAMPLES)
-        found = [context.with_training(partial(_kernels, dtype), samples) for dtype in types]
+        found = context.with_training(partial(_look, types), samples)
         values = [name for name in _FUSED if any(name in changing for changing, _ in found)]
         if not values:
             return {}
@@ -109,6 +109,16 @@ def _preferred(training: TrainingView, value: str) -> Iterator[None]:
         yield
     finally:
         undo()
+
+
+def _look(
+    types: Sequence[torch.dtype | None], training: TrainingView, batch: Any
+) -> list[tuple[list[str], list[str]]]:
+    """Return the kernels of each type; of the first alone where the model calls no attention."""
+    found = [_kernels(types[0], training, batch)]
+    if found[0] != ([], []):
+        found += [_kernels(dtype, training, batch) for dtype in types[1:]]
+    return found
 
 
 def _kernels(

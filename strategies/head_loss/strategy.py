@@ -118,11 +118,12 @@ def _heads(samples: int, training: TrainingView, batch: Any) -> list[str]:
     Without those of one row a sample, as in a classifier: their logits are small beside what the
     model keeps.
     """
-    found = []
-    for name, module in _candidates(training.model).items():
-        runs: list[Run] = []
-        with deferred([module], ROWS[0], runs.append):
-            training.loss(batch)
-        if runs and all(run.logits is None and run.chunked_rows > samples for run in runs):
-            found.append(name)
-    return found
+    heads, runs = _candidates(training.model), list[Run]()
+    with deferred(list(heads.values()), ROWS[0], runs.append):
+        training.loss(batch)
+    runs_of = {name: [run for run in runs if run.weight is heads[name].weight] for name in heads}
+    return [
+        name
+        for name, own in runs_of.items()
+        if own and all(run.logits is None and run.chunked_rows > samples for run in own)
+    ]

@@ -89,46 +89,19 @@ class OptimizerImplementation:
 
         As steps show it, and as far as the arithmetic may change.
         """
-        rounds = self.numerics >= Numerics.ROUNDING
-        found = {**(self._implementations(context) if rounds else {}), **_of_one_step(context)}
+        at_once = min(_SAMPLES_OF_ONE_STEP, context.samples_per_step)
+        samples = min(at_once, context.most_samples or at_once)
+        look = partial(_look, samples, context.world.size)
+        implementations, share, shares = context.with_training(look, samples)
+        found = {}
+        if self.numerics >= Numerics.ROUNDING:
+            found[SETTING] = _implementations(context, implementations)
+        found.update(_of_one_step(share, shares))
         return {
             setting: dimension
             for setting, dimension in found.items()
             if self.numerics_of.get(setting, Numerics.REDUCED_PRECISION) <= self.numerics
             and (setting != WHEN or self._has_step)
-        }
-
-    def _implementations(self, context: Context) -> Mapping[str, Dimension]:
-        """Return the implementations that the optimizer has on this device, found by stepping it.
-
-        Without "foreach" where torch would not choose it itself: there (on a CPU) its functions
-        loop over the tensors. Without what raises, or saves neither time nor temporaries, except
-        on the meta device, where that cannot be measured.
-        """
-        found: Mapping[str, Sequence[str]] = context.with_training(_found, 1)
-        if found and context.device.type != "meta":
-            samples = min(_SAMPLES, context.samples_per_step, context.most_samples or _SAMPLES)
-            micro_batches = context.samples_per_step / samples
-            tried = list(found)
-            raised: Mapping[str, str] = {}
-            with suppress(torch.OutOfMemoryError):
-                found, raised = context.with_training(
-                    partial(_worth_it, found, micro_batches), samples
-                )
-            for value, why in raised.items():
-                context.note(f"{SETTING}={value} skipped: a step with it raised {why}")
-            if left_out := [value for value in tried if value not in found and value not in raised]:
-                context.note(
-                    f"{SETTING}: {', '.join(left_out)} skipped: saves less than {WORTH:.0%} of "
-                    "a step"
-                )
-        return {
-            SETTING: Dimension(
-                ["default", *found],
-                payloads={value: {"optimizers": names} for value, names in found.items()},
-                hints=dict.fromkeys(found, _SAME_ACTIVATIONS),
-                relieves=("optimizer", "launches"),
-            )
         }
 
     def apply(
@@ -189,17 +162,51 @@ def _applied(
         yield
 
 
-def _of_one_step(context: Context) -> Mapping[str, Dimension]:
+def _implementations(context: Context, found: Mapping[str, Sequence[str]]) -> Dimension:
+    """Return those of the implementations that are worth it.
+
+    Without "foreach" where torch would not choose it itself: there (on a CPU) its functions
+    loop over the tensors. Without what raises, or saves neither time nor temporaries, except
+    on the meta device, where that cannot be measured.
+    """
+    if found and context.device.type != "meta":
+        samples = min(_SAMPLES, context.samples_per_step, context.most_samples or _SAMPLES)
+        micro_batches = context.samples_per_step / samples
+        tried = list(found)
+        raised: Mapping[str, str] = {}
+        with suppress(torch.OutOfMemoryError):
+            found, raised = context.with_training(partial(_worth_it, found, micro_batches), samples)
+        for value, why in raised.items():
+            context.note(f"{SETTING}={value} skipped: a step with it raised {why}")
+        if left_out := [value for value in tried if value not in found and value not in raised]:
+            context.note(
+                f"{SETTING}: {', '.join(left_out)} skipped: saves less than {WORTH:.0%} of a step"
+            )
+    return Dimension(
+        ["default", *found],
+        payloads={value: {"optimizers": names} for value, names in found.items()},
+        hints=dict.fromkeys(found, _SAME_ACTIVATIONS),
+        relieves=("optimizer", "launches"),
+    )
+
+
+def _look(
+    samples: int, ranks: int, training: TrainingView, batch: Any
+) -> tuple[dict[str, list[str]], float | None, dict[str, float]]:
+    """Return the implementations that work, and the shares of bytes held for `_of_one_step`."""
+    found, share, shares = _found(training), None, dict[str, float]()
+    if ranks == 1:
+        with suppress(torch.OutOfMemoryError):
+            share = share_held(samples, training, batch)
+            shares = shares_held(training)
+    return found, share, shares
+
+
+def _of_one_step(share: float | None, shares: Mapping[str, float]) -> dict[str, Dimension]:
     """Return when the update may be, and in what types its state, of one device.
 
     In the backward pass where that is as exact and saves bytes.
     """
-    if context.world.size > 1:
-        return {}
-    samples = min(_SAMPLES_OF_ONE_STEP, context.samples_per_step, context.most_samples or _SAMPLES)
-    share, shares = None, dict[str, float]()
-    with suppress(torch.OutOfMemoryError):
-        share, shares = context.with_training(partial(_shares_of_one_step, samples), samples)
     found = {}
     own_state: Mapping[str, Sequence[Scalar | None]] = {"adam_state.format": ("default", None)}
     if share is not None:
@@ -225,13 +232,6 @@ def _of_one_step(context: Context) -> Mapping[str, Dimension]:
             relieves=("memory traffic",),
         )
     return found
-
-
-def _shares_of_one_step(
-    samples: int, training: TrainingView, batch: Any
-) -> tuple[float | None, dict[str, float]]:
-    share = share_held(samples, training, batch)
-    return share, shares_held(training)
 
 
 @contextmanager
@@ -293,7 +293,7 @@ def _place_step_counts(optimizer: Optimizer) -> None:
                 state["step"] = steps.to(device, dtype)
 
 
-def _found(training: TrainingView, batch: Any) -> dict[str, list[str]]:
+def _found(training: TrainingView) -> dict[str, list[str]]:
     """Return each implementation that an optimizer has and does not use already."""
     found: dict[str, list[str]] = {}
     for name, optimizer in _named(training):
