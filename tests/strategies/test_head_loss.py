@@ -311,7 +311,7 @@ def test_rows_of_one_class_do_not_outgrow_float16(is_half: bool) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         with deferred([head] if rows else [], rows), torch.autocast("cpu", torch.float16):
             loss = functional.cross_entropy(head(inputs), targets)
-        scaler.scale(loss).backward()
+        torch.autograd.backward(scaler.scale(loss))
         assert head.weight.grad is not None
         return head.weight.grad.float()
 

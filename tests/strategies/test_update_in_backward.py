@@ -219,11 +219,10 @@ class Noting(torch.optim.SGD):
 def test_what_an_optimizer_writes_to_its_groups_stays() -> None:
     def end(settings: dict[str, Any]) -> float:
         workload = wide()
-        optimizer = Noting(workload.model.parameters(), lr=0.1)
+        model = workload.build_model()
+        optimizer = Noting(model.parameters(), lr=0.1)
         plan = ResolvedPlan(Plan(4, settings=settings), {}, (UPDATE,))
-        with Training(
-            workload.model, optimizer, workload.recipe, plan, device=torch.device("cpu")
-        ) as live:
+        with Training(model, optimizer, workload.recipe, plan, device=torch.device("cpu")) as live:
             live.step(workload.sample_batch)
         (group,) = optimizer.param_groups
         assert len(group["params"]) == 2 * LAYERS
