@@ -26,7 +26,6 @@ DEVICE = "cuda"
 BUDGET = "4GiB"
 SAMPLES = 512
 WITH_TESTS_OF_THEIR_OWN = {
-    "adam_state",
     "attention",
     "convolution",
     "compile",

@@ -59,7 +59,7 @@ def _context() -> PlainContext:
 def test_all_strategies_come_in_phase_order() -> None:
     strategies = load_strategies()
     by_name_only = set(installed_names()) - {strategy.name for strategy in strategies}
-    assert by_name_only == {"adam_state", "parallel"}
+    assert by_name_only == {"parallel"}
     assert [s.phase for s in strategies] == sorted(s.phase for s in strategies)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +23,9 @@ from autofit.training.training import Training
 from autofit.training.workload import Workload
 
 SETTING = "adam_state.format"
-(STRATEGY,) = load_strategies(["adam_state"])
-strategy: Any = import_module("autofit.strategies.adam_state")
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "adam_state"))
+strategy: Any = import_module("adam_state")
+STRATEGY = strategy.AdamState()
 PAYLOADS = {SETTING: {"optimizers": [""]}}
 WIDTH = 128
 
@@ -81,11 +84,9 @@ def test_without_a_library_there_is_nothing_to_choose(monkeypatch: pytest.Monkey
         )
 
 
-def test_only_a_search_that_names_it_uses_it() -> None:
-    assert "adam_state" not in {each.name for each in load_strategies()}
-    assert [each.name for each in load_strategies(["adam_state"])] == ["adam_state"]
+def test_a_search_that_allows_rounding_alone_refuses_it() -> None:
     with pytest.raises(InvalidArgument, match="reduced_precision"):
-        load_strategies(["adam_state"], numerics="rounding")
+        load_strategies([STRATEGY], numerics="rounding")
 
 
 class Own(torch.optim.AdamW):
@@ -124,7 +125,7 @@ def test_an_optimizer_with_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 @needs_bitsandbytes
 def test_it_keeps_the_contract() -> None:
-    assert check_strategy("adam_state", workloads=[workload]) > 1
+    assert check_strategy(STRATEGY, workloads=[workload]) > 1
 
 
 @each_installed
@@ -189,7 +190,7 @@ def test_a_plan_with_it_runs_and_needs_less() -> None:
             workload(),
             plan=Plan(8, settings={SETTING: value}),
             device="cpu",
-            strategies=["adam_state"],
+            strategies=[STRATEGY],
         ).measurement
         for value in ("default", "bitsandbytes_8bit")
     }

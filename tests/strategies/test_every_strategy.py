@@ -11,7 +11,6 @@ from autofit.testing.conformance import check_strategy
 from autofit.training.workload import Workload
 
 WITH_TESTS_OF_THEIR_OWN = {
-    "adam_state",
     "attention",
     "compile",
     "convolution",

@@ -1,5 +1,8 @@
 """The state of Adam and AdamW in 8 bits, by torchao or bitsandbytes where one is installed.
 
+An example of a strategy that is not installed with autofit: `strategies=[AdamState()]`, or by its
+name once `pip install ./examples/adam_state` has made it known.
+
 `adam_state.format` starts at "default". "torchao_8bit" and "bitsandbytes_8bit" step in place of the
 user's optimizer, with its hyperparameters as they are at each step, and hold both moments in blocks
 of 8-bit codes (Dettmers et al., 2021, arXiv 2110.02861), small tensors aside. That is a rounding of
@@ -19,13 +22,12 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from autofit.strategies.compile import Compile
 from torch.optim import Optimizer
 
 from autofit.errors import Unsupported, release_exception, with_type
 from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
-
-from .compile import Compile
 
 SETTING = "adam_state.format"
 _LIBRARIES = {"torchao_8bit": "torchao", "bitsandbytes_8bit": "bitsandbytes"}
