@@ -21,7 +21,7 @@ from autofit.errors import InvalidArgument, WorkerFailed
 from autofit.interrupts import interrupts_deferred
 from autofit.plan import check_count
 from autofit.probing.messages import Reply, message_of_reply, reply_of
-from autofit.probing.process_identity import runs_here, this_process
+from autofit.probing.process_lifetime import runs_here, this_process
 from autofit.strategy import World
 from autofit.world import check_ranks, world_of_environment
 

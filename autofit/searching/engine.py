@@ -9,9 +9,10 @@ the timeout ends is not stored.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
@@ -102,23 +103,12 @@ def run_search(
             prober if isinstance(prober, Runner) else Runner([Place(prober)]),
             opened.spec or spec,
             opened,
-            _foreign_sampler(sampler, allowance),
+            None if isinstance(sampler, Sampler) else sampler,
             allowance,
             on_event or (lambda event: None),
             may_veto=veto,
         )
         return search.result(_ended(search))
-
-
-def _foreign_sampler(sampler: BaseSampler | None, allowance: Allowance) -> BaseSampler | None:
-    """Return a sampler that is not the planner, and ends with the time; None: the planner."""
-    if sampler is None or isinstance(sampler, Sampler):
-        return None
-    if allowance.timeout_s is None:
-        return sampler
-    from autofit.searching.timed_sampler import TimedSampler  # no other search needs it
-
-    return TimedSampler(sampler, lambda: allowance.seconds_left)
 
 
 def _ended(search: Search) -> Stop:
@@ -154,10 +144,6 @@ class Stop:
     is_exhausted: bool = False
     with_more_time: Plan | None = None
     may_probe: bool = True
-
-
-class _MachineIll(WorkerFailed):
-    """Plans, and one that ran before, ended by accidents one after the other."""
 
 
 @dataclass(frozen=True)
@@ -358,7 +344,11 @@ class Search:
         try:
             while True:
                 while not has_failed and len(self._flights) < self._runner.slots:
-                    self._suspect_machine()
+                    works = self._plan_to_suspect_machine()
+                    if works is not None and not self._flights:
+                        self._launch(works, TrialKind.SEARCH)
+                        while self._land(*self._runner.next_ended()) is None:
+                            pass  # it runs again
                     plan = confirmation.next_turn(self._believed())
                     if plan is None or self._may_not_probe():
                         break
@@ -401,19 +391,12 @@ class Search:
         no_probe_left = allowance.probes_left(self._begun) == 0
         return no_probe_left or allowance.time_is_short(self._trials, kept_s)
 
-    def _suspect_machine(self) -> None:
-        """After too many accidents in a row, run a plan that worked, and is least like theirs.
+    def _plan_to_suspect_machine(self) -> Plan | None:
+        """Return, after too many accidents in a row, a plan that worked and is least like theirs.
 
         Raises:
-            WorkerFailed: that ended by an accident too, or no plan has worked yet.
+            WorkerFailed: no plan has worked yet.
         """
-        plan = self._plan_to_suspect_machine()
-        if plan is not None and not self._flights:
-            self._launch(plan, TrialKind.SEARCH)
-            while self._land(*self._runner.next_ended()) is None:
-                pass  # it runs again
-
-    def _plan_to_suspect_machine(self) -> Plan | None:
         if len(self._accidents) < MOST_ACCIDENTS or self._may_not_probe():
             return None
         suspects = {pair for trial in self._accidents for pair in trial.plan.variant}
@@ -424,13 +407,13 @@ class Search:
             default=None,
         )
         if works is None:
-            raise _MachineIll(_diagnosis(self._accidents))
+            raise WorkerFailed(_diagnosis(self._accidents))
         return works.plan
 
     def _launch(self, choice: Plan | BaseSampler, kind: TrialKind) -> Trial | None:
         """Have a plan run, or a sampler's; return its stored trial where it is vetoed instead."""
         self.interrupts.check()
-        asked = self._store.ask(choice)
+        asked = self._asked(choice)
         try:
             plan = choice
             if isinstance(plan, BaseSampler):
@@ -443,10 +426,13 @@ class Search:
                 return self._stored(
                     asked, Trial(0, TrialKind.VETOED, plan, veto, forecast.peak_bytes)
                 )
+            expected_s = forecast.seconds
+            if expected_s is not None:
+                expected_s += self._spec.space.trial_cost_s(plan.settings)
             told = events.ProbeStarted(plan, kind, forecast.peak_bytes, self._progress())
             self._on_event(told)
             job = Job(
-                self._request(plan, kind, self._expected_seconds(plan, forecast.seconds)),
+                self._request(plan, kind, expected_s),
                 runs_alone=self._spec.space.needs_fresh_worker(plan.settings),
                 is_replicate=kind is TrialKind.CONFIRMATION,
             )
@@ -457,15 +443,40 @@ class Search:
         self._runner.submit(job)
         return None
 
+    def _asked(self, choice: Plan | BaseSampler) -> optuna.Trial:
+        """Return a new trial; a sampler that has not answered when the time is over is left alone.
+
+        Raises:
+            SearchTimedOut: it has not: nothing can end code of the user's in the thread that waits.
+        """
+        if isinstance(choice, Plan) or self._allowance.timeout_s is None:
+            return self._store.ask(choice)
+        answer: Future[optuna.Trial] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._store.ask(choice))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        # Of an executor the interpreter would wait for the thread at its end
+        threading.Thread(target=ask, daemon=True).start()
+        if wait([answer], self._allowance.seconds_left).not_done:
+            raise SearchTimedOut(
+                f"{type(choice).__name__} had proposed no plan when the time of the search was over"
+            )
+        return answer.result()
+
     def _land(self, job: Job, ended: Future[ProbeResult]) -> Trial | None:
         """Store the trial of a job that ended; None: by an accident, and its plan runs again first.
 
         Raises:
             SearchTimedOut: the time was over before it ended.
+            WorkerFailed: the plan that was to show whether the machine is ill ended by an accident.
             Exception: the plain workload itself failed, as its user's code raised it.
         """
         flight, probed = self._flights[job], ended.result()
-        if self._is_to_repeat(flight, probed.measurement):
+        if not flight.has_repeated and self._may_be_accident(flight.plan, probed.measurement):
             self._repeat(job, probed.measurement)
             return None
         del self._flights[job]
@@ -477,11 +488,11 @@ class Search:
         error = error or result.workload_failure(trial)
         if error is not None:
             raise error
-        self._note_accident(trial)
+        ended_well = not trial.measurement.outcome.may_be_accident
+        self._accidents = [] if ended_well else [*self._accidents, trial]
+        if len(self._accidents) > MOST_ACCIDENTS:  # the last is of a plan that ran before
+            raise WorkerFailed(_diagnosis(self._accidents))
         return trial
-
-    def _is_to_repeat(self, flight: _Flight, measurement: Measurement) -> bool:
-        return not flight.has_repeated and self._may_be_accident(flight.plan, measurement)
 
     def _repeat(self, job: Job, first: Measurement) -> None:
         """Run a plan again in a fresh worker, within the time that is left by now."""
@@ -520,17 +531,6 @@ class Search:
         has_worked = any(t.ok and t.plan.micro_batch >= plan.micro_batch for t in alike)
         return has_worked or all(t.measurement.outcome is not outcome for t in alike)
 
-    def _note_accident(self, trial: Trial) -> None:
-        """Count accidents in a row.
-
-        Raises:
-            WorkerFailed: the last one is that of the plan which shows whether the machine is ill.
-        """
-        ended_well = not trial.measurement.outcome.may_be_accident
-        self._accidents = [] if ended_well else [*self._accidents, trial]
-        if len(self._accidents) > MOST_ACCIDENTS:
-            raise _MachineIll(_diagnosis(self._accidents))
-
     def _request(self, plan: Plan, kind: TrialKind, expected_seconds: float | None) -> ProbeRequest:
         """Return the request for a plan; a confirmation is run in full, and has no rate to beat.
 
@@ -551,10 +551,6 @@ class Search:
             seconds_left=seconds_left,
             most_timed_seconds=self._spec.effort.most_timed_seconds,
         )
-
-    def _expected_seconds(self, plan: Plan, seconds: float | None) -> float | None:
-        """Return the expected duration of a probe, with what its settings say of its cost."""
-        return None if seconds is None else seconds + self._spec.space.trial_cost_s(plan.settings)
 
     def _seconds_left(self, kind: TrialKind) -> float | None:
         """Return the seconds until a probe is ended: all but those kept for the comparison."""

@@ -6,25 +6,36 @@ told in words, and what the time did not suffice for is named.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from autofit.devices.cpu import host_memory
 from autofit.errors import SearchTimedOut, release_exception
 from autofit.measurement import Trial
+from autofit.plan import Plan
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.evaluation import largest_evaluation
+from autofit.probing.loader import deliver
 from autofit.probing.messages import OnStage
 from autofit.probing.prober import Prober
 from autofit.probing.profile import StepProfile, profile_plan
 from autofit.registry import resolve
 from autofit.report.record import Record
-from autofit.training.loader import Loader
+from autofit.training.loader import Loader, own_settings
 
 SHARE_FOR_LOADER = 0.15
 """Of the timeout, kept back for measuring a loader."""
+WORKERS = (0, 1, 2, 4, 8)
+"""What is measured, beside the number that the user has now."""
+KEEPS_UP = 0.95
+"""From this share of the plan's speed on, the loader keeps up."""
+_CLOSE = 0.97  # of the fastest: as good, and the fewest workers win
+_PREFETCH = 2  # torch's own
+_SHARE_OF_HOST = 0.5  # for what workers load in advance: a full /dev/shm ends them by a bus error
 
 
 def look_for_findings(
@@ -48,82 +59,135 @@ def look_for_findings(
         on_stage: called with the name of each stage that begins.
         facts: filled with the findings as JSON data, by name.
     """
-    found = _Findings(prober, spec, record, on_stage, facts)
-    if record.best.measurement.evaluation_peak_bytes is not None:
-        found.look_at_evaluation()
+    best, baseline = record.best, record.baseline_beside_best
+    if best.measurement.evaluation_peak_bytes is not None:
+        budget = spec.vram_budget_bytes
+        resolved = resolve(best.plan, spec.space, prober.strategies)
+        with _failure("evaluation", facts) as found:
+            on_stage("looking for the largest evaluation batch")
+            look = partial(largest_evaluation, resolved=resolved, vram_budget_bytes=budget)
+            found |= asdict(prober.run(look, budget))
     if loader is not None:
-        found.look_at_loader(loader)
-    found.look_at_step(trace)
+        with _failure("loader", facts) as found:
+            consumed = record.speed_of(best) or 0.0
+            measure_loader(prober, loader, best.plan, consumed, on_stage, found)
+    with _failure("bounds", facts) as found:
+        on_stage("measuring what bounds a step")
+        found["best"] = _shares(prober, spec, best, trace)
+        if trace is not None:
+            found["trace"] = trace
+        if best.plan == baseline.plan:
+            found["baseline"] = found["best"]
+        elif baseline.ok:
+            found["baseline"] = _shares(prober, spec, baseline, None)
 
 
-class _Findings:
-    def __init__(
-        self,
-        prober: Prober,
-        spec: SearchSpec,
-        record: Record,
-        on_stage: OnStage,
-        facts: dict[str, Any],
-    ) -> None:
-        self._prober, self._spec, self._record = prober, spec, record
-        self._on_stage, self.facts = on_stage, facts
+def _shares(
+    prober: Prober, spec: SearchSpec, trial: Trial, trace: str | None
+) -> Mapping[str, float] | None:
+    """Return the share of a step that each of its bounds takes; None: unknown."""
+    resolved = resolve(trial.plan, spec.space, prober.strategies)
+    function: Callable[[Any], StepProfile | None]
+    function = partial(profile_plan, resolved=resolved, trace=trace)
+    profiled = prober.run(function, spec.vram_budget_bytes)
+    step_time_s = trial.measurement.step_time_s
+    return None if profiled is None or step_time_s is None else profiled.shares(step_time_s)
 
-    def look_at_evaluation(self) -> None:
-        """Find the largest evaluation that has room beside the best plan."""
-        budget = self._spec.vram_budget_bytes
-        resolved = self._resolved(self._record.best)
-        with self._failure("evaluation") as facts:
-            self._on_stage("looking for the largest evaluation batch")
-            function = partial(largest_evaluation, resolved=resolved, vram_budget_bytes=budget)
-            facts |= asdict(self._prober.run(function, budget))
 
-    def look_at_loader(self, loader: Loader) -> None:
-        """Measure the workload's loader against the best plan."""
-        from autofit.searching.loader import measure_loader  # most searches have none
+@contextmanager
+def _failure(name: str, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the facts of that name; what fails inside becomes their last words."""
+    found = facts[name] = {}
+    try:
+        yield found
+    except SearchTimedOut:
+        found["failed"] = "the time of the search was over"
+    except (Exception, SystemExit) as error:
+        found["failed"] = f"{type(error).__name__}: {error}".strip()
+        release_exception(error)  # in this process its frames hold a loader's processes
 
-        best = self._record.best
-        with self._failure("loader") as facts:
-            measure_loader(
-                self._prober,
-                loader,
-                best.plan,
-                self._record.speed_of(best) or 0.0,
-                self._on_stage,
-                facts,
-            )
 
-    def look_at_step(self, trace: str | None) -> None:
-        """Find what bounds a step of the best plan and of the baseline."""
-        best, baseline = self._record.best, self._record.baseline_beside_best
-        with self._failure("bounds") as facts:
-            self._on_stage("measuring what bounds a step")
-            facts["best"] = self._shares(best, trace)
-            if trace is not None:
-                facts["trace"] = trace
-            if best.plan == baseline.plan:
-                facts["baseline"] = facts["best"]
-            elif baseline.ok:
-                facts["baseline"] = self._shares(baseline, None)
+# Does the user's loader keep up with the best plan: what it delivers, by its number of workers.
 
-    def _shares(self, trial: Trial, trace: str | None) -> Mapping[str, float] | None:
-        function: Callable[[Any], StepProfile | None]
-        function = partial(profile_plan, resolved=self._resolved(trial), trace=trace)
-        profiled = self._prober.run(function, self._spec.vram_budget_bytes)
-        step_time_s = trial.measurement.step_time_s
-        return None if profiled is None or step_time_s is None else profiled.shares(step_time_s)
 
-    def _resolved(self, trial: Trial) -> Any:
-        return resolve(trial.plan, self._spec.space, self._prober.strategies)
+def measure_loader(
+    prober: Prober,
+    loader: Loader,
+    plan: Plan,
+    consumed: float,
+    on_stage: Callable[[str], None],
+    facts: dict[str, Any],
+) -> None:
+    """Measure a workload's loader; what was measured is kept if that ends early.
 
-    @contextmanager
-    def _failure(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the facts of that name; what fails inside becomes their last words."""
-        facts: dict[str, Any] = {}
-        self.facts[name] = facts
-        try:
-            yield facts
-        except SearchTimedOut:
-            facts["failed"] = "the time of the search was over"
-        except (Exception, SystemExit) as error:
-            facts["failed"] = f"{type(error).__name__}: {error}".strip()
-            release_exception(error)  # in this process its frames hold a loader's processes
+    Of an `IterableDataset` each worker has a copy, and whether the copies share its samples out
+    cannot be seen: the number of workers stays the user's.
+
+    Args:
+        prober: of the workload.
+        loader: as the user gave it.
+        plan: that is to be fed.
+        consumed: its samples/s by itself.
+        on_stage: called with the name of each measurement that begins.
+        facts: filled with what is found, as the report keeps it.
+
+    Raises:
+        SearchTimedOut, WorkerFailed: the search's time was over; or the loader hung or ended
+            the worker.
+        Exception: what the user's code raised.
+    """
+    own = own_settings(loader, plan.samples_per_step)
+    rates: dict[int, float] = {}
+    facts |= {
+        "own_workers": own.num_workers,
+        "consumed_samples_per_second": consumed,
+        "delivered": [],
+        "num_workers": None,
+        "bottleneck": None,
+        "keeps_workers": False,
+        "warnings": [],
+    }
+    batch_bytes = 0
+    for workers in dict.fromkeys((own.num_workers, *WORKERS)):
+        if workers * _PREFETCH * batch_bytes > _SHARE_OF_HOST * _free_bytes():
+            continue
+        on_stage(f"measuring the loader with {workers} workers")
+        settings = replace(own, num_workers=workers, prefetch_factor=_PREFETCH if workers else None)
+        found = prober.run(partial(deliver, settings=settings, plan=plan))
+        rates[workers] = found.samples_per_second
+        facts["delivered"] = [
+            {"num_workers": count, "samples_per_second": rates[count]} for count in sorted(rates)
+        ]
+        facts |= {"keeps_workers": found.is_stream, "warnings": list(found.warnings)}
+        batch_bytes = found.batch_bytes
+        if found.is_stream:
+            break
+    facts["num_workers"], facts["bottleneck"] = verdict(rates, consumed)
+
+
+def verdict(rates: Mapping[int, float], consumed: float) -> tuple[int, str]:
+    """Return the fewest workers that are as good as any, and what bounds the speed with them.
+
+    Without workers, loading and training take turns; with workers they overlap.
+
+    Args:
+        rates: number of workers -> samples/s that the loader delivers.
+        consumed: samples/s that the plan takes by itself.
+    """
+    speeds = {
+        workers: min(consumed, rate) if workers else 1 / (1 / consumed + 1 / rate)
+        for workers, rate in rates.items()
+    }
+    good = [workers for workers, speed in speeds.items() if speed >= _CLOSE * max(speeds.values())]
+    fewest = min(good)
+    return fewest, "device" if speeds[fewest] >= KEEPS_UP * consumed else "loader"
+
+
+def _free_bytes() -> int:
+    """Return what is free of the host's memory, and of what workers hand batches on through."""
+    free = host_memory()[1]
+    try:
+        shared = os.statvfs("/dev/shm")
+    except OSError:
+        return free
+    return min(free, shared.f_bavail * shared.f_frsize)

@@ -87,7 +87,11 @@ class Allowance:
         if not trials:
             return None
         left = self.probes_left(trials)
-        if left is not None and left <= self._probes_kept(trials):
+        # All that the final comparison takes, or what the baseline and a plan to compare it with
+        # leave of the probes; one after an earlier comparison
+        has_compared = any(trial.kind is TrialKind.CONFIRMATION for trial in trials)
+        kept = 1 if has_compared else min(COMPARED, max(0, (self.max_probes or 0) - 2))
+        if left is not None and left <= kept:
             return self._probes_are_over
         if self.time_is_short(trials, self.seconds_kept(trials, start_s)):
             return self.time_is_over
@@ -98,16 +102,6 @@ class Allowance:
         if self.probes_left(trials) == 0:
             return self._probes_are_over
         return self.time_is_over
-
-    def _probes_kept(self, trials: Sequence[Trial]) -> int:
-        """Return the probes that are kept back for the final comparison.
-
-        All that it takes, or what the baseline and a plan to compare it with leave of the probes;
-        one after an earlier comparison.
-        """
-        has_compared = any(trial.kind is TrialKind.CONFIRMATION for trial in trials)
-        spared = max(0, (self.max_probes or 0) - 2)
-        return 1 if has_compared else min(COMPARED, spared)
 
     def progress(self, trials: Sequence[Trial] = ()) -> Progress:
         """Return the state of the search after those trials, for its events."""

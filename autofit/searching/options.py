@@ -60,20 +60,19 @@ class SearchOptions:
         for name in ("even_split", "allow_accumulation_change"):
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidArgument(f"{name} must be True or False, got {value!r}")
-        _check_executor(self.executor, self.workers)
+        executor: Any = self.executor
+        if executor is None and self.workers > 1:
+            raise InvalidArgument(
+                f"workers={self.workers} is how many plans an executor runs at once: give "
+                "executor= too, or several devices"
+            )
+        takes_jobs = callable(getattr(executor, "submit", None)) and not isinstance(executor, type)
+        if executor is not None and not takes_jobs:
+            raise InvalidArgument(
+                f"executor must be a concurrent.futures.Executor, got {executor!r}"
+            )
         if self.profile is not None:
             _check_profile(self.profile)
-
-
-def _check_executor(executor: Any, workers: int) -> None:
-    if executor is None and workers > 1:
-        raise InvalidArgument(
-            f"workers={workers} is how many plans an executor runs at once: give executor= too, or "
-            "several devices"
-        )
-    takes_jobs = callable(getattr(executor, "submit", None)) and not isinstance(executor, type)
-    if executor is not None and not takes_jobs:
-        raise InvalidArgument(f"executor must be a concurrent.futures.Executor, got {executor!r}")
 
 
 def _check_profile(profile: Any) -> None:

@@ -1,4 +1,4 @@
-"""Predicted lines of variants that a search on a GPU starts from, and what later predictions need.
+"""Predicted lines of variants that a search on a GPU starts from.
 
 Predicted before the first probe: memory, so that the first micro-batches are near the largest that
 fit, and time, by which variants are compared until they are measured.
@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autofit.devices.base import Environment
-from autofit.measurement import Trial
 from autofit.plan import VariantKey
 from autofit.probing.prober import Prober
 from autofit.probing.survey import Survey
@@ -90,10 +89,3 @@ def predict_lines(
         strategies=session.strategies,
         timeout_s=timeout_s,
     )
-
-
-def learned(survey: Survey, baseline: Trial) -> Mapping[str, Any]:
-    """Return the calibration that the baseline's probe on a GPU teaches; {} where there is none."""
-    if survey.environment.gpu is None or baseline.measurement.non_torch_bytes is None:
-        return {}
-    return {"non_torch_bytes": baseline.measurement.non_torch_bytes}

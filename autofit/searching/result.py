@@ -21,7 +21,6 @@ from autofit.probing.prober import Prober
 from autofit.probing.survey import Survey
 from autofit.registry import resolve
 from autofit.report.record import Record, SearchSummary, Skipped, lines_of
-from autofit.searching.predicted_lines import learned
 from autofit.strategy import Strategy
 from autofit.training.loss import LossSource
 from autofit.training.workload import Workload
@@ -104,6 +103,8 @@ def record_of(
         session_seconds: duration of each session of the search, the start of the worker included.
     """
     space = result.spec.space
+    non_torch_bytes = result.baseline.measurement.non_torch_bytes
+    model = workload.model
     return Record(
         version=version("torch-autofit"),
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -111,7 +112,22 @@ def record_of(
             **asdict(survey.environment),
             **({"world_size": survey.world_size} if survey.world_size > 1 else {}),
         },
-        workload=_facts_of(workload, survey),
+        workload={
+            "model": str(getattr(model, "__name__", type(model).__name__)),
+            "fingerprint": survey.fingerprint,
+            "parameters": survey.parameters,
+            "parameter_bytes": survey.parameter_bytes,
+            "global_batch": survey.global_batch,
+            "sample_batch_size": survey.sample_batch_size,
+            "may_change_accumulation": survey.may_change_accumulation,
+            "allow_accumulation_change": survey.allow_accumulation_change,
+            "loss": survey.loss,
+            "lacks_loss": survey.loss == LossSource.STAND_IN,
+            "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],
+            "clip_grad_norm": workload.clip_grad_norm,
+            "sample_shapes": dict(survey.sample_shapes),
+            "batched": survey.batched,
+        },
         vram_budget_bytes=result.spec.vram_budget_bytes,
         search=_summary_of(result, survey, session_seconds),
         dimensions=space.dimensions,
@@ -126,38 +142,16 @@ def record_of(
             )
             for trial in result.trials
         },
-        notes=(
-            *survey.notes,
-            *_not_split(result.best),
-            *_not_quiet(survey),
-            *_of_a_cpu(survey),
-            *result.best.measurement.notes,
-            *_with_more_time(result),
-        ),
+        notes=(*survey.notes, *_notes_on(survey, result)),
         difference=difference,
         memory=memory,
-        calibration=learned(survey, result.baseline),
+        # What the baseline's probe on a GPU teaches later predictions
+        calibration=(
+            {}
+            if survey.environment.gpu is None or non_torch_bytes is None
+            else {"non_torch_bytes": non_torch_bytes}
+        ),
     )
-
-
-def _facts_of(workload: Workload, survey: Survey) -> dict[str, Any]:
-    """Return what a report says of a workload."""
-    return {
-        "model": _name_of(workload.model),
-        "fingerprint": survey.fingerprint,
-        "parameters": survey.parameters,
-        "parameter_bytes": survey.parameter_bytes,
-        "global_batch": survey.global_batch,
-        "sample_batch_size": survey.sample_batch_size,
-        "may_change_accumulation": survey.may_change_accumulation,
-        "allow_accumulation_change": survey.allow_accumulation_change,
-        "loss": survey.loss,
-        "lacks_loss": survey.loss == LossSource.STAND_IN,
-        "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],
-        "clip_grad_norm": workload.clip_grad_norm,
-        "sample_shapes": dict(survey.sample_shapes),
-        "batched": survey.batched,
-    }
 
 
 def _summary_of(
@@ -178,40 +172,25 @@ def _summary_of(
     )
 
 
-def _name_of(model: Any) -> str:
-    """Return the name of a model's class, or of the function that builds one."""
-    return str(getattr(model, "__name__", type(model).__name__))
-
-
-def _not_split(best: Trial) -> Iterator[str]:
-    """Yield a note if a training_step did not split the batch as the plan says."""
-    plan, run = best.plan, best.measurement.micro_batches_run
+def _notes_on(survey: Survey, result: SearchResult) -> Iterator[str]:
+    """Yield what a reader should know of the answer, the machine, and the time."""
+    plan, run = result.best.plan, result.best.measurement.micro_batches_run
     if plan.accumulation_steps > 1 and run == 1:
         yield (
             f"{ACT}training_step never called training.micro_batches: unless it splits the batch "
             f"itself, all {plan.samples_per_step} samples of a step ran at once"
         )
-
-
-def _of_a_cpu(survey: Survey) -> Iterator[str]:
-    """Yield a note on what a budget bounds where there is no GPU."""
+    if survey.busy is not None:
+        yield f"The machine was busy ({survey.busy}): small differences in speed are uncertain"
     if survey.environment.device == "cpu":
         yield (
             "On a CPU the VRAM budget limits the tensors, counted as a GPU's allocator would hold "
             "them, not the memory of the process"
         )
-
-
-def _not_quiet(survey: Survey) -> Iterator[str]:
-    """Yield a note if others used the device."""
-    if survey.busy is not None:
-        yield f"The machine was busy ({survey.busy}): small differences in speed are uncertain"
-
-
-def _with_more_time(result: SearchResult) -> Iterator[str]:
+    yield from result.best.measurement.notes
     if result.with_more_time is not None:
-        plan = result.with_more_time.without(result.spec.space.default_settings)
-        yield f"{NOT_TRIED}{plan}, because time ran out"
+        left = result.with_more_time.without(result.spec.space.default_settings)
+        yield f"{NOT_TRIED}{left}, because time ran out"
 
 
 def paste_lines(resolved: ResolvedPlan, *, has_loss_weight: bool = False) -> list[str]:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from autofit.searching.result import (
     record_of,
     with_measured_need,
 )
+from autofit.searching.runner import Runner
 from autofit.searching.storage import check_opens
 from autofit.searching.study import Store
 from autofit.searching.wording import logged
@@ -157,7 +158,7 @@ def search(
         world_size=size,
     )
     places = Places.asked(device, options, ranks=size)
-    asked = _Asked(
+    course = _Course(
         workload,
         chosen,
         _named(strategies),
@@ -172,19 +173,22 @@ def search(
         places,
         allowance,
     )
-    record = owned_by_rank_0(_Course(asked).run, ranks=options.ranks)
+    record = owned_by_rank_0(course.run, ranks=options.ranks)
     return Report(record, strategies=chosen, workload=workload)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What a search was asked to do; fields without a word here are arguments of `search`.
+@dataclass
+class _Course:
+    """The course of a search: inspect the workload, specify, explore, describe.
 
-    Attributes:
+    Attributes (those without a word here are arguments of `search`):
         strategies: that may be used.
         named: the names of those that the caller named.
         level: how far a plan may change the arithmetic.
         profile: the file of `options`, wherever the process is by then.
+        trials: of the study so far.
+        on_event: is told of each event.
+        record: of the report; None until the search itself has ended.
     """
 
     workload: Workload
@@ -200,6 +204,9 @@ class _Asked:
     profile: str | None
     places: Places
     allowance: Allowance
+    trials: Sequence[Trial] = ()
+    on_event: OnEvent = field(default_factory=lambda: logged(None))
+    record: Record | None = None
 
     @property
     def ends_at(self) -> float:
@@ -221,20 +228,6 @@ class _Asked:
             self.workload, chosen, target, ends_at=self.ends_at, executor=executor, **given
         )
 
-
-class _Course:
-    """The course of a search: inspect the workload, specify, explore, describe.
-
-    Attributes:
-        record: of the report; None until the search itself has ended.
-    """
-
-    def __init__(self, asked: _Asked) -> None:
-        self._asked = asked
-        self._trials: Sequence[Trial] = ()
-        self._on_event: OnEvent = logged(None)
-        self.record: Record | None = None
-
     def run(self, ranks: int) -> Record:
         """Search, with several ranks or with one device, and return the record of it.
 
@@ -242,110 +235,126 @@ class _Course:
             SearchTimedOut: the timeout was over before anything that fits had been measured.
             Exception: as of `search`.
         """
-        asked = self._asked
         sessions: Sequence[float] = ()
-        with interrupts_remembered(), showing(asked.progress) as self._on_event:
-            if asked.study is not None:
-                check_opens(asked.study)
+        with interrupts_remembered(), showing(self.progress) as self.on_event:
+            if self.study is not None:
+                check_opens(self.study)
             try:
-                with asked.open_prober(0, ranks, on_stage=self._on_stage) as prober:
+                with self.open_prober(0, ranks, on_stage=self._on_stage) as prober:
                     survey = self._inspect(prober)
-                    identity = _identity(survey, asked)
-                    on_others = partial(asked.open_prober, ranks=ranks)
+                    identity = self._identity(survey)
+                    on_others = partial(self.open_prober, ranks=ranks)
                     with (
-                        open_runner(prober, asked.places, on_others, self._on_stage) as runner,
-                        Store.open(asked.study, identity, began=asked.allowance.began) as store,
-                        self._saying_what_it_needs(prober, store),
+                        open_runner(prober, self.places, on_others, self._on_stage) as runner,
+                        Store.open(self.study, identity, began=self.allowance.began) as store,
                     ):
                         survey = replace(survey, vram_budget_bytes=prober.vram_budget_bytes)
                         survey, spec = self._specify(prober, survey, store, identity)
-                        result = run_search(runner, spec, store=store, **self._limits(store))
+                        result = self._explore(prober, runner, spec, store)
                         sessions = store.session_seconds
                     self._describe(prober, survey, result, sessions, is_alone=ranks == 1)
                     self._on_stage("ending the worker")
             except SearchTimedOut:
-                raise asked.allowance.too_short() from None
+                raise self.allowance.too_short() from None
             except KeyboardInterrupt:
                 if self.record is None:
                     raise
                 self.record = _interrupted(self.record)
             assert self.record is not None  # or something was raised
             self._on_stage("writing the report")
-            seconds = sum(sessions[:-1]) + asked.allowance.elapsed_s
+            seconds = sum(sessions[:-1]) + self.allowance.elapsed_s
             return replace(self.record, search=replace(self.record.search, seconds=seconds))
 
     def _inspect(self, prober: Prober) -> Survey:
         """Return what a worker says of the workload and the device."""
-        survey = prober.survey().without_opt_in(self._asked.named)
-        if self._asked.planned_steps is None:
-            survey = survey.without_costly(self._asked.named)
-        if self._asked.options.allow_accumulation_change:
+        survey = prober.survey().without_opt_in(self.named)
+        if self.planned_steps is None:
+            survey = survey.without_costly(self.named)
+        if self.options.allow_accumulation_change:
             survey = survey.with_accumulation_free()
         check_weights_fit(survey)
         if survey.world_size > 1:
             survey = replace(survey, notes=(*survey.notes, _OF_RANKS))
         if survey.busy is not None:
-            self._on_event(events.MachineBusy(survey.busy, self._asked.allowance.progress()))
+            self.on_event(events.MachineBusy(survey.busy, self.allowance.progress()))
         return survey
+
+    def _identity(self, survey: Survey) -> dict[str, str]:
+        """Return the identity of a study; without a budget "free", since free memory changes."""
+        costly = [name for name, dimension in survey.dimensions.items() if dimension.is_costly]
+        is_free = self.vram_budget is None
+        return {
+            "workload": survey.fingerprint,
+            "allow_accumulation_change": str(self.options.allow_accumulation_change),
+            "even_split": str(self.options.even_split),
+            "strategies": ",".join(strategy.name for strategy in self.strategies),
+            "numerics": self.level.name.lower(),
+            "vram_budget": "free" if is_free else str(survey.vram_budget_bytes),
+            "max_micro_batch": str(self.options.max_micro_batch),
+            **({"ranks": str(survey.world_size)} if survey.world_size > 1 else {}),
+            **({"costly settings": ",".join(costly)} if costly else {}),
+        }
 
     def _specify(
         self, prober: Prober, survey: Survey, store: Store, identity: Mapping[str, str]
     ) -> tuple[Survey, SearchSpec]:
         """Return the survey with notes of prediction, and the study's specification or one."""
-        asked, spec = self._asked, store.spec
-        self._trials = store.trials
+        spec = store.spec
+        self.trials = store.trials
         if spec is not None:
-            self._on_stage(f"resuming {store.name}, with {counted(len(self._trials), 'trial')}")
+            self._on_stage(f"resuming {store.name}, with {counted(len(self.trials), 'trial')}")
         else:
-            space = survey.space(asked.options.max_micro_batch, even=asked.options.even_split)
+            space = survey.space(self.options.max_micro_batch, even=self.options.even_split)
             apart = partial(
-                open_prober, asked.workload, asked.strategies, Target("cpu"), ends_at=asked.ends_at
+                open_prober, self.workload, self.strategies, Target("cpu"), ends_at=self.ends_at
             )
             lines, times, notes = predicted_lines(
                 prober, survey, space, apart if survey.world_size > 1 else None
             )
             survey = replace(survey, notes=(*survey.notes, *notes))
+            own = {strategy.name: strategy for strategy in self.strategies}
             spec = SearchSpec(
                 space,
                 survey.vram_budget_bytes,
-                asked.seed,
+                self.seed,
                 identity,
                 lines,
                 times,
-                numerics=_numerics_of(space, asked.strategies),
+                numerics={
+                    name: int(numerics_of(own[name.partition(".")[0]], name))
+                    for name in space.dimensions
+                },
                 segment_bytes=LARGE_SEGMENT_BYTES,
             )
-        steps, samples = asked.planned_steps, spec.space.baseline.samples_per_step
+        steps, samples = self.planned_steps, spec.space.baseline.samples_per_step
         planned_samples = None if steps is None else steps * samples
-        effort = Effort(asked.options.effort)
+        effort = Effort(self.options.effort)
         return survey, replace(spec, effort=effort, planned_samples=planned_samples)
 
-    def _limits(self, store: Store) -> dict[str, Any]:
-        """Return the arguments of `run_search` beside what runs, what is searched and where."""
-        allowance = self._asked.allowance
-        has_loader = self._asked.workload.loader is not None
+    def _explore(
+        self, prober: Prober, runner: Runner, spec: SearchSpec, store: Store
+    ) -> SearchResult:
+        """Search; an error that nothing fits says what the smallest plan was measured to need."""
+        allowance, has_loader = self.allowance, self.workload.loader is not None
 
         def on_event(event: Event) -> None:
-            self._trials = store.trials
-            self._on_event(event)
+            self.trials = store.trials
+            self.on_event(event)
 
-        return {
-            "sampler": self._asked.options.sampler,
-            "max_probes": allowance.max_probes,
-            "timeout_s": allowance.timeout_s,
-            "on_event": on_event,
-            "began": allowance.began,
-            "kept_s": SHARE_FOR_LOADER * (allowance.timeout_s or 0.0) if has_loader else 0.0,
-        }
-
-    @contextmanager
-    def _saying_what_it_needs(self, prober: Prober, store: Store) -> Iterator[None]:
-        """Add to an error that nothing fits what the smallest plan was measured to need."""
         try:
-            yield
+            return run_search(
+                runner,
+                spec,
+                store=store,
+                sampler=self.options.sampler,
+                max_probes=allowance.max_probes,
+                timeout_s=allowance.timeout_s,
+                on_event=on_event,
+                began=allowance.began,
+                kept_s=SHARE_FOR_LOADER * (allowance.timeout_s or 0.0) if has_loader else 0.0,
+            )
         except NoFeasiblePlan as error:
-            spec = store.spec
-            if spec is None or self._asked.allowance.probes_left(store.trials) == 0:
+            if allowance.probes_left(store.trials) == 0:
                 raise
             raise with_measured_need(error, prober, spec) from None
 
@@ -359,7 +368,7 @@ class _Course:
         is_alone: bool,
     ) -> None:
         """Keep the record of a result, and then what is found beside the answer."""
-        self._trials = result.trials
+        self.trials = result.trials
         if survey.busy is None and survey.environment.gpu is None:
             survey = replace(survey, busy=load_of_others(own=os.cpu_count() or 1))
         difference: Mapping[str, Any] | None = None
@@ -371,7 +380,7 @@ class _Course:
             memory = memory_of(prober, result) if is_alone else {}
         except KeyboardInterrupt:
             result = replace(result, stopped_because=INTERRUPTED, may_probe=False)
-        workload, strategies = self._asked.workload, tuple(prober.strategies)
+        workload, strategies = self.workload, tuple(prober.strategies)
         record = record_of(survey, result, strategies, workload, difference, memory, sessions)
         self.record = record
         if result.may_probe and is_alone:
@@ -382,7 +391,7 @@ class _Course:
                     result.spec,
                     record,
                     loader=workload.loader,
-                    trace=self._asked.profile,
+                    trace=self.profile,
                     on_stage=self._on_stage,
                     facts=findings,
                 )
@@ -391,8 +400,8 @@ class _Course:
             self.record = replace(record, findings=findings)
 
     def _on_stage(self, stage: str) -> None:
-        progress = self._asked.allowance.progress(self._trials)
-        self._on_event(events.StageStarted(stage, progress))
+        progress = self.allowance.progress(self.trials)
+        self.on_event(events.StageStarted(stage, progress))
 
 
 def _interrupted(record: Record) -> Record:
@@ -419,12 +428,6 @@ def _named(strategies: Iterable[str | Strategy] | None) -> set[str]:
     return {each if isinstance(each, str) else each.name for each in given}
 
 
-def _numerics_of(space: Space, strategies: Sequence[Strategy]) -> dict[str, int]:
-    """Return how far each setting may change the arithmetic."""
-    own = {strategy.name: strategy for strategy in strategies}
-    return {name: int(numerics_of(own[name.partition(".")[0]], name)) for name in space.dimensions}
-
-
 def workload_of(model: Any, sample_batch: Any, **given: Any) -> Workload:
     """Return the Workload that stands for the model, or one of what was given.
 
@@ -443,20 +446,3 @@ def workload_of(model: Any, sample_batch: Any, **given: Any) -> Workload:
             f"the Workload describes the training: pass {names} to the Workload instead"
         )
     return model
-
-
-def _identity(survey: Survey, asked: _Asked) -> dict[str, str]:
-    """Return the identity of a study; without a budget "free", since free memory changes."""
-    costly = [name for name, dimension in survey.dimensions.items() if dimension.is_costly]
-    is_free = asked.vram_budget is None
-    return {
-        "workload": survey.fingerprint,
-        "allow_accumulation_change": str(asked.options.allow_accumulation_change),
-        "even_split": str(asked.options.even_split),
-        "strategies": ",".join(strategy.name for strategy in asked.strategies),
-        "numerics": asked.level.name.lower(),
-        "vram_budget": "free" if is_free else str(survey.vram_budget_bytes),
-        "max_micro_batch": str(asked.options.max_micro_batch),
-        **({"ranks": str(survey.world_size)} if survey.world_size > 1 else {}),
-        **({"costly settings": ",".join(costly)} if costly else {}),
-    }

@@ -1,7 +1,8 @@
 """Opening a study where the user keeps it: in memory, in a file, or in a database.
 
-Promises: one search at a time has a study; a study that cannot be opened is refused, with the cause
-on one line; everything that was opened is closed by the caller's stack.
+Promises: one search at a time has a study, and one whose process has ended keeps nobody out; a
+study that cannot be opened is refused, with the cause on one line; everything that was opened is
+closed by the caller's stack.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, Any
 
 import optuna
 import sqlalchemy
@@ -24,9 +26,8 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.study import StudyDirection
 
 from autofit.errors import InvalidArgument, StudyError
-
-if TYPE_CHECKING:
-    from autofit.searching.claim import Claim
+from autofit.probing.process_lifetime import runs_here, this_process
+from autofit.units import format_seconds
 
 _STUDY_NAME = "autofit"
 _STALE_LOCK_S = 3  # a write takes milliseconds: an older lock was left by a killed process
@@ -105,12 +106,81 @@ def open_study(
             raise StudyError(f"{name} holds a study {_STUDY_NAME!r} of another program's")
         if not isinstance(storage, RDBStorage):
             return opened, None
-        from autofit.searching.claim import Claim  # a database alone needs it
-
         claim = Claim(opened, name)
         held.callback(claim.give_up)
-        claim.take()
         return opened, claim
+
+
+_CLAIM = "autofit_claim"
+_SILENT_S = 3600.0  # a search on another host that asked for no plan in this time has ended
+
+
+class Claim:
+    """One search's claim on a study in a database, which has no lock, kept in the study itself.
+
+    Of two that claim it at the same instant the last one to write has it; the other learns so when
+    it renews its claim, before it asks for a plan.
+
+    Args:
+        study: the study.
+        name: of the study in messages.
+
+    Raises:
+        StudyError: another search that still runs has it.
+    """
+
+    def __init__(self, study: optuna.Study, name: str) -> None:
+        self._study, self._name = study, name
+        self._own = this_process() | {"id": uuid.uuid4().hex}
+        other = study.user_attrs.get(_CLAIM)
+        if other is not None and is_live(other):
+            raise StudyError(
+                f"process {other['pid']} on {other['host']} is using the study {name} (last seen "
+                f"{format_seconds(_silence_s(other))} ago): wait for it to end, or use another "
+                "study"
+            )
+        self._write()
+
+    def renew(self) -> None:
+        """Show that this search still runs.
+
+        Raises:
+            StudyError: another search took it for ended, and has the study now.
+        """
+        if not self._is_own:
+            raise StudyError(
+                f"another search has taken over the study {self._name}, because this one did not "
+                "respond for too long: resume it when the other has ended"
+            )
+        self._write()
+
+    def give_up(self) -> None:
+        """Let other searches use the study."""
+        if self._is_own:
+            self._study.set_user_attr(_CLAIM, None)
+
+    @property
+    def _is_own(self) -> bool:
+        claim = self._study.user_attrs.get(_CLAIM)
+        return claim is not None and claim["id"] == self._own["id"]
+
+    def _write(self) -> None:
+        self._study.set_user_attr(_CLAIM, self._own | {"seen": time.time()})
+
+
+def is_live(claim: Mapping[str, Any]) -> bool:
+    """Return whether the process that wrote a claim still runs.
+
+    On another host, or in another container, that is unknown; a claim renewed within the last hour
+    then counts as live.
+    """
+    runs = runs_here(claim)
+    return _silence_s(claim) < _SILENT_S if runs is None else runs
+
+
+def _silence_s(claim: Mapping[str, Any]) -> float:
+    seen: float = claim["seen"]
+    return max(0.0, time.time() - seen)  # the clock of another host may be ahead
 
 
 def cause_of(error: BaseException) -> str:
@@ -161,7 +231,7 @@ def _open_file(name: str, held: ExitStack) -> JournalStorage:
     write_lock = JournalFileSymlinkLock(str(path), grace_period=_STALE_LOCK_S)
     try:
         _cut_torn_line(path, held.enter_context(_locked(path)), write_lock)
-        with replaying(path):
+        with checked(path):
             return JournalStorage(JournalFileBackend(str(path), write_lock))
     except OSError as error:
         raise StudyError(
@@ -191,13 +261,15 @@ def _cut_torn_line(path: Path, file: IO[bytes], write_lock: JournalFileSymlinkLo
     try:
         file.seek(0)
         content = file.read()
-        if content and not _is_journal(content):
+        whole = content.rfind(b"\n") + 1
+        lines = content[:whole].splitlines()
+        begun = b'{"op_code"'  # what an unfinished first line begins with, or is a beginning of
+        if not (_is_entry(lines[0]) if lines else content.startswith(begun[: len(content)])):
             raise StudyError(
                 f"{path} is not a study (a file in Optuna's journal format): give the path of a "
                 "new file"
             )
-        whole = content.rfind(b"\n") + 1
-        for number, line in enumerate(content[:whole].splitlines(), start=1):
+        for number, line in enumerate(lines, start=1):
             if not _is_entry(line):
                 raise _damaged(path, f"line {number} of it is damaged: {line[:60]!r}")
         if whole < len(content):
@@ -205,14 +277,6 @@ def _cut_torn_line(path: Path, file: IO[bytes], write_lock: JournalFileSymlinkLo
             os.fsync(file.fileno())
     finally:
         write_lock.release()
-
-
-def _is_journal(content: bytes) -> bool:
-    """Return whether a file begins like a journal; any other file must not be cut."""
-    first, newline, _ = content.partition(b"\n")
-    if not newline:
-        return first.startswith(b'{"op_code"') or b'{"op_code"'.startswith(first)
-    return _is_entry(first)
 
 
 def _is_entry(line: bytes) -> bool:
@@ -230,26 +294,20 @@ def _damaged(study: object, what: str) -> StudyError:
 
 
 @contextmanager
-def replaying(study: object) -> Iterator[None]:
-    """Refuse a study whose content cannot be what Optuna wrote; only Optuna's own code is inside.
+def checked(study: object) -> Iterator[None]:
+    """Refuse a study whose content cannot be what Optuna and autofit wrote.
 
-    It reads a journal without checking it, so damage shows as any error.
+    Optuna reads a journal without checking it, so damage shows as any error; no code of a user's is
+    inside.
     """
     try:
         yield
+    except StudyError:
+        raise
+    except InvalidArgument as error:  # of the codec
+        raise _damaged(study, str(error)) from error
     except (
         ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, OverflowError,
         RecursionError,
     ) as error:  # fmt: skip
         raise _damaged(study, f"{type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def decoding(study: object) -> Iterator[None]:
-    """Refuse a study whose content cannot be what autofit wrote; a fault of its code is none."""
-    try:
-        yield
-    except StudyError:
-        raise
-    except InvalidArgument as error:
-        raise _damaged(study, str(error)) from error

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import optuna
 import sqlalchemy.exc
@@ -30,16 +30,13 @@ from autofit.searching import trial_codec
 from autofit.searching.sampler import GivenPlan
 from autofit.searching.storage import (
     AskTellStudy,
+    Claim,
     cause_of,
-    decoding,
+    checked,
     name_of,
     open_study,
-    replaying,
 )
 from autofit.training.fingerprint import differing_parts
-
-if TYPE_CHECKING:
-    from autofit.searching.claim import Claim
 
 _ENDED, _ENDED_AT = "autofit_ended", "autofit_ended_at"  # the reason, and the effort of that search
 _SESSIONS = "autofit_session_seconds"
@@ -52,11 +49,6 @@ def _difference(part: str, stored: str | None, here: str | None) -> str:
     if part == "workload" and stored and here and (names := differing_parts(stored, here)):
         return f"another workload: its {', '.join(names)} differ"
     return f"{part}: {stored or 'none'} there, {here or 'none'} here"
-
-
-def _as_in(spec: SearchSpec, stored: SearchSpec) -> SearchSpec:
-    """Return the stored specification with all that a resumed search may change."""
-    return replace(stored, effort=spec.effort, planned_samples=spec.planned_samples)
 
 
 class Store:
@@ -79,9 +71,8 @@ class Store:
         self.study, self.name = study, name
         self._claim, self._held = claim, held
         self._began = time.monotonic() if began is None else began
-        with replaying(name):
+        with checked(name):
             attrs, trials = study.user_attrs, study.get_trials(deepcopy=False)
-        with decoding(name):
             self._earlier_seconds = from_json(
                 attrs.get(_SESSIONS, []), list[Number], "the earlier searches' seconds"
             )
@@ -127,14 +118,16 @@ class Store:
             StudyError: the study has another specification, or cannot be written.
         """
         stored = self.spec
-        if stored is not None and _as_in(spec, stored).to_json() != spec.to_json():
-            raise StudyError(
-                f"the study {self.name} was made with another space, budget or seed: search "
-                "with those, or use another study"
-            )
+        if stored is not None:
+            # What a resumed search may change is as it is now
+            same = replace(stored, effort=spec.effort, planned_samples=spec.planned_samples)
+            if same.to_json() != spec.to_json():
+                raise StudyError(
+                    f"the study {self.name} was made with another space, budget or seed: search "
+                    "with those, or use another study"
+                )
         with self._writing():
-            if stored is None or stored.to_json() != spec.to_json():
-                self.study.set_user_attr(trial_codec.SPEC, spec.to_json())
+            self.study.set_user_attr(trial_codec.SPEC, spec.to_json())
             if stored is not None and stored.planned_samples != spec.planned_samples:
                 self.study.set_user_attr(_ENDED, None)
         self.spec = spec
@@ -148,7 +141,6 @@ class Store:
         with self._reading():
             trials = self.study.get_trials(deepcopy=False)
             compared_from = self.study.user_attrs.get(trial_codec.COMPARED_FROM, 0)
-        with decoding(self.name):
             return trial_codec.trials_in(trials, compared_from)
 
     @property
@@ -161,7 +153,6 @@ class Store:
         """Why an earlier run had nothing left to try; None if cut short, or of less effort."""
         with self._reading():
             attrs = self.study.user_attrs
-        with decoding(self.name):
             at = from_json(attrs.get(_ENDED_AT, "normal"), Effort, "the earlier search's effort")
             reason: str | None = from_json(attrs.get(_ENDED), _Reason, "the earlier search's end")
         is_enough = self.spec is None or at.covers(self.spec.effort)
@@ -177,14 +168,14 @@ class Store:
         """
         if all(trial.kind is not TrialKind.CONFIRMATION for trial in trials):
             return trials
-        with self._writing(), replaying(self.name):
+        with self._writing(), checked(self.name):
             self.study.set_user_attr(trial_codec.COMPARED_FROM, trials[-1].number + 1)
         self.__dict__.pop("trials", None)
         return self.trials
 
     def mark_ended(self, reason: str) -> None:
         """Store that the search ended because nothing was left to try."""
-        with self._writing(), replaying(self.name):
+        with self._writing(), checked(self.name):
             if self.spec is not None:
                 self.study.set_user_attr(_ENDED_AT, self.spec.effort.value)
             self.study.set_user_attr(_ENDED, reason)
@@ -202,7 +193,7 @@ class Store:
 
     def abandon(self, asked: optuna.Trial) -> None:
         """End a trial that has no result as FAIL."""
-        with self._writing(), replaying(self.name):
+        with self._writing(), checked(self.name):
             self.study.tell(asked, state=TrialState.FAIL, skip_if_finished=True)
 
     def record(self, asked: optuna.Trial, trial: Trial) -> Trial:
@@ -214,11 +205,11 @@ class Store:
         """
         assert self.spec is not None, "begin() comes before the first trial"
         earlier = self.trials
-        with self._writing(), replaying(self.name):
+        with self._writing(), checked(self.name):
             written = trial_codec.record(self.study, asked, trial, self.spec)
             # With every trial, so that a killed session counts up to that.
             self.study.set_user_attr(_SESSIONS, list(self.session_seconds))
-        with decoding(self.name):
+        with checked(self.name):
             stored = trial_codec.trial_in(asked.number, written)
         if not stored.blames_workload:
             # Of several plans in flight the one that was asked for last may end first
@@ -227,7 +218,7 @@ class Store:
 
     def close(self) -> None:
         """Let other searches use the study; every trial is in it, or its refusal was raised."""
-        with suppress(StudyError), self._writing(), replaying(self.name):
+        with suppress(StudyError), self._writing(), checked(self.name):
             self._held.close()
 
     def __enter__(self) -> Self:
@@ -259,18 +250,14 @@ class Store:
             )
 
     def _close_abandoned_trials(self) -> None:
-        with self._writing(), replaying(self.name):
-            running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        for trial in running:
-            with decoding(self.name):
-                value, state = trial_codec.end_of(trial)
-            with self._writing(), replaying(self.name):
-                self.study.tell(trial.number, value, state)
+        with self._writing(), checked(self.name):
+            for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                self.study.tell(trial.number, *trial_codec.end_of(trial))
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
         try:
-            with replaying(self.name):
+            with checked(self.name):
                 yield
         except _STORAGE_FAILED as error:
             raise StudyError(f"cannot read the study {self.name}: {cause_of(error)}") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autofit.errors import StudyError, WorkloadFailed
-from autofit.measurement import Measurement, Outcome, Trial
+from autofit.measurement import Measurement, Outcome
 from autofit.plan import Dimension
 from autofit.searching import events
 from autofit.searching.engine import run_search
@@ -77,15 +77,3 @@ def test_a_study_has_the_whole_specification(make_device: MakeDevice, tmp_path: 
             store.begin(spec)
     with Store.open(path, IDENTITY) as store:
         assert store.spec == spec
-
-
-def test_a_fault_of_the_code_is_not_taken_for_a_damaged_study(
-    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "study.journal"
-    with Store.open(path, IDENTITY) as store:
-        run_search(device.prober(), device.spec(), store=store, max_probes=2)
-    with Store.open(path, IDENTITY) as store:
-        monkeypatch.delattr(Trial, "blames_workload")
-        with pytest.raises(AttributeError):
-            _ = store.trials

@@ -22,9 +22,10 @@ from optuna.trial import TrialState
 
 from autofit.errors import StudyError
 from autofit.planning.search_spec import Effort
-from autofit.probing.process_identity import _start_ticks, this_process
-from autofit.searching.claim import is_live
+from autofit.probing.process_lifetime import _start_ticks, this_process
+from autofit.searching import storage
 from autofit.searching.engine import run_search
+from autofit.searching.storage import is_live
 from autofit.searching.study import Store
 from autofit.space import Space
 from tests.simulated import FEW_DIMENSIONS, IDENTITY, MakeDevice, SimulatedDevice, make_trial
@@ -227,6 +228,19 @@ def test_a_second_search_on_a_study_is_refused(tmp_path: Path, storage: str, sta
         assert len(store.trials) == 2
 
 
+def test_of_searches_that_claim_a_study_at_the_same_instant_one_goes_on(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, plan = f"sqlite:///{tmp_path / 'study.db'}", device.space.baseline
+    monkeypatch.setattr(storage, "is_live", lambda claim: False)  # neither sees the other's yet
+    with Store.open(study, IDENTITY) as first, Store.open(study, IDENTITY) as second:
+        first.begin(device.spec())
+        second.begin(device.spec())
+        with pytest.raises(StudyError, match="has taken over"):
+            first.ask(plan)
+        second.abandon(second.ask(plan))
+
+
 @pytest.mark.parametrize(
     ("study", "words"),
     [
@@ -289,7 +303,7 @@ def test_a_search_that_was_taken_for_ended_is_told_so(
     plan = device.space.baseline
     with Store.open(url, IDENTITY) as first:
         first.begin(device.spec())
-        key = next(key for key in first.study.user_attrs if key.startswith("autofit_claim_"))
+        key = "autofit_claim"
         claim = first.study.user_attrs[key] | {"namespace": 1}
         first.study.set_user_attr(key, claim)
         with pytest.raises(StudyError, match="is using the study"):
