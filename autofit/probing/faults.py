@@ -72,7 +72,8 @@ def fault_of(exception: BaseException) -> Fault:
     """Return an exception as plain data; the gravest exception of its chain decides."""
     links = list(chain_of(exception))
     rows = [_row_of(link) for link in links]
-    if _is_exit(exception):
+    # Ctrl-C and sys.exit are not the plan's, even amid a fault
+    if not isinstance(exception, (Exception, BaseExceptionGroup)):
         rows = [USER_ROW] * len(links)
     decisive = min(range(len(links)), key=lambda place: GRAVITY.index(rows[place].outcome))
     link, row = links[decisive], rows[decisive]
@@ -93,18 +94,10 @@ def _row_of(link: BaseException) -> Row:
         return row_of(("MemoryError",), None, None)
     if gone_in(link) is not None:
         return row_of(("autofit.errors.Unsupported",), None, None)
-    text = text_of(link) if _has_known_text(link) else None
-    return row_of(_type_names(link), _error_code(link), text)
-
-
-def _is_exit(exception: BaseException) -> bool:
-    """Return whether it is Ctrl-C or sys.exit, which even amid a fault is not the plan's."""
-    return not isinstance(exception, (Exception, BaseExceptionGroup))
-
-
-def _has_known_text(link: BaseException) -> bool:
     cls = type(link)
-    return cls is RuntimeError or str(cls.__module__).partition(".")[0] in _WITH_KNOWN_TEXT
+    has_known_text = str(cls.__module__).partition(".")[0] in _WITH_KNOWN_TEXT
+    text = text_of(link) if cls is RuntimeError or has_known_text else None
+    return row_of(_type_names(link), _error_code(link), text)
 
 
 def _type_names(link: BaseException) -> tuple[str, ...]:

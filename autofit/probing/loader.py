@@ -69,8 +69,17 @@ def deliver(session: Session, *, settings: LoaderSettings, plan: Plan) -> Delive
     with _batches_of(session, settings) as (made, batches):
         batch = next(batches)
         batch_bytes = sum(tensor.nbytes for tensor in tensors_of(batch))
-        _check_batch(batch)
-        warned = _warnings_of(watch, batch)
+        try:
+            samples = batch_size(batch)
+        except InvalidArgument as error:
+            raise InvalidArgument(
+                f"the loader delivers {kind_of(batch)} in which no tensor has a sample dimension: "
+                "its collate_fn must return tensors with the samples in dimension 0"
+            ) from error
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            watch.look(batch, samples, stacklevel=1)
+        warned = [str(each.message) for each in caught]
         del batch
         round_of = max(1, settings.num_workers)
         for _ in range(round_of - 1):  # workers that started together deliver together
@@ -97,21 +106,3 @@ def _batches_of(
         with generators_kept(made), closing(batches_without_end(made)) as batches:
             yield made, batches
     collect_garbage()  # the processes of a loader end with its iterator
-
-
-def _check_batch(batch: Batch) -> None:
-    """Raise InvalidArgument where a loader delivers what is no batch of samples."""
-    try:
-        batch_size(batch)
-    except InvalidArgument as error:
-        raise InvalidArgument(
-            f"the loader delivers {kind_of(batch)} in which no tensor has a sample dimension: "
-            "its collate_fn must return tensors with the samples in dimension 0"
-        ) from error
-
-
-def _warnings_of(watch: BatchWatch, batch: Batch) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        watch.look(batch, batch_size(batch), stacklevel=1)
-    return [str(each.message) for each in caught]

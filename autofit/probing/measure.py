@@ -67,9 +67,11 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
             warm_up_s = perf_counter() - began
             warm_up_steps = steps.warm_up_steps * len(short) / len(places)
             before = device.read()
-            steps.run_tracked(batch, _tracked_steps(device, request))
+            if device.tracked_steps:  # a long training is tracked all along, and shows what is late
+                steps.run_tracked(batch, max(device.tracked_steps, request.steps or 0))
         while not enough_steps(steps.times_s, request) and math.isfinite(steps.loss):
-            steps.time(batch, _block_of(request, len(steps.times_s)))
+            left = STEPS_PER_BLOCK if request.steps is None else request.steps - len(steps.times_s)
+            steps.time(batch, min(STEPS_PER_BLOCK, left))
         busy_percent = device.busy_percent()
         after = device.read()
         growth = _growth(device, steps)
@@ -81,6 +83,12 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
     available = device.total_bytes - max(foreign or 0, foreign_before or 0)
     held = after.peak_held_bytes
     retries = after.allocator_retries - before.allocator_retries
+    own = RankUse(
+        after.peak_allocated_bytes,
+        after.peak_reserved_bytes,
+        after.non_torch_bytes,
+        statistics.median(steps.own_times_s) if steps.own_times_s else None,
+    )
     outcome, detail = _verdict(steps.loss, growth, retries, held, vram_budget_bytes, available)
     in_evaluation = evaluated.peak_held_bytes if evaluated else 0
     if outcome is Outcome.OK and in_evaluation > vram_budget_bytes:
@@ -105,7 +113,7 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         evaluation_peak_bytes=evaluated.peak_reserved_bytes if evaluated else None,
         start_up_s=start_up_s(warm_up_s, warm_up_steps, steps.as_run_s),
         notes=notes,
-        ranks=[] if training.ranks is None else [_own_use(after, steps)],
+        ranks=[] if training.ranks is None else [own],
     )
 
 
@@ -246,27 +254,6 @@ def start_up_s(
     if not step_times_s:
         return None
     return max(0.0, warm_up_s - warm_up_steps * statistics.median(step_times_s))
-
-
-def _own_use(after: MemoryReading, steps: _Steps) -> RankUse:
-    return RankUse(
-        after.peak_allocated_bytes,
-        after.peak_reserved_bytes,
-        after.non_torch_bytes,
-        statistics.median(steps.own_times_s) if steps.own_times_s else None,
-    )
-
-
-def _tracked_steps(device: Device, request: ProbeRequest) -> int:
-    """Return the steps to account for before those that are timed, on a device that cannot do both.
-
-    A long training is accounted for all along: it is to show what begins late.
-    """
-    return max(device.tracked_steps, request.steps or 0) if device.tracked_steps else 0
-
-
-def _block_of(request: ProbeRequest, timed: int) -> int:
-    return STEPS_PER_BLOCK if request.steps is None else min(STEPS_PER_BLOCK, request.steps - timed)
 
 
 def micro_batches_to_run(

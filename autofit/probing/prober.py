@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from autofit.errors import (
     note_tried,
 )
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Plan, ResolvedPlan, Scalar, VariantKey
+from autofit.plan import ResolvedPlan, Scalar
 from autofit.probing.messages import (
     STILL_RUNNING,
     Call,
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
 
 MOST_REPEATS = 2
 """Times that a contended probe is run again; one whose size may not be to blame, once."""
-MOST_WORKERS_PER_PLAN = 3
 FORWARDS_OF_A_LOOK = 50
 """A look at the workload is expected to take as long as so many first forwards of a few samples.
 
@@ -180,8 +178,6 @@ class Prober(AbstractContextManager["Prober"]):
         self._channel, self._workload = channel, workload
         self._deadlines, self._ends_at = deadlines or Deadlines(), ends_at
         self._on_stage = on_stage
-        self._workers_lost: Counter[Plan] = Counter()
-        self._set_aside: dict[VariantKey, Measurement] = {}
         self._lock: DeviceLock | None = None
         self._survey: Survey | None = None
         try:
@@ -253,12 +249,8 @@ class Prober(AbstractContextManager["Prober"]):
         """Run one plan; a fault of the plan is an outcome, and costs at most its worker.
 
         A probe during which other processes' use of the device moved is run again, and so is one
-        whose end its size does not explain. A plan that has cost three workers does not get a
-        fourth, and neither does its variant.
+        whose end its size does not explain.
         """
-        variant = request.plan.variant
-        if variant in self._set_aside:
-            return ProbeResult(self._set_aside[variant])
         budget = request.vram_budget_bytes or self.vram_budget_bytes
         request = replace(request, vram_budget_bytes=budget)
         wait_s, ends_at = self._deadlines.of(request.expected_seconds), self._ends_at
@@ -278,19 +270,17 @@ class Prober(AbstractContextManager["Prober"]):
                     request, deadline, lambda stage: self._on_stage(f"{stage} {request.plan}")
                 )
                 seen: Measurement = reply.value
-                error, is_spent = reply.exception_to_raise(), reply.spent
+                error = reply.exception_to_raise()
                 contended = contended or seen.contended
                 again = seen.contended or (reply.worth_repeating and not doubted)
-                if is_spent:
+                if reply.spent:
                     self._channel.drop()
-                if is_spent or not again:
+                if reply.spent or not again:
                     break
                 doubted = doubted or reply.worth_repeating
         except NoReply as lost:
-            seen, is_spent = Measurement(lost.outcome, lost.detail), True
+            seen = Measurement(lost.outcome, lost.detail)
         seen = replace(seen, contended=contended, seconds=time.monotonic() - began)
-        if is_spent and seen.outcome.may_be_accident:
-            self._note_lost_worker(request.plan, seen)
         if error is not None:
             note_tried(error, f"probing {request.plan}")
         return ProbeResult(seen, error)
@@ -373,15 +363,6 @@ class Prober(AbstractContextManager["Prober"]):
             if self._lock is not None:
                 self._lock.release()
 
-    def _note_lost_worker(self, plan: Plan, measurement: Measurement) -> None:
-        self._workers_lost[plan] += 1
-        if self._workers_lost[plan] >= MOST_WORKERS_PER_PLAN:
-            reason = (
-                f"not tried again: {plan} ended {MOST_WORKERS_PER_PLAN} workers, the last one: "
-                f"{measurement.detail}"
-            )
-            self._set_aside[plan.variant] = Measurement(measurement.outcome, reason)
-
     def _open(self, ends_at: float) -> DeviceFacts:
         had_none, began = self._channel.pid is None, time.monotonic()
         facts = self._channel.open(ends_at)
@@ -449,10 +430,23 @@ def open_prober(
     live = workload.model if isinstance(workload.model, torch.nn.Module) else None
     device = device_meant(target.device, live)
     check_budget(target.vram_budget)
-    _check_seed(target.seed)
+    seed: Any = target.seed
+    if not (isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= _LARGEST_SEED):
+        raise InvalidArgument(
+            f"seed must be a whole number from 0 to {_LARGEST_SEED}, got {seed!r}"
+        )
     channel: Channel
     if target.ranks > 1:
-        channel = _rank_channel(workload, strategies, target)
+        from autofit.probing.rank_channel import RankChannel  # searches of one device have none
+
+        channel = RankChannel(
+            target.ranks,
+            workload,
+            strategies,
+            device=target.device,
+            seed=target.seed,
+            threads=target.threads,
+        )
     elif executor is not None:
         from autofit.probing.executor_channel import ExecutorChannel  # most searches run here
 
@@ -470,27 +464,6 @@ def open_prober(
         ends_at=ends_at,
         on_stage=on_stage,
     )
-
-
-def _rank_channel(workload: Workload, strategies: Sequence[Strategy], target: Target) -> Channel:
-    from autofit.probing.rank_channel import RankChannel  # searches of one device have none
-
-    return RankChannel(
-        target.ranks,
-        workload,
-        strategies,
-        device=target.device,
-        seed=target.seed,
-        threads=target.threads,
-    )
-
-
-def _check_seed(seed: Any) -> None:
-    whole = isinstance(seed, int) and not isinstance(seed, bool)
-    if not (whole and 0 <= seed <= _LARGEST_SEED):
-        raise InvalidArgument(
-            f"seed must be a whole number from 0 to {_LARGEST_SEED}, got {seed!r}"
-        )
 
 
 def _compare(

@@ -146,14 +146,13 @@ class RankChannel:
         return agree(answers, is_probe=isinstance(request, ProbeRequest))
 
     def drop(self) -> None:
-        """End every rank's worker, and have each rank start another one that waits."""
+        """End every rank's worker; `open` starts others."""
         self._facts = None
         if all(channel.pid is None for channel in self._channels):
             return
         for channel in self._channels:
             channel.drop()
         wait(self._asked)  # whose workers have ended
-        self._on_each(WorkerChannel.warm)
 
     def close(self) -> None:
         """End all workers, and let the workload's files go."""

@@ -67,20 +67,17 @@ def unreachable_by_value() -> Iterator[None]:
 
 def _unreachable_modules() -> list[ModuleType]:
     """Return the loaded modules that a worker could not import by name (from a file, say)."""
+    finders = [getattr(finder, "find_spec", None) for finder in sys.meta_path]
     reachable: dict[str, bool] = {}
     unreachable = []
     for name, module in list(sys.modules.items()):
         top = name.partition(".")[0]
         if top not in reachable:
-            reachable[top] = top in _ALWAYS_REACHABLE or _can_be_found(top)
+            found = (find(top, None) for find in finders if find is not None)
+            reachable[top] = top in _ALWAYS_REACHABLE or any(spec is not None for spec in found)
         if not reachable[top] and getattr(module, "__file__", None):
             unreachable.append(module)
     return unreachable
-
-
-def _can_be_found(top: str) -> bool:
-    finders = [getattr(finder, "find_spec", None) for finder in sys.meta_path]
-    return any(find is not None and find(top, None) is not None for find in finders)
 
 
 def _rebuild_parametrized(
@@ -135,10 +132,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return super().reducer_override(obj)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 class _HostPickler(_Pickler):
     """Sends tensors of a device as host tensors, so that reading them makes no context there.
 
@@ -156,7 +149,8 @@ class _HostPickler(_Pickler):
         if (shape := self.without_data.get(id(obj))) is not None:
             return shape.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch
         if isinstance(obj, torch.UntypedStorage):  # torch cannot load its own pickle of one
-            return torch.Tensor.untyped_storage, (_bytes_of(obj),)
+            held = torch.empty(0, dtype=torch.uint8, device=obj.device).set_(obj)
+            return torch.Tensor.untyped_storage, (held,)
         if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
             return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch
         return super().reducer_override(obj)

@@ -4,14 +4,18 @@ The facts (size, shapes, fingerprint) come from the model where it lies. Loss, d
 gradients take trainings on the device, one at a time; where one of those fails, the survey notes it
 and goes on: the baseline's probe will meet the same fault and report it in full. A strategy that
 breaks the contract of plug-ins is refused instead.
+
+On the CPU device, whose budget binds only under accounting, accounting is on for the loss alone: it
+would distort the times that strategies take while they profile, and would count twice the gradients
+that are compared in host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,12 +24,12 @@ from autofit.equivalence.accumulation import compare_split_gradients
 from autofit.equivalence.steps import StrategyContext
 from autofit.errors import InvalidArgument, NoFeasiblePlan, release_exception, with_type
 from autofit.measurement import ACT, NOT_TRIED
-from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
-from autofit.registry import collect_dimensions
+from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar, settings_of
+from autofit.registry import collect_dimensions, names_of_ranks
 from autofit.snapshot import process
 from autofit.snapshot.snapshot import Snapshot, live_objects
 from autofit.space import Space
-from autofit.strategy import Comparison, Strategy
+from autofit.strategy import Comparison, Phase, Strategy
 from autofit.torch_private import gone_in
 from autofit.training.batch import describe
 from autofit.training.fingerprint import fingerprint
@@ -232,18 +236,11 @@ def take_survey(
             breaks the contract of plug-ins.
         Exception: what the user's code raised in making them.
     """
-    # On the CPU device, whose budget binds only under accounting, accounting is on for the loss
-    # alone: it would distort the times that strategies take while they profile, and would count
-    # twice the gradients that are compared in host memory.
     session.on_stage(LOOKING)
     busy = session.builder.device.busy()
     one, world = _OneModel(session.builder), session.builder.world
     builder = _BuilderOfOne(one.workload, session.builder.device, session.builder.seed, world)
     model = _model_facts(builder, one.model)
-    if world.size > 1:
-        from autofit.probing import alike  # most searches are of one device
-
-        alike.check_ranks_alike(builder, model.weights)
     compiled = compiled_part(one.model)
     if compiled is not None:
         session.on_stage(f"{LOOKING}: {compiled}")
@@ -289,14 +286,62 @@ def _that_ranks_share(
 ) -> tuple[dict[str, Dimension], list[str]]:
     """Return the dimensions with the gradients of one process on several ranks, and all notes."""
     from autofit.equivalence import ranks  # most searches are of one device
-    from autofit.probing import alike
 
-    alike.check_shared(session.builder.world.size, session.strategies, dimensions, notes)
+    check_shared(session.builder.world.size, session.strategies, dimensions, notes)
     session.on_stage(stage_of("gradients of several ranks"))
     dimensions, unequal = ranks.without_unequal(
         session.builder, session.strategies, dimensions, raised
     )
     return dimensions, [*notes, *unequal, *ranks.normalizing_apart(model)]
+
+
+def check_alike(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ranks that differ in GPU or first weights, by the first that does.
+
+    Raises:
+        InvalidArgument: what it has instead.
+    """
+    first = ranks[0]
+    for rank, facts in enumerate(ranks):
+        if facts["weights"] != first["weights"]:
+            raise InvalidArgument(
+                f"rank {rank} starts with other weights than rank 0: the function that builds the "
+                "model must take random numbers from torch alone, which autofit seeds on each rank"
+            )
+        if facts["gpu"] != first["gpu"]:
+            raise InvalidArgument(
+                f"rank {rank} has gpu {facts['gpu']}, rank 0 {first['gpu']}: use "
+                f"{len(ranks)} GPUs of one kind"
+            )
+
+
+def check_shared(
+    ranks: int,
+    strategies: Iterable[Strategy],
+    dimensions: Mapping[str, Dimension],
+    notes: Sequence[str],
+) -> None:
+    """Refuse ranks none of whose strategies shares the training: each would train alone.
+
+    Args:
+        ranks: how many there are.
+        strategies, dimensions: of the survey.
+        notes: of the survey; those that begin with a strategy's name say why it was left out.
+
+    Raises:
+        InvalidArgument: no strategy of `Phase.PARALLEL` offers a setting.
+    """
+    names = [strategy.name for strategy in strategies if strategy.phase is Phase.PARALLEL]
+    if any(settings_of(name, dimensions) for name in names):
+        return
+    alone = f"no strategy shares gradients among the {ranks} ranks, so each would train alone"
+    if not names:
+        raise InvalidArgument(
+            f"{alone}: add an installed one to strategies= "
+            f"({', '.join(names_of_ranks()) or 'there is none'}), or start one process"
+        )
+    why = "; ".join(note for note in notes if note.startswith(tuple(names)))
+    raise InvalidArgument(f"{alone}: {why or f'{names[0]} offers no setting for this model'}")
 
 
 def _notes_of(session: Session, model: _ModelFacts, compiled: str | None) -> list[str]:
@@ -314,14 +359,12 @@ class _ModelFacts:
 
     Attributes:
         is_evaluating: whether it was handed over in eval mode, and trains so.
-        weights: of several ranks, a number that other weights would change.
     """
 
     fingerprint: str
     parameters: int
     parameter_bytes: int
     is_evaluating: bool
-    weights: float = 0.0
 
 
 class _OneModel:
@@ -373,24 +416,30 @@ class _BuilderOfOne(TrainingBuilder):
 
 
 def _model_facts(builder: TrainingBuilder, model: torch.nn.Module) -> _ModelFacts:
+    """Return the facts of a model, which is the same one on all ranks.
+
+    Raises:
+        InvalidArgument: of several ranks, another has other weights or another GPU.
+    """
     workload = builder.fresh_workload()
     optimizer = workload.build_optimizer(model)
     parameters = list(model.parameters())
-    environment = builder.device.environment
+    environment, world = builder.device.environment, builder.world
+    if world.size > 1:
+        from autofit.training.ranks import Ranks  # most searches are of one device
+
+        # NaN and infinity are counted, not added
+        finite = (p.detach().nan_to_num(1.0, 1.0, -1.0) for p in parameters if not p.is_complex())
+        weights = sum(float(values.sum(dtype=torch.float64)) for values in finite)
+        ranks = Ranks(world, builder.device.torch_device)
+        check_alike(ranks.objects({"gpu": environment.gpu, "weights": weights}))
     return _ModelFacts(
         fingerprint(workload, model, optimizer, environment, process.computing()),
         parameters=sum(p.numel() for p in parameters),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         # A training_step may call model.train() itself
         is_evaluating=not model.training and workload.training_step is None,
-        weights=_sum_of(parameters) if builder.world.size > 1 else 0.0,
     )
-
-
-def _sum_of(parameters: Sequence[torch.Tensor]) -> float:
-    """Return a sum over the parameters' values; NaN and infinity are counted, not added."""
-    finite = (p.detach().nan_to_num(1.0, 1.0, -1.0) for p in parameters if not p.is_complex())
-    return sum(float(values.sum(dtype=torch.float64)) for values in finite)
 
 
 def _loss_source(session: Session, builder: TrainingBuilder) -> str | None:
@@ -398,25 +447,21 @@ def _loss_source(session: Session, builder: TrainingBuilder) -> str | None:
         return LossSource.TRAINING_STEP
     session.on_stage(FIRST_SAMPLES)
     try:
-        return _source_in_a_trial_forward(builder)
+        workload = builder.fresh_workload()
+        samples = min(workload.sample_batch_size, 2)
+        whole = workload.batch(samples)
+        with (
+            builder.device.accounting(),
+            builder.training(workload, ResolvedPlan(Plan(samples))) as training,
+            training.context(),
+        ):
+            batch, _ = next(training.micro_batches(whole))
+            return training.recipe.loss_and_source(training.model, batch)[1]
     except Exception as error:
         release_exception(error)
         return None
     finally:
         builder.reclaim_or_not()
-
-
-def _source_in_a_trial_forward(builder: TrainingBuilder) -> str:
-    workload = builder.fresh_workload()
-    samples = min(workload.sample_batch_size, 2)
-    whole = workload.batch(samples)
-    with (
-        builder.device.accounting(),
-        builder.training(workload, ResolvedPlan(Plan(samples))) as training,
-        training.context(),
-    ):
-        batch, _ = next(training.micro_batches(whole))
-        return training.recipe.loss_and_source(training.model, batch)[1]
 
 
 def _dimensions(

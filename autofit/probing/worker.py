@@ -80,8 +80,11 @@ def main(requests_fd: int, replies_fd: int, *, is_rank: bool) -> None:
             if reply.device_fault is not None:
                 os._exit(0)  # what a dead context leaves behind can only be freed by an abort
             answered += 1
-            if answered <= 2:  # opened; then trained for the first time
-                _spare_collections()
+            if answered <= 2:
+                # Later collections pass over torch's own many objects: it imports them when it is
+                # opened, and more of them when it trains for the first time
+                gc.collect()
+                gc.freeze()
 
 
 def _tell_of_exits() -> None:
@@ -128,12 +131,3 @@ def _open_device(name: str | None) -> Device:
             raise
         words = text_of(error).strip().partition("\n")[0]
         raise DeviceUnavailable(f"{name or 'the device'} cannot be opened: {words}") from error
-
-
-def _spare_collections() -> None:
-    """Have later garbage collections pass over what is there now: torch's own many objects.
-
-    It imports them when it is opened, and more of them when it trains for the first time.
-    """
-    gc.collect()
-    gc.freeze()

@@ -83,7 +83,6 @@ class WorkerChannel:
         threads: int | None = None,
     ) -> None:
         self.process: WorkerProcess | None = None
-        self._spare: WorkerProcess | None = None
         self._device: DeviceFacts | None = None
         self._strategies = strategies
         self._files = [nameless_file()]
@@ -129,7 +128,12 @@ class WorkerChannel:
                 if isinstance(error, InvalidArgument) and self._device is not None:
                     raise WorkerFailed(f"{error}, although it was readable before") from error
                 fault = fault_of(error)
-                raise _full(fault.detail) if fault.outcome is Outcome.OOM else error
+                if fault.outcome is not Outcome.OOM:
+                    raise error
+                raise DeviceFull(
+                    f"the device has no room for a worker: {fault.detail}. Other processes hold "
+                    "nearly all of its memory: end them, or choose another device"
+                )
             self._device = opened.value
         assert self._device is not None  # as above
         return self._device
@@ -146,46 +150,24 @@ class WorkerChannel:
         if process is not None:
             process.kill()
 
-    def warm(self) -> None:
-        """Start the next worker, if none waits; it takes no memory of the device."""
-        if self._spare is None:
-            self._spare = self._start()
-
     def close(self) -> None:
         """End the workers, and let the workload's files go."""
         with interrupts_deferred():
             self.drop()
-            self._end_spare()
             for file in self._files:
                 file.close()
 
     def _opened(self, ends_at: float) -> Reply:
         """Start a worker and return what it says of the device; a death raises NoReply."""
-        self.process, self._spare = self._spare or self._start(), None
+        files = [file.fileno() for file in self._files]
+        self.process = WorkerProcess(files, is_rank=self._opening["world"]["size"] > 1)
         deadline = Deadline.after(START_TIMEOUT_S, ends_at)
         return reply_of(self.process.ask({"open": self._opening}, deadline))
-
-    def _start(self) -> WorkerProcess:
-        is_rank = self._opening["world"]["size"] > 1
-        files = [file.fileno() for file in self._files]
-        return WorkerProcess(files, is_rank=is_rank)
-
-    def _end_spare(self) -> None:
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            spare.kill()
 
 
 def path_of(file: IO[bytes]) -> Path:
     """Return the path by which a worker opens a file that it inherits."""
     return Path(f"/dev/fd/{file.fileno()}")
-
-
-def _full(detail: str) -> DeviceFull:
-    return DeviceFull(
-        f"the device has no room for a worker: {detail}. Other processes hold nearly all of its "
-        "memory: end them, or choose another device"
-    )
 
 
 _BOOTSTRAP = """
@@ -237,10 +219,6 @@ def _flags() -> list[str]:
     return ["-u", "-P", *(flag for flag, is_set in given.items() if is_set)]
 
 
-def _is_text(path: Any) -> bool:
-    return isinstance(path, str)  # Python ignores all else on its path
-
-
 def _pipe() -> tuple[int, int]:
     read, write = os.pipe()
     return beyond_standard(read), beyond_standard(write)
@@ -286,7 +264,8 @@ class WorkerProcess:
         lifeline_read, self._lifeline = _pipe()
         inherited = (requests_read, replies_write, lifeline_read)
         given = {
-            "sys_path": [*filter(_is_text, sys.path)],  # for imports by name to mean the same there
+            # For imports by name to mean the same there; Python ignores what is no text
+            "sys_path": [path for path in sys.path if isinstance(path, str)],
             "argv0": sys.argv[0] if sys.argv else "",
             "lifeline": [os.getpid(), lifeline_read],
             "pipes": [requests_read, replies_write],
@@ -378,21 +357,18 @@ class WorkerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
             kill_marked(self._mark)
             self._reap()
-            self._close_pipes()
+            self._outbox.put(None)
+            if self._lifeline >= 0:
+                os.close(self._lifeline)
+                self._lifeline = -1
+            for thread in self._threads:
+                thread.join(1.0)
 
     def _reap(self) -> int | None:
         try:
             return self._process.wait(_REAP_SECONDS)
         except subprocess.TimeoutExpired:  # in an uninterruptible call of the driver: leave it
             return None
-
-    def _close_pipes(self) -> None:
-        self._outbox.put(None)
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
-        for thread in self._threads:
-            thread.join(1.0)
 
     def _last_words(self) -> str:
         """Return where it crashed, if Python could still print that; else its last lines."""
@@ -465,17 +441,11 @@ def words_of_death(returncode: int | None, printed: str) -> str:
     if returncode is None:
         how = "did not end when it was killed: it is inside a driver call"
     elif returncode < 0:
-        how = f"was killed by {_signal_name(-returncode)}"
+        names = {each.value: each.name for each in signal.Signals}
+        how = f"was killed by {names.get(-returncode, f'signal {-returncode}')}"
     else:
         how = f"exited with {returncode}"
     return f"the worker {how}" + (f"; it printed last:\n{printed}" if printed else "")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # most real-time signals have no name
-        return f"signal {number}"
 
 
 def oom_kills() -> int | None:

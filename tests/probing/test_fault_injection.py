@@ -23,7 +23,6 @@ from torch import nn
 
 from autofit.errors import WorkerFailed
 from autofit.measurement import Outcome
-from autofit.probing.prober import MOST_WORKERS_PER_PLAN
 from autofit.probing.worker_channel import oom_kills, outcome_of_death
 from tests.faulty_model import NO_FAULT, FaultyModel
 
@@ -207,17 +206,6 @@ def test_a_kill_by_the_kernel_is_host_memory() -> None:
     assert outcome_of_death(-signal.SIGKILL, kills - 1) is Outcome.HOST_OOM
     assert outcome_of_death(-signal.SIGKILL, None) is Outcome.HOST_OOM
     assert outcome_of_death(-signal.SIGSEGV, kills - 1) is Outcome.CRASHED
-
-
-def test_a_plan_costs_three_workers_of_one_budget_at_most(open_probing: Any) -> None:
-    probing = open_probing(FaultyModel({8: exits}), vram_budget=None)
-    budget = probing.prober.vram_budget_bytes
-    seen = [probing.at(8) for _ in range(MOST_WORKERS_PER_PLAN + 1)]
-    assert [measurement.outcome for measurement in seen] == [Outcome.CRASHED] * len(seen)
-    assert "not tried again" not in seen[-2].detail
-    assert f"ended {MOST_WORKERS_PER_PLAN} workers" in seen[-1].detail
-    assert probing.worker is None, "the fourth was not started"
-    assert probing.prober.vram_budget_bytes == budget, "whatever was free meanwhile"
 
 
 def test_a_worker_that_cannot_start_says_why(
