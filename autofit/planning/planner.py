@@ -73,10 +73,13 @@ def decide(
     doubted = _surprise(posterior) if may_repeat else None
     if doubted is not None:
         return doubted
-    costly = posterior.columns.trial_costs_s > 0
+    costs_s = posterior.columns.trial_costs_s
+    costly = costs_s > 0
     plan = propose(posterior, posterior.usable & ~costly)
     if plan is None and costly.any():
-        seconds = _probe_seconds(posterior)
+        ran = [t.measurement for t in posterior.fitting if not space.is_costly(t.plan.settings)]
+        usual = [m.seconds for m in ran if m.seconds is not None]
+        seconds = costs_s + (float(np.mean(usual)) if usual else 0.0)
         beside = posterior.usable & costly
         if leaders := posterior.cheap_leaders(COSTLY_LEADERS):
             beside &= posterior.beside(leaders)
@@ -85,20 +88,13 @@ def decide(
         plan = propose(posterior, beside, seconds=seconds)
     if plan is not None:
         return plan
-    fits = any(trial.ok for trial in posterior.probes)
-    why = (
-        f"no plan left is expected to gain enough to be worth a probe{_where_noisy(posterior)}"
-        if fits
-        else "not one plan that was tried fits"
-    )
-    return NothingLeft(why)
-
-
-def _where_noisy(posterior: Posterior) -> str:
-    """Say how noisy measurements are, where that bounds the gains that are looked for."""
-    leader = posterior.leader
+    if not any(trial.ok for trial in posterior.probes):
+        return NothingLeft("not one plan that was tried fits")
+    why, leader = "no plan left is expected to gain enough to be worth a probe", posterior.leader
     noise = 0.0 if leader is None else posterior.errors.of(leader)
-    return f", where measurements scatter by {noise:.0%}" if noise > NOISY else ""
+    if noise > NOISY:  # which bounds the gains that are looked for
+        why += f", where measurements scatter by {noise:.0%}"
+    return NothingLeft(why)
 
 
 def veto(posterior: Posterior, plan: Plan) -> Measurement | None:
@@ -186,15 +182,6 @@ def _surprise(posterior: Posterior) -> Plan | None:
     if any(trial.plan == leader.plan for trial in posterior.in_flight):
         return None
     return leader.plan if posterior.spread > SURPRISE * posterior.typical_noise else None
-
-
-def _probe_seconds(posterior: Posterior) -> Array:
-    """(variants): seconds that a probe is expected to take."""
-    space = posterior.spec.space
-    ran = [t.measurement for t in posterior.fitting if not space.is_costly(t.plan.settings)]
-    usual = [m.seconds for m in ran if m.seconds is not None]
-    extra_s = posterior.columns.trial_costs_s
-    return extra_s + (float(np.mean(usual)) if usual else 0.0)
 
 
 def _per_second(posterior: Posterior, worths: Array, seconds: Array) -> Array:

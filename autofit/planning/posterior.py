@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autofit.measurement import Noise, Outcome, Trial, TrialKind, oom_probes_of, seconds_of
-from autofit.plan import Dimension, Plan, Settings, VariantKey, variant_key
+from autofit.plan import Plan, Settings, VariantKey, variant_key
 from autofit.planning.constants import (
     CEILING_MARGIN,
     DRAWS,
@@ -418,7 +418,9 @@ class Posterior:
     def beside(self, columns: Sequence[int]) -> Mask:
         """Return which variants differ from one of these in costly values alone."""
         dimensions = self.spec.space.dimensions
-        costly = _not_cheap(dimensions)
+        costly = {name for name, dimension in dimensions.items() if dimension.is_costly}
+        # And those that are allowed only beside such
+        costly |= {n for n, d in dimensions.items() if not costly.isdisjoint(d.when or {})}
         rests = self.columns.values[[name not in costly for name in dimensions]]
         beside: Mask = (rests[:, :, None] == rests[:, None, columns]).all(axis=0).any(axis=1)
         return beside
@@ -575,10 +577,3 @@ def _best(promise: Array) -> NDArray[np.intp]:
     named = np.argpartition(-promise, most - 1, axis=1)[:, :most]
     best: NDArray[np.intp] = named[np.take_along_axis(promise, named, axis=1) > -np.inf]
     return best
-
-
-def _not_cheap(dimensions: Mapping[str, Dimension]) -> set[str]:
-    """Return the settings with costly values, and those that are allowed only beside such."""
-    costly = {name for name, dimension in dimensions.items() if dimension.is_costly}
-    beside = {n for n, d in dimensions.items() if not costly.isdisjoint(d.when or {})}
-    return costly | beside

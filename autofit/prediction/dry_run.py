@@ -407,14 +407,12 @@ def _memo(parts: Mapping[str, Any]) -> dict[int, Any]:
     memo: dict[int, Any] = {}
     for name, part in parts.items():
         for _, node in walk(part, name):
-            if isinstance(node, torch.Tensor) and _needs_meta(node):
+            if not isinstance(node, torch.Tensor):
+                continue
+            # Step counts of optimizers stay numbers on the host
+            if node.dim() > 0 or node.device.type != "cpu" or node.requires_grad:
                 memo[id(node)] = _without_data(node)
     return memo
-
-
-def _needs_meta(tensor: torch.Tensor) -> bool:
-    """Return False for the step counts of optimizers: they stay numbers on the host."""
-    return tensor.dim() > 0 or tensor.device.type != "cpu" or tensor.requires_grad
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:

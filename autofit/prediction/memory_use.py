@@ -168,11 +168,6 @@ class Owners:
         self._first_numbers.append(self._tracer.last_number + 1)
         self._modules.append(self._running[-1] if self._running else "")
 
-    def _owner(self, number: int) -> tuple[str, str]:
-        """Return kind and module of an allocation."""
-        running = self._modules[bisect_right(self._first_numbers, number) - 1]
-        return self._labels.noted(number, running)
-
     def to_dict(self, how: str) -> dict[str, Any]:
         """Return the memory over the last step, as a report holds it.
 
@@ -181,7 +176,11 @@ class Owners:
         """
         events, ends = self._tracer.events, self._tracer.step_ends
         begin, end = ends[-2], ends[-1]
-        owner = {event: self._owner(event) for event, _ in events[:end] if event > 0}
+        owner = {}
+        for event, _ in events[:end]:
+            if event > 0:
+                running = self._modules[bisect_right(self._first_numbers, event) - 1]
+                owner[event] = self._labels.noted(event, running)  # its kind and module
         parts = min(MOMENTS, end - begin)
         held = dict.fromkeys(KINDS, 0)
         live: dict[int, int] = {}

@@ -164,7 +164,11 @@ class Training(AbstractContextManager["Training"]):
             self.optimizer: Optimizers = None  # type: ignore[assignment]  # until it is made
             applied = list(resolved.by_strategy())
             is_parallel = any(strategy.phase is Phase.PARALLEL for strategy, _, _ in applied)
-            self.ranks = self._ranks_of(world) if is_parallel else None
+            self.ranks: Ranks | None = None
+            if is_parallel and world.size > 1:
+                from autofit.training.ranks import Ranks  # most trainings are of one device
+
+                self.ranks = Ranks(world, device)
             if not is_parallel:
                 self.place_model()
                 self.optimizer = self._made(optimizer)
@@ -197,13 +201,6 @@ class Training(AbstractContextManager["Training"]):
             mark_users(refusal)
             raise refusal
         super().__setattr__(name, value)
-
-    def _ranks_of(self, world: World) -> Ranks | None:
-        if world.size == 1:
-            return None
-        from autofit.training.ranks import Ranks  # most trainings are of one device
-
-        return Ranks(world, self.device)
 
     def _make_ready(self, optimizer: Optimizers | Callable[..., Optimizers]) -> None:
         """Place the model and make the optimizer, if that waited for a parallel strategy."""

@@ -132,7 +132,8 @@ class _CudaIsMeta(TorchFunctionMode):
         if isinstance(kwargs.get("generator"), _HostGenerator):
             del kwargs["generator"]
         kwargs.pop("pin_memory", None)
-        if func is torch.tensor and kwargs.get("device") == _META and _is_list(*args):
+        is_list = bool(args) and isinstance(args[0], list)
+        if func is torch.tensor and kwargs.get("device") == _META and is_list:
             del kwargs["device"]
             return _moved(func(*args, **kwargs))
         try:
@@ -153,10 +154,6 @@ def _with_indices(index: Any) -> Any:
     if isinstance(index, list) and index and all(isinstance(each, int) for each in index):
         return _moved(torch.tensor(index))
     return index
-
-
-def _is_list(data: Any = None, *_: Any) -> bool:
-    return isinstance(data, list)
 
 
 def _moved(made: torch.Tensor) -> torch.Tensor:

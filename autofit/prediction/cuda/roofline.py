@@ -74,15 +74,12 @@ class Operation:
         """Return its time on a GPU with these rates."""
         traffic = self.traffic_bytes + sum(2 * size.bytes_on(gpu) for size in self.scratch)
         rate = rates.float32_flops_per_s
+        half = (torch.float16, torch.bfloat16) if gpu.native_bfloat16 else (torch.float16,)
         if self.tf32 and gpu.tf32:
             rate = rates.tf32_flops_per_s
-        elif self.dtype.itemsize == 1 or self.dtype in _half_types(gpu):
+        elif self.dtype.itemsize == 1 or self.dtype in half:
             rate = rates.half_flops_per_s
         return max(traffic / rates.bytes_per_s, self.flops / rate)
-
-
-def _half_types(gpu: Gpu) -> tuple[torch.dtype, ...]:
-    return (torch.float16, torch.bfloat16) if gpu.native_bfloat16 else (torch.float16,)
 
 
 def cost_on(gpu: Gpu, operations: Iterable[Operation], parts: int = 1) -> Cost | None:

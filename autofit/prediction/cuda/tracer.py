@@ -312,7 +312,12 @@ class ShapeCache:
             return run(func, args, kwargs)
         if (known := self._looks.get(key)) is not None:
             kind, looks = known
-            made = [None if look is None else _empty(look) for look in looks]
+            made = [
+                None
+                if look is None
+                else torch.empty_strided(look[0], look[1], dtype=look[2], device="meta")
+                for look in looks
+            ]
             return kind(made) if kind is not None else made[0]
         result = run(func, args, kwargs)
         several = isinstance(result, (tuple, list))
@@ -386,8 +391,3 @@ def _are_new(results: list[Any], given: Any) -> bool:
 
 def _look(tensor: torch.Tensor) -> _Look:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _empty(look: _Look) -> torch.Tensor:
-    shape, strides, dtype = look
-    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
