@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from autofit.memory.allocator import CachingAllocator, OutOfBudget
-from autofit.memory.blocks import Block
 from autofit.memory.tracer import CompiledMemoryTracer, MemoryTracer, storages_of
 from autofit.units import MIB
 
@@ -147,64 +143,6 @@ def test_scratch_memory_counts_while_it_is_used() -> None:
     assert tracer.allocator.allocated_bytes == 0
     tracer.allocate_in_order([20 * MIB, None, 40 * MIB])
     assert tracer.allocator.peak_allocated_bytes == 40 * MIB
-
-
-class Net(torch.nn.Module):
-    def __init__(self, checkpointed: bool) -> None:
-        super().__init__()
-        self.checkpointed = checkpointed
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.Sequential(
-                torch.nn.Linear(128, 512), torch.nn.GELU(), torch.nn.Linear(512, 128)
-            )
-            for _ in range(3)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return x.float().pow(2).mean()
-
-
-def trainable(checkpointed: bool, device: str = "cpu") -> tuple[Net, torch.optim.Optimizer]:
-    with torch.device(device):
-        model = Net(checkpointed)
-    return model, torch.optim.AdamW(model.parameters(), foreach=True)
-
-
-def training_step(model: Net, optimizer: torch.optim.Optimizer, autocast: bool) -> None:
-    device = next(model.parameters()).device
-    context = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
-    x = torch.randn(2048, 128, device=device)
-    with context:
-        loss = model(x)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _forward() -> Callable[[], object]:
-    (model, _), x = trainable(checkpointed=False), torch.randn(2048, 128)
-    return lambda: model(x)
-
-
-def _backward() -> Callable[[], object]:
-    loss = trainable(checkpointed=False)[0](torch.randn(256, 128))
-    return lambda: loss.backward()
-
-
-def fill(allocator: CachingAllocator) -> list[Block]:
-    """Take all memory but 8 KiB, and allow no more."""
-    spare = [allocator.allocate(512) for _ in range(16)]
-    allocator.limit_bytes = allocator.reserved_bytes
-    filling = []
-    for size in (2**shift for shift in range(25, 8, -1)):
-        with suppress(OutOfBudget):
-            while True:
-                filling.append(allocator.allocate(size))
-    for block in spare:
-        allocator.free(block)
-    return filling
 
 
 def test_tensor_subclasses_count_their_inner_tensors() -> None:

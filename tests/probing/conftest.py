@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -117,9 +116,3 @@ def is_running(pid: int) -> bool:
 def running() -> Callable[[int], bool]:
     """`is_running`, for tests."""
     return is_running
-
-
-@pytest.fixture
-def open_files() -> Callable[[], int]:
-    """How many file descriptors this process has open."""
-    return lambda: len(os.listdir("/proc/self/fd"))

@@ -112,10 +112,6 @@ def hoards(model: Model, output: torch.Tensor) -> object:
     return output
 
 
-def counts_objects(model: Model, output: torch.Tensor) -> object:
-    raise LookupError(len(gc.get_objects()), gc.get_freeze_count())
-
-
 LIVES_ON: dict[str, tuple[Outcome, Callable[[Model, torch.Tensor], object]]] = {
     "OOM in forward": (Outcome.OOM, runs_out_in_forward),
     "OOM in backward": (Outcome.OOM, runs_out_in_backward),
@@ -128,7 +124,6 @@ LIVES_ON: dict[str, tuple[Outcome, Callable[[Model, torch.Tensor], object]]] = {
     "cycle": (Outcome.OK, makes_cycles),
     "own error": (Outcome.USER_ERROR, raises(lambda: OwnError("no such token", 7))),
     "unsendable": (Outcome.USER_ERROR, raises(Unsendable)),
-    "count": (Outcome.USER_ERROR, counts_objects),
 }
 COSTS_THE_WORKER: dict[str, tuple[Outcome, Callable[[Model, torch.Tensor], object]]] = {
     "device assert": (Outcome.POISONED, raises(lambda: accelerator_error(710))),

@@ -70,15 +70,6 @@ class Noisy(Net):
         return super().forward(x + torch.rand_like(x))
 
 
-class Large(Net):
-    """Of which one process alone can run a few samples only."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return super().forward(x)
-
-
 def batch_of(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs, the first with a feature above 0.5, and classes of which some are ignored."""
     generator = torch.Generator().manual_seed(5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,15 +13,12 @@ from torch import nn
 
 from autofit.devices.gpus import find_gpu
 from autofit.plan import Plan
-from autofit.planning.search_spec import SearchSpec
 from autofit.prediction.predict import predict_resolved
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.survey import Survey
 from autofit.registry import load_strategies, resolve
-from autofit.searching.engine import run_search
 from autofit.searching.predicted_lines import Predicted, predicted_lines
-from autofit.testing.simulated import SimulatedProber
 from autofit.training.workload import Workload
 from autofit.units import GIB, MIB
 
@@ -43,21 +39,8 @@ class Block(nn.Module):
         return inputs + added
 
 
-class EndsOnMeta(nn.Linear):
-    """A model whose dry run ends the process."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if inputs.is_meta:
-            os._exit(7)
-        return super().forward(inputs)
-
-
 def net() -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(8)))
-
-
-def small() -> nn.Module:
-    return EndsOnMeta(16, 16)
 
 
 def workload_of(build: Callable[[], nn.Module], *shape: int) -> Workload:
@@ -110,33 +93,3 @@ def test_every_mode_has_the_line_of_a_rank(
     assert modes["fsdp2"][1][0] < 0.95 * modes["ddp"][1][0]
     assert measured.ok
     assert len(measured.ranks) == 2
-
-
-def test_lines_keep_a_search_of_ranks_from_running_out_of_memory(
-    workload: Workload, found: tuple[Survey, Predicted, Any]
-) -> None:
-    """On simulated ranks that hold what the rehearsal of each plan says."""
-    survey, (lines, _, _), _ = found
-    space = survey.space()
-    known: dict[Any, int] = {}
-
-    def memory(plan: Plan) -> float:
-        key = plan.variant, plan.micro_batch, plan.accumulation_steps
-        if key not in known:
-            known[key] = required_bytes(workload, survey, plan)
-        return known[key]
-
-    def step_time_s(plan: Plan) -> float:
-        return 2e-3 + 1e-4 * plan.micro_batch
-
-    def searched(given: Any, budget: int) -> Any:
-        prober = SimulatedProber(budget, memory, step_time_s)
-        return run_search(prober, SearchSpec(space, budget, 3, {"workload": "blocks"}, given))
-
-    fits_sharded_only = 775 * MIB
-    blind, foreseen = (searched(given, fits_sharded_only) for given in ({}, lines))
-    assert foreseen.oom_probes < blind.oom_probes
-    assert foreseen.best.plan.settings["parallel.mode"].startswith("fsdp2")
-    blind, foreseen = (searched(given, BUDGET) for given in ({}, lines))
-    assert foreseen.oom_probes == 0
-    assert foreseen.probes < blind.probes
