@@ -152,6 +152,36 @@ class _Gan(nn.Module):
         self.critic = nn.Linear(6, 1)
 
 
+def _gan_step(training: Training, batch: Any) -> torch.Tensor:
+    """Critic and generator in turn, from the training's public parts."""
+    gan: Any = training.model
+    real = batch
+    fake = gan.generator(real[:, :2])
+    critic_loss = gan.critic(fake.detach()).mean() - gan.critic(real).mean()
+    training.backward(critic_loss)
+    training.optimizer_step("critic")
+    loss = -gan.critic(fake).mean()
+    training.backward(loss)
+    training.optimizer_step("generator")
+    return critic_loss + loss
+
+
+def _gan_by_hand(gan: _Gan, optimizers: Any, real: torch.Tensor) -> torch.Tensor:
+    """The same under autocast, each forward in a region of its own."""
+    gan.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fake = gan.generator(real[:, :2])
+        critic_loss = gan.critic(fake.detach()).mean() - gan.critic(real).mean()
+    critic_loss.backward()
+    optimizers["critic"].step()
+    optimizers["critic"].zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss: torch.Tensor = -gan.critic(fake).mean()
+    loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    optimizers["generator"].step()
+    return critic_loss + loss
+
+
 def _gan_and_optimizers() -> tuple[_Gan, dict[str, torch.optim.Optimizer]]:
     torch.manual_seed(3)
     gan = _Gan()
@@ -159,6 +189,19 @@ def _gan_and_optimizers() -> tuple[_Gan, dict[str, torch.optim.Optimizer]]:
         "generator": torch.optim.Adam(gan.generator.parameters(), lr=0.01),
         "critic": torch.optim.SGD(gan.critic.parameters(), lr=0.1),
     }
+
+
+def test_a_gan_under_autocast_runs_its_second_forward_with_the_updated_critic() -> None:
+    (ours, our_optimizers), (theirs, their_optimizers) = (
+        _gan_and_optimizers(),
+        _gan_and_optimizers(),
+    )
+    recipe = Recipe(training_step=_gan_step)
+    real = torch.randn(8, 6)
+    with _in(BFLOAT16, ours, recipe, our_optimizers) as training:
+        for _ in range(3):
+            by_hand = _gan_by_hand(theirs, their_optimizers, real)
+            assert torch.equal(training.step(real), by_hand)
 
 
 @pytest.mark.parametrize(
