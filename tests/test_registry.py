@@ -224,3 +224,7 @@ def test_strategies_of_a_plan_are_those_given_remembered_or_installed() -> None:
     assert sorted(names) == ["doubling", "precision"]
     with pytest.raises(InvalidArgument, match="'doubling'"):
         strategies_of(plan)
+
+
+def test_one_name_is_enough() -> None:
+    assert [strategy.name for strategy in load_strategies("precision")] == ["precision"]

@@ -261,3 +261,14 @@ def test_a_model_is_checkpointed_by_one_training_at_a_time(
         model(torch.randn(4, 8)).sum().backward()
     with checkpointed(model, UNITS):
         model(torch.randn(4, 8)).sum().backward()
+
+
+def test_a_deep_copy_runs_its_own_weights(model: Net, checkpointed: Checkpointed) -> None:
+    x = torch.randn(2, 8)
+    with checkpointed(model, UNITS):
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        assert torch.equal(twin(x), torch.zeros(2, 8))
+        assert not torch.equal(model(x), torch.zeros(2, 8))

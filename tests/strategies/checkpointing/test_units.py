@@ -73,3 +73,11 @@ def test_no_unit_begins_by_changing_its_input(find: Find, part: Callable[[str], 
     assert units
     firsts = {part("units").Unit.parse(unit).parts(model)[0] for unit in units}
     assert not [name for name in firsts if isinstance(model.get_submodule(name), nn.SiLU)]
+
+
+def test_a_scripted_module_is_let_alone(find: Find) -> None:
+    inner = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh())
+    trace: Any = torch.jit.trace
+    scripted = trace(inner, torch.randn(4, 16))
+    units = find(nn.Sequential(nn.Linear(16, 16), scripted), torch.randn(4, 16)).units
+    assert not [unit for unit in units if unit.startswith("1")]
