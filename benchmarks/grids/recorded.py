@@ -18,15 +18,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from autofit.devices.gpus import Gpu
 from autofit.plan import Dimension, Plan, Scalar, Settings, VariantKey, variant_key
 from autofit.planning.search_spec import MemoryLine, SearchSpec, TimeLine
 from autofit.space import Space
 from autofit.testing import SimulatedProber
 from autofit.units import GIB
+from benchmarks.grids.kernels import RECORDED, time_lines
 
 WORKLOADS = ("gpt2_small", "resnet50")
-ROOFLINE = Path(__file__).with_name("h200-roofline.json")
-"""The time line of each variant, from dry runs in place of an H200 (results/roofline-...)."""
 BUDGETS_BYTES = {"gpt2_small": 24 * GIB, "resnet50": 12 * GIB}
 
 _PRECISIONS = {"fp32": "default", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
@@ -59,6 +59,7 @@ class GridWorld:
         budget_bytes: the cap it was recorded under.
         rows: by variant, in order of micro-batch.
         seed: of a prober's noise, and of the error of predicted lines.
+        gpu: whose data sheet the predicted times are of.
     """
 
     name: str
@@ -66,6 +67,7 @@ class GridWorld:
     budget_bytes: int
     rows: Mapping[VariantKey, Sequence[Row]]
     seed: int
+    gpu: Gpu = RECORDED
 
     def memory(self, plan: Plan) -> float:
         """Return the bytes a plan holds, above the budget where it was recorded to run out."""
@@ -108,13 +110,17 @@ class GridWorld:
         return self.memory(plan) <= self.budget_bytes
 
     def optimum(self) -> float:
-        """Return samples per second of the fastest recorded plan."""
+        """Return samples per second of the fastest recorded plan that fits."""
         return max(
             row.micro_batch / row.seconds
             for rows in self.rows.values()
             for row in rows
-            if row.seconds is not None
+            if row.seconds is not None and self.has_room(row)
         )
+
+    def has_room(self, row: Row) -> bool:
+        """Return whether a recorded plan fits."""
+        return row.seconds is not None and row.reserved_bytes <= self.budget_bytes
 
     def prober(self) -> SimulatedProber:
         """Return a new prober of this world."""
@@ -142,8 +148,7 @@ class GridWorld:
         )
 
     def _times(self) -> dict[VariantKey, TimeLine]:
-        written = json.loads(ROOFLINE.read_text())["lines"][self.name]
-        lines = {variant_key(settings): (fixed, each) for settings, (fixed, each) in written}
+        lines = time_lines(self.name, self.gpu)
         return {variant: line for variant, line in lines.items() if variant in self.rows}
 
     def _lines(self) -> dict[VariantKey, MemoryLine]:
