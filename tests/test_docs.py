@@ -21,6 +21,7 @@ import typer.main
 from torch.distributed.run import get_args_parser
 
 from autofit.cli.main import app
+from benchmarks.numbers import PAGES as NUMBERED, filled, value, without_result
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -126,6 +127,27 @@ def test_examples_of_a_page_run(name: str, tmp_path: Path, run: Callable[[str], 
         run("python page.py")
     for command in filter(None, commands):
         run(command)
+
+
+def test_numbers_of_pages_are_those_of_the_newest_results() -> None:
+    pages = {page: page.read_text() for page in NUMBERED}
+    assert {page: filled(text) for page, text in pages.items()} == pages, (
+        "python -m benchmarks.numbers"
+    )
+    assert sum("<!-- numbers: " in text for text in pages.values()) >= 2
+
+
+def test_each_number_of_the_readme_has_a_result() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert without_result(readme) == []
+    assert without_result(readme + "It is 3 times as fast.\n| here | 0.97 |\n") == [
+        "3 times",
+        "| here | 0.97 |",
+    ]
+    with pytest.raises(LookupError, match="nobody"):
+        value("versus-grids", "gpt2_small > nobody > speed", ".2f")
+    with pytest.raises(LookupError, match="no-such-result"):
+        value("no-such-result", "speed", ".2f")
 
 
 @pytest.mark.slow
