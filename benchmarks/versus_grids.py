@@ -164,9 +164,14 @@ def autofit_row(worlds: Sequence[GridWorld], how: str, best: float, **told: bool
     return Row(f"autofit, {how}", mean(speeds), mean(fits), mean(probes), mean(ooms))
 
 
-def finder_rows(world: GridWorld) -> Iterator[Row]:
-    """Yield the rows of tools that look for a batch size."""
-    for settings, how in ((PLAIN, FLOAT32), (best_precision(world), BY_HAND)):
+def by_hand(world: GridWorld) -> str:
+    """Return the precision that a user would choose by hand."""
+    return str(best_precision(world)["precision.dtype"])
+
+
+def finder_rows(world: GridWorld, named: str) -> Iterator[Row]:
+    """Yield the rows of tools that look for a batch size; named: the precision chosen by hand."""
+    for settings, how in ((PLAIN, FLOAT32), (best_precision(world), named)):
         for peer, rule in FINDERS.items():
             yield finder_row(world, peer, rule, settings, how)
     runs, size = autovram_precisions(world, PLAIN)
@@ -177,7 +182,7 @@ def finder_rows(world: GridWorld) -> Iterator[Row]:
 def rows(worlds: Sequence[GridWorld]) -> Iterator[Row]:
     """Yield every peer's row on a grid, given once a seed."""
     world, best = worlds[0], worlds[0].optimum()
-    yield from finder_rows(world)
+    yield from finder_rows(world, by_hand(world))
     for sampler in ("TPESampler", "GPSampler"):
         for trials in (16, 50):
             yield optuna_row(world, sampler, trials, len(worlds))
@@ -192,7 +197,7 @@ def rows(worlds: Sequence[GridWorld]) -> Iterator[Row]:
 
 def card_rows(world: GridWorld) -> Iterator[Row]:
     """Yield the rows of a simulated card."""
-    yield from finder_rows(world)
+    yield from finder_rows(world, BY_HAND)
     yield optuna_row(world, "TPESampler", 50, 1)
     yield autofit_row([world], BEST_INFORMED, world.optimum(), lines=True, times=True)
     yield every_size(world)
@@ -258,7 +263,10 @@ def main() -> None:
     ratios = {}
     for ours in (BEST_INFORMED,) if given.cards else (BEST_INFORMED, EXACT):
         for how in (FLOAT32, BY_HAND):
-            its = [ratio for found in tables.values() for ratio in ahead(found, ours, how)]
+            its: list[float] = []
+            for name, table in tables.items():
+                named = how if given.cards or how == FLOAT32 else by_hand(grid_world(name))
+                its += ahead(table, ours, named)
             ratios[f"autofit, {ours}, over the finders at {how}"] = statistics.geometric_mean(its)
     for words, mean in ratios.items():
         print(f"{words}: {mean:.2f} times (geometric mean)")
