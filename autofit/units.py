@@ -119,6 +119,20 @@ def format_rate(samples_per_second: float | None, spread: float = 0.0) -> str:
     return f"{rounded(samples_per_second, spread)} samples/s"
 
 
+def format_flops(flops_per_second: float, spread: float = 0.0) -> str:
+    """Format floating-point operations a second: 4.01e14 -> "401 TFLOP/s".
+
+    Args:
+        flops_per_second: the rate.
+        spread: how far it is uncertain to either side; see `rounded`.
+    """
+    scale, name = next(
+        (each for each in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if flops_per_second >= each[0]),
+        (1.0, ""),
+    )
+    return f"{rounded(flops_per_second / scale, spread / scale)} {name}FLOP/s"
+
+
 def rounded(value: float, spread: float = 0.0, decimals: int | None = None) -> str:
     """Format a number with no digit beyond the first one that its spread leaves uncertain.
 

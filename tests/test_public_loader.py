@@ -85,6 +85,7 @@ def test_a_slow_loader_is_the_bottleneck_and_workers_are_recommended(tmp_path: P
     assert str(os.getpid()) not in {path.name for path in read.iterdir()}
     assert "traceEvents" in json.loads(trace.read_text())
     assert set(report.record.findings["bounds"]["best"]) >= {"arithmetic", "launches"}
+    assert report.record.findings["flops"]["per_sample"] == 2 * (2 * 8 * 3), "forward and gradient"
     report.save(saved)
     assert autofit.load(saved).record.findings == report.record.findings
     assert "The loader is slower than the device" in said(autofit.load(saved))

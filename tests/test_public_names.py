@@ -32,6 +32,7 @@ CALLED_BY_USERS: list[Callable[..., Any]] = [
     autofit.CostHint,
     autofit.Report.apply,
     autofit.Report.save,
+    autofit.Report.with_costs,
     autofit.Report.export,
     autofit.Report.to_text,
     autofit.Report.to_html,

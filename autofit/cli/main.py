@@ -39,6 +39,7 @@ from autofit.cli.options import (
     DeviceName,
     DeviceNames,
     Effort,
+    EpochSamples,
     GlobalBatch,
     MaxMicroBatch,
     MaxProbes,
@@ -47,6 +48,7 @@ from autofit.cli.options import (
     Out,
     PlanFrom,
     PlannedSteps,
+    PricePerHour,
     Profile,
     Ranks,
     Seed,
@@ -229,6 +231,8 @@ def report(
             "deepspeed; --out FILE writes it"
         ),
     ] = None,
+    epoch_samples: EpochSamples = None,
+    price_per_hour: PricePerHour = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
@@ -240,7 +244,7 @@ def report(
         return
     for file in out or ():
         check_writable(file)
-    loaded = load(path)
+    loaded = load(path).with_costs(epoch_samples=epoch_samples, price_per_hour=price_per_hour)
     if later is not None:
         show_changes(loaded, load(later), out or (), as_json)
         return

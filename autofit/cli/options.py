@@ -208,6 +208,17 @@ StudyName = Annotated[
 Profile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="trace of the best plan: .json or .json.gz")
 ]
+EpochSamples = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="samples of an epoch: report its time")
+]
+PricePerHour = Annotated[
+    float | None,
+    typer.Option(
+        metavar="PRICE",
+        help="of the device: report what it costs",
+        callback=checked("autofit.report.report:check_price"),
+    ),
+]
 WorldSize = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="GPUs that train one model together")
 ]

@@ -87,6 +87,11 @@ class Gpu:
         return self.capability >= (7, 0)
 
     @property
+    def peak_flops_per_s(self) -> float | None:
+        """The data sheet's dense rate in float16 and bfloat16; None: unknown."""
+        return None if self.rates is None else self.rates.half_flops_per_s / REACHED_BY_TENSOR_CORES
+
+    @property
     def has_flash_attention(self) -> bool:
         """Whether flash attention and cuDNN's attention run there (sdp_utils.cpp)."""
         return self.capability >= (8, 0)

@@ -12,6 +12,7 @@ import re
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
@@ -21,9 +22,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from autofit.plan import BOUNDS, ResolvedPlan
+from autofit.probing.flops import ModelFlops
 from autofit.probing.measure import WARM_UP_STEPS, micro_batches_to_run
 from autofit.training.batch import Batch, map_tensors
 from autofit.training.training import Training
+from autofit.training.workload import compiled_part
 
 if TYPE_CHECKING:
     from autofit.probing.session import Session
@@ -51,11 +54,13 @@ class StepProfile:
         seconds: by the names of `autofit.plan.BOUNDS`; "launches" only where `on_gpu` is false.
         operators: how many operators ran that touch data.
         on_gpu: whether the seconds are those of kernels; they do not add up to the step then.
+        flops_per_sample: model FLOPs, see `autofit.probing.flops`; None: not counted.
     """
 
     seconds: dict[str, float]
     operators: int
     on_gpu: bool
+    flops_per_sample: float | None = None
 
     def shares(self, step_time_s: float) -> dict[str, float]:
         """Return the share of each in the step; they add up to one.
@@ -71,7 +76,11 @@ class StepProfile:
 
 
 def profile_plan(
-    session: Session, *, resolved: ResolvedPlan, trace: str | None = None
+    session: Session,
+    *,
+    resolved: ResolvedPlan,
+    trace: str | None = None,
+    counts_flops: bool = False,
 ) -> StepProfile | None:
     """Run a plan for a few steps, and profile the last of them; None: there was nothing to see.
 
@@ -79,6 +88,7 @@ def profile_plan(
         session: of the worker.
         resolved: the plan.
         trace: file to write a trace of these steps to, in torch's own format (.json or .json.gz).
+        counts_flops: count model FLOPs in one more step.
 
     Raises:
         OSError: the trace cannot be written.
@@ -105,6 +115,7 @@ def profile_plan(
             device.synchronize()
         if trace is not None:
             profiler.export_chrome_trace(trace)
+        flops = _flops_of_a_step(training, batch) if counts_flops else 0.0
     builder.reclaim_or_not()
     events = [each for each in profiler.events() or () if each.device_type.name == "CPU"]
     begins = sorted(event.time_range.start for event in events if event.name == _STEP)
@@ -120,7 +131,7 @@ def profile_plan(
     scale = plan.accumulation_steps / len(sizes)
     seconds_of = {name: median(times) for name, times in found.items()}
     scaled = {name: s if name == OPTIMIZER else s * scale for name, s in seconds_of.items()}
-    return StepProfile(scaled, operators // steps, on_gpu)
+    return StepProfile(scaled, operators // steps, on_gpu, flops / sum(sizes) or None)
 
 
 def _step(training: Training, batch: Batch) -> None:
@@ -131,6 +142,19 @@ def _step(training: Training, batch: Batch) -> None:
     training.accumulate(batch, then_updates=True)
     with record_function(_UPDATE):
         training.optimizer_step()
+
+
+def _flops_of_a_step(training: Training, batch: Batch) -> float:
+    """Count model FLOPs; 0.0 where nothing is known of them.
+
+    Compiled code has no operators to see, and a count around it may leave it uncompiled.
+    """
+    flops = ModelFlops()
+    if compiled_part(training.plain_model) is None:
+        with suppress(Exception), flops:  # a rate is not worth a profile
+            _step(training, batch)
+            return flops.total
+    return 0.0
 
 
 def _times(event: Any, *, on_gpu: bool) -> Iterator[tuple[str, float]]:

@@ -34,6 +34,7 @@ from autofit.torch_private import gone_in
 from autofit.training.batch import describe
 from autofit.training.fingerprint import fingerprint
 from autofit.training.loss import LossSource
+from autofit.training.tokens import Tokens, tokens_of
 from autofit.training.training import TrainingBuilder
 from autofit.training.workload import Workload, compiled_in_place, compiled_part
 from autofit.units import counted, format_bytes
@@ -71,6 +72,7 @@ class Survey:
         accumulation_kept: why the accumulation steps are kept, with which a note begins; None: they
             may change.
         allow_accumulation_change: whether they may change all the same, since the user said so.
+        tokens: of the sample batch; None: it has none.
     """
 
     environment: Environment
@@ -91,6 +93,7 @@ class Survey:
     world_size: int = 1
     accumulation_kept: str | None = None
     allow_accumulation_change: bool = False
+    tokens: Tokens | None = None
 
     def space(self, max_micro_batch: int | None = None, *, even: bool = False) -> Space:
         """Return the search space that these facts leave."""
@@ -256,6 +259,7 @@ def take_survey(
         most_samples=workload.sample_batch_size if SPLIT_GRADIENTS in sparing else None,
         lost=left_out.get(SPLIT_GRADIENTS),
     )
+    sample_batch = workload.batch(workload.sample_batch_size)
     return Survey(
         environment=builder.device.environment,
         vram_budget_bytes=vram_budget_bytes,
@@ -264,7 +268,7 @@ def take_survey(
         parameter_bytes=model.parameter_bytes,
         loss=loss,
         sample_batch_size=workload.sample_batch_size,
-        sample_shapes=describe(workload.batch(workload.sample_batch_size)),
+        sample_shapes=describe(sample_batch),
         batched=sorted(workload.samples.batched),
         global_batch=workload.global_batch,
         split_gradients=compared.comparison,
@@ -274,6 +278,7 @@ def take_survey(
         busy=busy,
         world_size=world.size,
         accumulation_kept=compared.why_kept,
+        tokens=tokens_of(sample_batch, workload.samples.batched),
     )
 
 

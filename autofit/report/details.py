@@ -9,6 +9,7 @@ from typing import Any
 
 from autofit.measurement import ACT, RankUse, Trial, TrialKind, spread_of
 from autofit.plan import BOUNDS
+from autofit.report.rates import rate_rows
 from autofit.report.record import Record
 from autofit.report.summary import (
     IN_PYTHON,
@@ -133,6 +134,7 @@ def figures(record: Record) -> list[tuple[str, str, str]]:
     return [
         *((name, columns[0][name], columns[1][name]) for name in columns[0]),
         ("headroom", format_bytes(headroom), ""),
+        *rate_rows(record),
     ]
 
 

@@ -44,12 +44,18 @@ class _Bounds(TypedDict, total=False):
     baseline: dict[str, Number] | None
 
 
+class _Flops(TypedDict):
+    per_sample: Number
+    peak_per_second: Number | None
+
+
 class Findings(TypedDict, total=False):
     """The findings of a report as JSON."""
 
     evaluation: _Evaluation
     loader: _Loader
     bounds: _Bounds
+    flops: _Flops
 
 
 def lines_to_paste(plan: Plan, *, has_loss_weight: bool) -> list[str]:

@@ -47,6 +47,7 @@ from autofit.plan import (
 )
 from autofit.registry import resolve, strategies_of
 from autofit.report.findings import Findings
+from autofit.report.rates import rates_by_name
 from autofit.space import Space
 from autofit.strategy import Strategy
 
@@ -69,6 +70,9 @@ class SearchSummary:
         is_decided: whether what was measured says that no other plan is much faster than the best.
         is_factor_decided: whether it tells how much faster the best is than the baseline.
         busy: what others did on the device, such as "load 5.1 on 2 cores"; None: not much.
+        planned_samples: that the training will take; None: not told.
+        epoch_samples: samples of an epoch; None: not known.
+        price_per_hour: of the device, in any currency; None: not told.
     """
 
     probes: Amount
@@ -82,6 +86,9 @@ class SearchSummary:
     is_decided: bool = True
     is_factor_decided: bool = True
     busy: str | None = None
+    planned_samples: Count | None = None
+    epoch_samples: Count | None = None
+    price_per_hour: Number | None = None
 
 
 @dataclass(frozen=True)
@@ -345,6 +352,7 @@ class Record:
                 "difference": self.difference,
                 "memory": self.memory,
                 "findings": self.findings,
+                "rates": rates_by_name(self),
             }
         )
         return written
@@ -383,6 +391,12 @@ class _Environment(TypedDict):
     total_bytes: NotRequired[Amount]
 
 
+class _Tokens(TypedDict):
+    counted: str
+    per_sample: Count
+    padding_share: Number | None
+
+
 class _Workload(TypedDict):
     fingerprint: str
     parameters: Amount
@@ -391,6 +405,7 @@ class _Workload(TypedDict):
     sample_shapes: dict[str, str]
     lacks_loss: NotRequired[bool]
     batched: NotRequired[list[str]]
+    tokens: NotRequired[_Tokens]
     given: NotRequired[list[str]]
     clip_grad_norm: NotRequired[Number | None]
     target: NotRequired[str]

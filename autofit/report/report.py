@@ -6,11 +6,12 @@ torch is imported only by `apply`, so a saved report opens on any machine.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from autofit.codec import in_a_table, read_json
 from autofit.errors import InvalidArgument
 from autofit.measurement import ACT, Trial
 from autofit.notebook import shown
-from autofit.plan import Plan
+from autofit.plan import Plan, check_count
 from autofit.report import apply
 from autofit.report.export import exported
 from autofit.report.page import page
@@ -90,6 +91,25 @@ class Report:
         None if that did not end, or the baseline was not in it; the same as `record.factor`.
         """
         return self.record.factor
+
+    def with_costs(
+        self, *, epoch_samples: int | None = None, price_per_hour: float | None = None
+    ) -> Report:
+        """Return the report with the time and cost of an epoch, and the cost of the planned steps.
+
+        Args:
+            epoch_samples: samples of an epoch; None: as the report has it.
+            price_per_hour: of the device, in any currency; None: as the report has it.
+
+        Raises:
+            InvalidArgument: a number of samples below one, or what is no price.
+        """
+        search = self.record.search
+        if epoch_samples is not None:
+            search = replace(search, epoch_samples=check_count("epoch_samples", epoch_samples))
+        if price_per_hour is not None:
+            search = replace(search, price_per_hour=check_price(price_per_hour))
+        return replace(self, record=replace(self.record, search=search))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the report file."""
@@ -241,6 +261,20 @@ class Report:
     @property
     def _place(self) -> Place:
         return self.place or Place(has_functions=self.workload is not None)
+
+
+def check_price(price_per_hour: Any) -> float:
+    """Return a price as a float.
+
+    Raises:
+        InvalidArgument: it is negative, not finite, or no number.
+    """
+    is_number = isinstance(price_per_hour, (int, float)) and not isinstance(price_per_hour, bool)
+    if not is_number or not 0 <= price_per_hour < math.inf:
+        raise InvalidArgument(
+            f"price_per_hour must be a number of at least 0, such as 2.5, got {price_per_hour!r}"
+        )
+    return float(price_per_hour)
 
 
 def load(path: str | os.PathLike[str]) -> Report:

@@ -17,6 +17,7 @@ from typing import Any
 
 from autofit.measurement import ACT, NOT_TRIED, Outcome, RankUse, Trial, probes_of, spread_of
 from autofit.plan import Plan, Settings, unlike
+from autofit.report.rates import rate_line
 from autofit.report.record import Record
 from autofit.space import Space
 from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded
@@ -334,6 +335,8 @@ def warnings_of(record: Record) -> Iterator[str]:
 
 def _remarks(record: Record) -> Iterator[str]:
     best, baseline = record.best, record.baseline_beside_best
+    if line := rate_line(record):
+        yield line
     if best.plan == baseline.plan and record.search.is_decided:
         other = next_best(record)
         speed = 0.0 if other is None else record.speed_of(other) or 0.0

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from autofit.devices.cpu import host_memory
-from autofit.errors import SearchTimedOut, release_exception
+from autofit.devices.gpus import find_gpu
+from autofit.errors import InvalidArgument, SearchTimedOut, release_exception
 from autofit.measurement import Trial
 from autofit.plan import Plan
 from autofit.planning.search_spec import SearchSpec
@@ -73,25 +74,46 @@ def look_for_findings(
             measure_loader(prober, loader, best.plan, consumed, on_stage, found)
     with _failure("bounds", facts) as found:
         on_stage("measuring what bounds a step")
-        found["best"] = _shares(prober, spec, best, trace)
+        found["best"] = _shares(prober, spec, record, best, trace, facts)
         if trace is not None:
             found["trace"] = trace
         if best.plan == baseline.plan:
             found["baseline"] = found["best"]
         elif baseline.ok:
-            found["baseline"] = _shares(prober, spec, baseline, None)
+            found["baseline"] = _shares(prober, spec, record, baseline, None, facts)
 
 
 def _shares(
-    prober: Prober, spec: SearchSpec, trial: Trial, trace: str | None
+    prober: Prober,
+    spec: SearchSpec,
+    record: Record,
+    trial: Trial,
+    trace: str | None,
+    facts: dict[str, Any],
 ) -> Mapping[str, float] | None:
-    """Return the share of a step that each of its bounds takes; None: unknown."""
+    """Return the share of a step that each of its bounds takes; None: unknown.
+
+    The FLOPs of the baseline become a fact, and those of another plan where it did not run.
+    """
     resolved = resolve(trial.plan, spec.space, prober.strategies)
+    baseline = record.baseline_beside_best
+    counts = trial.plan == baseline.plan or not baseline.ok
+    counts = counts and not spec.space.is_costly(trial.plan.settings)
     function: Callable[[Any], StepProfile | None]
-    function = partial(profile_plan, resolved=resolved, trace=trace)
+    function = partial(profile_plan, resolved=resolved, trace=trace, counts_flops=counts)
     profiled = prober.run(function, spec.vram_budget_bytes)
+    if profiled is not None and profiled.flops_per_sample is not None:
+        peak = _peak_flops_per_s(record)
+        facts["flops"] = {"per_sample": profiled.flops_per_sample, "peak_per_second": peak}
     step_time_s = trial.measurement.step_time_s
     return None if profiled is None or step_time_s is None else profiled.shares(step_time_s)
+
+
+def _peak_flops_per_s(record: Record) -> float | None:
+    with suppress(InvalidArgument):  # of a GPU that the table does not have
+        name = record.environment.get("gpu")
+        return None if name is None else find_gpu(name).peak_flops_per_s
+    return None
 
 
 @contextmanager

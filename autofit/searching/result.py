@@ -127,6 +127,7 @@ def record_of(
             "clip_grad_norm": workload.clip_grad_norm,
             "sample_shapes": dict(survey.sample_shapes),
             "batched": survey.batched,
+            **({"tokens": asdict(survey.tokens)} if survey.tokens else {}),
         },
         vram_budget_bytes=result.spec.vram_budget_bytes,
         search=_summary_of(result, survey, session_seconds),
@@ -169,6 +170,7 @@ def _summary_of(
         is_decided=result.is_decided,
         is_factor_decided=result.is_factor_decided,
         busy=survey.busy,
+        planned_samples=result.spec.planned_samples,
     )
 
 

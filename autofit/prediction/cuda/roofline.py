@@ -14,18 +14,18 @@ as `torch.utils.flop_counter` has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from autofit.devices.gpus import Gpu, Rates
 from autofit.memory.tracer import storages_of, tensors_in
 from autofit.prediction.cuda.scratch import ByCard, Size
+from autofit.probing.flops import formula_of
 
 LAUNCH_S = 5e-6
 """Least seconds between two operations of eager PyTorch."""
@@ -121,7 +121,7 @@ def operation_of(
     if name in _BATCH_NORMS:
         traffic += _read_again(name, args)
     by_card = tuple(size for size in sizes if not isinstance(size, int))
-    count = _FLOPS.get(name) or flop_registry.get(func._overloadpacket)
+    count = formula_of(func)
     if count is None:
         return Operation(0, traffic, by_card)
     flops, dtype = 0, read[0].dtype
@@ -188,27 +188,3 @@ def _read_again(name: str, args: Any) -> int:
     if not args[training] or (channels_last and data.dtype != torch.bfloat16):
         return 0
     return sum(map(_nbytes, args[:large]))
-
-
-def _of_rnn(data: torch.Tensor, weights: list[torch.Tensor], *_: Any, **__: Any) -> int:
-    """Count one product a step and sample with each matrix."""
-    rows = data.numel() // data.shape[-1]
-    return 2 * rows * sum(weight.numel() for weight in weights if weight.dim() > 1)
-
-
-def _of_rnn_backward(*args: Any, **kwargs: Any) -> int:
-    """Count two: gradients of the data and of the weights."""
-    return 2 * _of_rnn(*args, **kwargs)
-
-
-def _of_groups(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Count each row of the left operand with the matrix of its group."""
-    return 2 * left.numel() * right.shape[-1]
-
-
-_FLOPS: dict[str, Callable[..., int]] = {
-    "_cudnn_rnn": _of_rnn,
-    "_cudnn_rnn_backward": _of_rnn_backward,
-    "_grouped_mm": _of_groups,
-}
-"""Operators of the dry run that torch's registry does not have."""

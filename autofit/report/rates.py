@@ -1,0 +1,90 @@
+"""What a speed means to who trains: tokens, model FLOPs, and what an epoch takes and costs.
+
+Each rate is known where its facts are, and left out elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from autofit.measurement import Trial, spread_of
+from autofit.units import format_flops, format_seconds, rounded
+
+if TYPE_CHECKING:
+    from autofit.report.record import Record
+
+
+def rates_of(record: Record, trial: Trial) -> dict[str, float]:
+    """Return what is known of a trial's speed, by the names of a report file.
+
+    MFU, model FLOPs utilization, is the model FLOPs of a second over the peak of the GPU (PaLM,
+    Chowdhery et al. 2022, appendix B): the dense rate in 16 bits of its data sheet, whatever the
+    precision of the plan, so that plans compare.
+    """
+    speed, search = record.speed_of(trial), record.search
+    tokens, flops = record.workload.get("tokens"), record.findings.get("flops")
+    if not speed:
+        return {}
+    known: dict[str, float] = {}
+    if tokens:
+        known["tokens_per_second"] = speed * tokens["per_sample"]
+    if flops:
+        known["model_flops_per_second"] = speed * flops["per_sample"]
+        if flops["peak_per_second"]:
+            known["mfu"] = known["model_flops_per_second"] / flops["peak_per_second"]
+    spans = {"epoch": search.epoch_samples, "training": search.planned_samples}
+    for name, samples in spans.items():
+        if samples:
+            known[f"{name}_seconds"] = samples / speed
+            if search.price_per_hour is not None:
+                known[f"{name}_cost"] = samples / speed / 3600 * search.price_per_hour
+    return known
+
+
+def rates_by_name(record: Record) -> dict[str, dict[str, float]]:
+    """Return the rates of "best" and "baseline" for a report file."""
+    trials = {"best": record.best, "baseline": record.baseline_beside_best}
+    return {name: rates_of(record, trial) for name, trial in trials.items()}
+
+
+def rate_rows(record: Record) -> Iterator[tuple[str, str, str]]:
+    """Yield (label, the best plan's rate, the baseline's)."""
+    best, baseline = (_words(record, trial) for trial in (record.best, record.baseline_beside_best))
+    yield from ((label, words, baseline.get(label, "")) for label, words in best.items())
+    if tokens := record.workload.get("tokens"):
+        share = tokens["padding_share"]
+        padding = "" if share is None else f", {share:.0%} of them padding"
+        yield "tokens of a sample", f"{tokens['per_sample']:,} ({tokens['counted']}){padding}", ""
+
+
+def rate_line(record: Record) -> str | None:
+    """Return the best plan's rates in a line; None: none is known that a reader would look for."""
+    words = _words(record, record.best)
+    if "mfu" not in rates_of(record, record.best):
+        words.pop("model FLOP/s", None)
+    named = [f"{label}: {text}" for label, text in words.items()]
+    return "; ".join(named) or None
+
+
+def _words(record: Record, trial: Trial) -> dict[str, str]:
+    """Return a trial's rates in words, by label."""
+    known, search = rates_of(record, trial), record.search
+    spread = spread_of(*record.speed_range(trial))
+    words: dict[str, str] = {}
+    if (tokens := known.get("tokens_per_second")) is not None:
+        words["tokens/s"] = f"{float(rounded(tokens, tokens * spread)):,.0f}"
+    if (flops := known.get("model_flops_per_second")) is not None:
+        share = f", {known['mfu']:.1%} of the GPU's peak (MFU)" if "mfu" in known else ""
+        words["model FLOP/s"] = f"{format_flops(flops, flops * spread)}{share}"
+    if search.epoch_samples:
+        words[f"epoch of {search.epoch_samples:,} samples"] = _span(known, "epoch", spread)
+    if search.planned_samples:
+        words[f"training of {search.planned_samples:,} samples"] = _span(known, "training", spread)
+    return words
+
+
+def _span(known: Mapping[str, float], name: str, spread: float) -> str:
+    seconds, cost = known.get(f"{name}_seconds"), known.get(f"{name}_cost")
+    took = format_seconds(seconds, (seconds or 0.0) * spread)
+    return took if cost is None else f"{took}, costs {rounded(cost, cost * spread)}"
