@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autofit.checks.check import check as check
+    from autofit.checks.estimate import estimate_memory as estimate_memory, fits as fits
     from autofit.checks.predict import GpuTable as GpuTable, predict as predict
     from autofit.checks.probe import SoakResult as SoakResult, probe as probe
     from autofit.checks.verdict import Verdict as Verdict
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from autofit.training.workload import Workload as Workload
 
 _HOMES = {
+    "autofit.checks.estimate": ("estimate_memory", "fits"),
     "autofit.checks.predict": ("GpuTable", "predict"),
     "autofit.checks.probe": ("SoakResult", "probe"),
     "autofit.checks.check": ("check",),

@@ -144,6 +144,11 @@ class Plan:
                 f"{self.accumulation_steps}: use a larger micro_batch or a smaller "
                 "global_batch"
             )
+        if not isinstance(self.settings, Mapping):
+            raise InvalidArgument(
+                'settings must be a mapping such as {"strategy.setting": value}, '
+                f"got {self.settings!r}"
+            )
         object.__setattr__(self, "settings", MappingProxyType(dict(sorted(self.settings.items()))))
         if self.global_batch is not None:
             object.__setattr__(self, "global_batch", check_count("global_batch", self.global_batch))

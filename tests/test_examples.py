@@ -55,6 +55,13 @@ def tunes_settings_of_the_users_own(printed: str, folder: Path) -> None:
     assert (folder / "history.html").exists() or "pip install plotly" in printed
 
 
+def proposes_less_that_does_not_fit(printed: str, folder: Path) -> None:
+    free, constrained = re.findall(r"constrained: (\d+) of 20 proposals do not fit", printed)
+    assert 0 <= int(constrained) <= int(free) <= 20
+    (spare,) = re.findall(r"(\S+) GiB to spare", printed)
+    assert float(spare) >= 0
+
+
 CHECKS: dict[str, Callable[[str, Path], None]] = {
     "search_and_train": trains_with_the_saved_plan,
     "huggingface_trainer": keeps_the_samples_of_a_step,
@@ -62,6 +69,7 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
     "cnn_batchnorm": keeps_the_accumulation,
     "capacity": says_what_fits,
     "optuna_sampler": tunes_settings_of_the_users_own,
+    "optuna_fits": proposes_less_that_does_not_fit,
 }
 
 

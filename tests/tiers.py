@@ -29,7 +29,15 @@ from autofit.probing.rank_channel import RankChannel
 from autofit.probing.worker_channel import WorkerChannel, WorkerProcess
 
 OTHERS = ("slow", "cuda", "emulated", "browser")
-PUBLIC = {"search", "find_batch_size", "probe", "predict", "check"}
+PUBLIC = {
+    "search",
+    "find_batch_size",
+    "probe",
+    "predict",
+    "estimate_memory",
+    "fits",
+    "check",
+}
 """Functions of autofit, and of its integrations, that run the user's training in a worker."""
 STARTERS: tuple[Any, ...] = (
     *(getattr(autofit, name) for name in PUBLIC),

@@ -433,7 +433,7 @@ def _on_meta(batch: Any, tracer: CudaTracer) -> Any:
 
     def on_meta(tensor: torch.Tensor) -> torch.Tensor:
         made = torch.empty_like(tensor, device="meta")
-        if is_number(tensor):
+        if _has_numbers(tensor):
             tracer.known.learn(made, tensor)
         return made
 
@@ -462,9 +462,13 @@ def sendable(workload: Workload) -> tuple[Workload, Mapping[int, torch.Tensor]]:
 
 def _known_alone(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without the values that a dry run does not know."""
-    if is_number(tensor) and tensor.numel() <= MOST_ELEMENTS:
+    if _has_numbers(tensor) and tensor.numel() <= MOST_ELEMENTS:
         return tensor.detach().cpu().clone()  # a view would take its whole storage along
     return torch.empty_like(tensor, device="meta")
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    return is_number(tensor) and not tensor.is_meta
 
 
 def _stateful_parts(workload: Workload) -> dict[str, Any]:

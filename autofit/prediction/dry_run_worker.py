@@ -9,6 +9,7 @@ as shapes, so a large model costs nothing to send.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import importlib
 import os
 import pickle
@@ -16,7 +17,7 @@ import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +50,7 @@ def in_worker(
     workload: Workload,
     *arguments: Any,
     progress: Progress | None = None,
+    known: MutableMapping[bytes, Any] | None = None,
 ) -> _Result:
     """Return `function(workload, *arguments)`, called in the worker with a copy of the workload.
 
@@ -57,6 +59,9 @@ def in_worker(
         workload: the workload.
         arguments: further arguments, which can be pickled.
         progress: called here with each line that the function says; None: it gets no `progress=`.
+        known: results by what was asked, from which an equal question is answered, and in which the
+            result is kept. Questions are equal where model (but for its weights), functions,
+            shapes, the integers of the batch, torch's flags and the user's files are.
 
     Raises:
         InvalidArgument: the workload cannot be sent.
@@ -64,15 +69,26 @@ def in_worker(
         WorkerFailed: the worker died twice.
         Exception: raised by the function, or by the user's code in it.
     """
-    call = _written(function, workload, arguments)
-    run = partial(_run, _surroundings(), call, progress is not None)
+    call, around = _written(function, workload, arguments), _surroundings()
+    asked = b"" if known is None else _digest(call, around)
+    if known is not None and asked in known:
+        kept: _Result = known[asked]
+        return kept
+    run = partial(_run, around, call, progress is not None)
     with _shared.lock:
         _shared.progress = progress
         try:
             result: _Result = _shared.prober().run(run, expected_seconds=MOST_SECONDS)
-            return result
         finally:
             _shared.progress = None
+    if known is not None:
+        known[asked] = result
+    return result
+
+
+def _digest(call: bytes, around: tuple[Any, ...]) -> bytes:
+    files = sorted((file, _written_at(file)) for _, file in _users_modules())
+    return hashlib.sha256(pickle.dumps((around, files)) + call).digest()
 
 
 def _written(function: Callable[..., Any], workload: Workload, arguments: tuple[Any, ...]) -> bytes:
@@ -212,13 +228,22 @@ _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 
 
 def _note_modules() -> None:
-    """Note the user's modules: those in no library and in no folder of installed packages."""
+    """Note the user's modules that were imported here, and when their files were written."""
+    for name, file in _users_modules():
+        if name not in _own_modules:
+            _files.setdefault(name, (file, _written_at(file)))
+
+
+def _users_modules() -> Iterator[tuple[str, str]]:
+    """Yield name and file of modules in no library and in no folder of installed packages."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if name in _own_modules or not isinstance(file, str):
-            continue
-        if not file.startswith(_LIBRARIES) and not _INSTALLED.search(file):
-            _files.setdefault(name, (file, _written_at(file)))
+        if (
+            isinstance(file, str)
+            and not file.startswith(_LIBRARIES)
+            and not _INSTALLED.search(file)
+        ):
+            yield name, file
 
 
 def _written_at(file: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,6 +11,7 @@ from typing import Any
 
 from autofit.codec import Amount, from_json, to_json
 from autofit.devices.gpus import NCCL_UNKNOWN, Gpu, find_gpu
+from autofit.devices.request import budget_bytes
 from autofit.errors import InvalidArgument, PredictionUnavailable, hides_own_frames
 from autofit.memory.allocator import expandable_segments
 from autofit.memory.replay import replay
@@ -45,6 +46,7 @@ def predict(
     payloads: Mapping[str, Any] | None = None,
     calibration: Mapping[str, Any] | None = None,
     world_size: int | None = None,
+    known: MutableMapping[bytes, Any] | None = None,
 ) -> Prediction:
     """Predict the memory of a plan on a GPU, without a GPU.
 
@@ -65,6 +67,7 @@ def predict(
         world_size: how many GPUs train together, each with its share of the global batch; None:
             as many as the plan says, else one. The prediction is that of the GPU which needs most,
             without what NCCL holds.
+        known: earlier predictions, as for `in_worker`.
 
     Raises:
         InvalidArgument: an argument is not valid, there is no such GPU, setting or value, or the
@@ -80,7 +83,7 @@ def predict(
         learned = from_json(calibration, Calibration, "the calibration").non_torch_bytes
         found = replace(found, context_bytes=learned, context_margin_bytes=0)
     own = strategies_of(chosen) if strategies is None else load_strategies(strategies)
-    told = in_worker(_predict, workload, chosen, found, own, payloads or {})
+    told = in_worker(_predict, workload, chosen, found, own, payloads or {}, known=known)
     return replace(told, _workload=workload)
 
 
@@ -147,12 +150,31 @@ class Prediction:
     evaluation_bytes: int | None = None
     _workload: Workload | None = field(default=None, repr=False, compare=False)
 
-    def fits(self, vram_budget_bytes: int) -> bool | None:
+    def fits(self, vram_budget: str | float | None = None) -> bool | None:
         """Return whether the plan fits into a VRAM budget, with the margin of the interval.
 
         None: what NCCL takes decides, which is unknown.
+
+        Args:
+            vram_budget: "24GiB", bytes, or a fraction of the GPU's memory; None: all of it.
+
+        Raises:
+            InvalidArgument: it is no budget, or more than the GPU has.
         """
-        return told(self.interval[1], self.unknown_bytes, vram_budget_bytes)
+        return told(self.interval[1], self.unknown_bytes, self._budget_bytes(vram_budget))
+
+    def excess_bytes(self, vram_budget: str | float | None = None) -> int:
+        """Return the bytes that are missing from a VRAM budget, for a constraint of Optuna.
+
+        At most zero where the plan fits; then as much is left. What is unknown counts as needed.
+        Argument and errors are those of `fits`.
+        """
+        return self.interval[1] + self.unknown_bytes - self._budget_bytes(vram_budget)
+
+    def _budget_bytes(self, vram_budget: str | float | None) -> int:
+        total = self.gpu.total_bytes
+        given = total if vram_budget is None else vram_budget
+        return budget_bytes(given, total_bytes=total, free_bytes=total)
 
     @cached_property
     def largest_micro_batch(self) -> int | None:

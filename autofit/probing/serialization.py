@@ -132,6 +132,29 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return super().reducer_override(obj)
 
 
+def _rebuild_storage(content: bytes) -> torch.UntypedStorage:
+    made = torch.empty(len(content), dtype=torch.uint8)
+    if content:
+        made.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    return made.untyped_storage()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a host tensor is no more than a view of its storage.
+
+    Torch's pickle of it has the storage's address in it, so that no two pickles are equal.
+    """
+    is_dense = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    special = tensor.requires_grad or tensor.is_quantized or tensor.dtype.is_complex
+    return is_dense and not special and not vars(tensor)
+
+
+def _rebuild_plain(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Any, stride: Any
+) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+
+
 class _HostPickler(_Pickler):
     """Sends tensors of a device as host tensors, so that reading them makes no context there.
 
@@ -148,9 +171,12 @@ class _HostPickler(_Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if (shape := self.without_data.get(id(obj))) is not None:
             return shape.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch
+        if type(obj) is torch.Tensor and _is_plain(obj):
+            layout = obj.dtype, obj.storage_offset(), obj.shape, obj.stride()
+            return _rebuild_plain, (obj.untyped_storage(), *layout)
         if isinstance(obj, torch.UntypedStorage):  # torch cannot load its own pickle of one
             held = torch.empty(0, dtype=torch.uint8, device=obj.device).set_(obj)
-            return torch.Tensor.untyped_storage, (held,)
+            return _rebuild_storage, (held.cpu().numpy().tobytes(),)
         if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
             return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch
         return super().reducer_override(obj)

@@ -13,8 +13,8 @@ from autofit.probing.together import ranks_meant
 from autofit.report.report import Report
 from autofit.searching.events import OnEvent
 from autofit.searching.options import SearchOptions
-from autofit.searching.search import search, workload_of
-from autofit.training.workload import Workload
+from autofit.searching.search import search
+from autofit.training.workload import Workload, workload_of
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from autofit.searching.study import Store
 from autofit.searching.wording import logged
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
-from autofit.training.workload import Workload
+from autofit.training.workload import Workload, workload_of
 from autofit.units import counted
 
 _OF_RANKS = "Where memory goes and what bounds a step was not measured: there are several ranks"
@@ -426,23 +426,3 @@ def _named(strategies: Iterable[str | Strategy] | None) -> set[str]:
         return set()
     given = [strategies] if isinstance(strategies, str) else strategies or ()
     return {each if isinstance(each, str) else each.name for each in given}
-
-
-def workload_of(model: Any, sample_batch: Any, **given: Any) -> Workload:
-    """Return the Workload that stands for the model, or one of what was given.
-
-    Raises:
-        InvalidArgument: there is no sample batch, or a Workload with arguments of its own beside.
-    """
-    if not isinstance(model, Workload):
-        if sample_batch is None:
-            raise InvalidArgument("give a sample batch after the model, or a Workload alone")
-        return Workload(model, sample_batch, **given)
-    defaults = {name: field.default for name, field in Workload.__dataclass_fields__.items()}
-    extra = [name for name, value in given.items() if value is not defaults[name]]
-    if sample_batch is not None or extra:
-        names = ", ".join(["sample_batch"] * (sample_batch is not None) + extra)
-        raise InvalidArgument(
-            f"the Workload describes the training: pass {names} to the Workload instead"
-        )
-    return model

@@ -235,6 +235,26 @@ class Workload:
         return build_optimizer(self.optimizer, model, place, wrappers)
 
 
+def workload_of(model: Any, sample_batch: Any, **given: Any) -> Workload:
+    """Return the Workload that stands for the model, or one of what was given.
+
+    Raises:
+        InvalidArgument: there is no sample batch, or a Workload with arguments of its own beside.
+    """
+    if not isinstance(model, Workload):
+        if sample_batch is None:
+            raise InvalidArgument("give a sample batch after the model, or a Workload alone")
+        return Workload(model, sample_batch, **given)
+    defaults = {name: field.default for name, field in Workload.__dataclass_fields__.items()}
+    extra = [name for name, value in given.items() if value is not defaults[name]]
+    if sample_batch is not None or extra:
+        names = ", ".join(["sample_batch"] * (sample_batch is not None) + extra)
+        raise InvalidArgument(
+            f"the Workload describes the training: pass {names} to the Workload instead"
+        )
+    return model
+
+
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
