@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         WorkerFailed as WorkerFailed,
         WorkloadFailed as WorkloadFailed,
     )
+    from autofit.integrations.to_budget import checkpoint_to_budget as checkpoint_to_budget
     from autofit.measurement import (
         Measurement as Measurement,
         Outcome as Outcome,
@@ -63,6 +64,7 @@ _HOMES = {
         "WorkerFailed",
         "WorkloadFailed",
     ),
+    "autofit.integrations.to_budget": ("checkpoint_to_budget",),
     "autofit.measurement": ("Measurement", "Outcome", "TrialKind", "Trial"),
     "autofit.plan": ("Dimension", "CostHint", "Plan"),
     "autofit.prediction.predict": ("Prediction",),

@@ -381,7 +381,9 @@ class Strategy(Protocol):
     `numerics_of` has the settings that go less far than its `numerics`. With a method
     `in_anothers_loop() -> Strategy` it is asked for one without what needs `Report.apply`, in
     searches for the loop of another library. With an attribute
-    `by_name_only` that is true it is used only by searches that name it.
+    `by_name_only` that is true it is used only by searches that name it. With an attribute
+    `recomputes` that is true it has one setting, whose values recompute ever more of the model and
+    need ever less memory; `autofit.checkpoint_to_budget` chooses among them.
     """
 
     name: str

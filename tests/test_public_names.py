@@ -21,6 +21,7 @@ SNAPSHOT = Path(__file__).with_name("public_api.txt")
 CALLED_BY_USERS: list[Callable[..., Any]] = [
     autofit.search,
     autofit.find_batch_size,
+    autofit.checkpoint_to_budget,
     autofit.probe,
     autofit.predict,
     autofit.estimate_memory,

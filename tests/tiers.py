@@ -32,6 +32,7 @@ OTHERS = ("slow", "cuda", "emulated", "browser")
 PUBLIC = {
     "search",
     "find_batch_size",
+    "checkpoint_to_budget",
     "probe",
     "predict",
     "estimate_memory",

@@ -71,6 +71,7 @@ class Checkpointing:
     name = "checkpointing"
     phase = Phase.MODEL
     numerics = Numerics.EXACT
+    recomputes = True
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return the levels of this model; 0 alone where nothing is worth checkpointing.
