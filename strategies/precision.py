@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autofit.plan import Dimension, Scalar
-from autofit.strategy import Capabilities, Context, Numerics, Phase, TrainingView
+from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 SETTING = "precision.dtype"
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,7 +32,13 @@ class Precision:
         """Return the types the device supports natively; "default" alone without float32."""
         if not _mostly_float32(context.model):
             return {SETTING: Dimension(["default"])}
-        values = ["default", *_native(context.capabilities)]
+        native = context.capabilities
+        offered = {
+            "tf32": native.tf32 and not all(part.fp32_precision == "tf32" for part in _parts()),
+            "bfloat16": native.bfloat16,
+            "float16": native.float16,
+        }
+        values = ["default", *(dtype for dtype, is_native in offered.items() if is_native)]
         if any(p.dtype == torch.float16 and p.requires_grad for p in context.model.parameters()):
             values = [value for value in values if value != "float16"]  # GradScaler refuses these
         return {SETTING: Dimension(values, relieves=("arithmetic", "memory traffic"))}
@@ -84,15 +90,6 @@ class Precision:
         ]
 
 
-def _native(capabilities: Capabilities) -> list[str]:
-    offered = {
-        "tf32": capabilities.tf32 and not _tf32_is_on(),
-        "bfloat16": capabilities.bfloat16,
-        "float16": capabilities.float16,
-    }
-    return [dtype for dtype, native in offered.items() if native]
-
-
 def _mostly_float32(model: torch.nn.Module) -> bool:
     """Return whether at least half of the floating weights are float32, as autocast needs."""
     floating = [p for p in model.parameters() if p.is_floating_point()]
@@ -115,10 +112,6 @@ def _autocast(training: TrainingView, dtype: torch.dtype) -> Iterator[None]:
     finally:
         training.scaler = scaler_before
         unwrap()
-
-
-def _tf32_is_on() -> bool:
-    return all(part.fp32_precision == "tf32" for part in _parts())
 
 
 def _parts() -> tuple[Any, ...]:

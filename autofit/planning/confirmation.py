@@ -130,7 +130,13 @@ def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan |
     believed to explain; then the rivals, what measured faster than the answer, and where that has
     no headroom, the fastest plan that has and may be tied with it.
     """
-    beliefs = {trial.plan: _expected_value(posterior, trial) for trial in posterior.fitting}
+    beliefs = {}
+    for trial in posterior.fitting:
+        beliefs[trial.plan] = posterior.mean_log_speed(trial.plan)
+        if trial.kind is not TrialKind.CONFIRMATION:  # it need not fit again
+            beliefs[trial.plan] -= float(
+                oom_cost(posterior, np.array(posterior.oom_risk(trial.plan)))
+            )
     if not beliefs:
         return None
     had_turn = {finalist.plan for finalist in compared}
@@ -321,14 +327,6 @@ def _measured(posterior: Posterior, *, turns: bool) -> Mapping[Plan, Finalist]:
         log_speed = posterior.over_training(np.array(compared_log_speed(its)), start_up_s)
         found[plan] = Finalist(plan, tuple(its), float(log_speed))
     return found
-
-
-def _expected_value(posterior: Posterior, trial: Trial) -> float:
-    """Return the expected log speed, less the cost of the risk that the plan does not fit again."""
-    cost = 0.0
-    if trial.kind is not TrialKind.CONFIRMATION:
-        cost = float(oom_cost(posterior, np.array(posterior.oom_risk(trial.plan))))
-    return posterior.mean_log_speed(trial.plan) - cost
 
 
 def _gain_of_turn(posterior: Posterior, plan: Plan, other: Plan) -> float:

@@ -177,7 +177,14 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
     ran_variants = {plan.variant for plan in ran}
     for trial in trials:
         outcome, plan = trial.measurement.outcome, trial.plan
-        if trial.kind is TrialKind.VETOED or outcome is Outcome.OK or _is_disproved(trial, trials):
+        # Memory ran out for another process, at a size that fits by itself
+        is_disproved = trial.measurement.contended and any(
+            other.ok
+            and other.plan.variant == plan.variant
+            and other.plan.micro_batch >= plan.micro_batch
+            for other in trials
+        )
+        if trial.kind is TrialKind.VETOED or outcome is Outcome.OK or is_disproved:
             continue
         worked = plan.variant in ran_variants
         larger = plan.micro_batch > plain.micro_batch
@@ -199,17 +206,6 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
             blamed[new or plan.variant] = outcome.value + (f": {detail}" if detail else "")
     shared = _shared_bounds(largest_apart_from_memory, trials)
     return Exclusions(blamed, largest, shared, smallest, smallest_of)
-
-
-def _is_disproved(trial: Trial, trials: Sequence[Trial]) -> bool:
-    """Return whether memory ran out for another process, at a size that fits by itself."""
-    plan = trial.plan
-    return trial.measurement.contended and any(
-        other.ok
-        and other.plan.variant == plan.variant
-        and other.plan.micro_batch >= plan.micro_batch
-        for other in trials
-    )
 
 
 def _shared_bounds(

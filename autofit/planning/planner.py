@@ -150,7 +150,14 @@ def propose(posterior: Posterior, allowed: Mask, *, seconds: Array | None = None
         return likeliest_to_fit(posterior, allowed)
     space, in_flight = posterior.spec.space, {trial.plan for trial in posterior.in_flight}
     variants, sizes, worths = new_plans(posterior, leader, allowed)
-    rates = worths if seconds is None else _per_second(posterior, worths, seconds[variants])
+    rates = worths
+    if seconds is not None:  # none for probes that may not pay within the training
+        took_s, samples = seconds[variants], posterior.spec.planned_samples
+        training_s = math.inf
+        if samples is not None:
+            training_s = samples / math.exp(posterior.mean_log_speed(leader.plan))
+        pays = (worths > 0) & (worths > took_s / training_s)
+        rates = np.where(pays, worths / took_s, -np.inf)
     worth, plan = -math.inf, None
     for row in np.argsort(-rates, kind="stable"):
         proposed = space.plan(int(sizes[row]), posterior.variants[variants[row]])
@@ -182,16 +189,6 @@ def _surprise(posterior: Posterior) -> Plan | None:
     if any(trial.plan == leader.plan for trial in posterior.in_flight):
         return None
     return leader.plan if posterior.spread > SURPRISE * posterior.typical_noise else None
-
-
-def _per_second(posterior: Posterior, worths: Array, seconds: Array) -> Array:
-    """Return the worths per second, -inf for probes that may not pay within the training."""
-    samples, leader = posterior.spec.planned_samples, posterior.leader
-    training_s = math.inf
-    if samples is not None and leader is not None:
-        training_s = samples / math.exp(posterior.mean_log_speed(leader.plan))
-    pays = (worths > 0) & (worths > seconds / training_s)
-    return np.where(pays, worths / seconds, -np.inf)
 
 
 def believing(posterior: Posterior, running: Sequence[tuple[Plan, TrialKind]]) -> Posterior:

@@ -531,19 +531,17 @@ class _Survey(Posterior):
         """Return the variants worth a column, those that ran among them."""
         costly = self.columns.trial_costs_s > 0
         groups = np.array([~costly, costly])
-        found = shortlist(self._promise(), groups, self.columns.values)
-        beside = costly & self.beside(self.cheap_leaders(SURVEYED_LEADERS))
-        ran = [0, *(self.index(trial.plan) for trial in self.probes)]
-        found = np.unique(np.concatenate([found, np.flatnonzero(beside), ran]))
-        return np.union1d(found, self._of_other_splits(found)).astype(np.intp)
-
-    def _promise(self) -> Array:
-        """(draws, variants): log speed at the ceiling; where nothing fits, how little is held."""
+        # Log speed at the ceiling; where nothing fits, how little is held
         promise = NO_SPEED - np.log(self.memory.value_at(self.sizes.smallest))
         if self.fitting:
             speeds = self.log_speeds(self.ceilings)
             promise = np.where(np.isfinite(speeds), speeds, promise)
-        return np.where(self.usable, promise, -np.inf)
+        promise = np.where(self.usable, promise, -np.inf)
+        found = shortlist(promise, groups, self.columns.values)
+        beside = costly & self.beside(self.cheap_leaders(SURVEYED_LEADERS))
+        ran = [0, *(self.index(trial.plan) for trial in self.probes)]
+        found = np.unique(np.concatenate([found, np.flatnonzero(beside), ran]))
+        return np.union1d(found, self._of_other_splits(found)).astype(np.intp)
 
     def _of_other_splits(self, columns: NDArray[np.intp]) -> list[int]:
         """Return the variants that those become in a plan of one micro-batch, and of many."""

@@ -64,8 +64,11 @@ def owned_by_rank_0(lead: Callable[[int], _Result], *, ranks: int | None = None)
     store = _store(world)
     if world.rank > 0:
         atexit.register(_wait_for_owner, store)
-        result: _Result = _result_of_owner(store)
-        return result
+        reply = reply_of(_awaited(store))
+        if reply.exception is not None:
+            vars(reply.exception)["said_by_rank_0"] = True  # the command line says it once
+        told: _Result = reply.value_or_raise()
+        return told
     atexit.register(_leave, store)
     store.set("owner", json.dumps(this_process()))
     try:
@@ -139,20 +142,13 @@ def _publish(store: Store, reply: Reply) -> None:
         store.set("ended", json.dumps(message_of_reply(reply)))
 
 
-def _result_of_owner(store: Store) -> Any:
-    """Wait for rank 0's process, and return its result or raise its error.
+def _awaited(store: Store) -> dict[str, Any]:
+    """Wait for rank 0's process, and return the message of how its call ended.
 
     Raises:
         InvalidArgument: it did not make the call.
         WorkerFailed: it ended without a word.
     """
-    reply = reply_of(_awaited(store))
-    if reply.exception is not None:
-        vars(reply.exception)["said_by_rank_0"] = True  # the command line says it once
-    return reply.value_or_raise()
-
-
-def _awaited(store: Store) -> dict[str, Any]:
     owner: dict[str, Any] | None = None
     until = time.monotonic() + _CONNECT_S
     try:

@@ -425,16 +425,12 @@ def _rebuilt(leaf: Any, parts: dict[Any, Any]) -> Any:
     """The same kind of mapping or dataclass with those parts; a dict where it cannot be made."""
     try:
         if not isinstance(leaf, Mapping):
-            return _with_fields(leaf, parts)
+            # Not made anew, since `__init__` may take other fields or compute some
+            changed = copy.copy(leaf)
+            for name, value in parts.items():
+                object.__setattr__(changed, name, value)
+            return changed
         make: Any = leaf.__class__
         return make(parts)
     except Exception:  # the class is the user's: what its constructor wants is anybody's guess
         return parts
-
-
-def _with_fields(instance: Any, fields: dict[str, Any]) -> Any:
-    """A copy with those fields; not made anew, since `__init__` may take others or compute some."""
-    changed = copy.copy(instance)
-    for name, value in fields.items():
-        object.__setattr__(changed, name, value)
-    return changed

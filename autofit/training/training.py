@@ -285,12 +285,6 @@ class Training(AbstractContextManager["Training"]):
         hook = parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]  # torch's
         return lambda: hook.remove()
 
-    def _nothing_between(self) -> bool:
-        """Return whether nothing but the update uses the gradients of a whole step."""
-        recipe, hooked = self.recipe, map(has_step_hooks, self._optimizers(None))
-        is_read = recipe.clip_grad_norm is not None or recipe.before_step is not None
-        return self.ranks is None and self.scaler is None and not is_read and not any(hooked)
-
     def wrap_optimizer_factory(self, wrapper: FactoryWrapper) -> Callable[[], None]:
         """Make optimizers by `wrapper(factory)`; return a function that undoes this."""
         self._factory_wrappers.append(wrapper)
@@ -351,7 +345,11 @@ class Training(AbstractContextManager["Training"]):
             is_only = total is None and self._is_last
             share = loss.detach() * weight if weight else torch.zeros_like(loss.detach())
             total = share if total is None else total + share
-            self._is_whole = then_updates and is_only and self._nothing_between()
+            # Whether nothing but the update uses the gradients of a whole step
+            recipe, hooked = self.recipe, map(has_step_hooks, self._optimizers(None))
+            is_read = recipe.clip_grad_norm is not None or recipe.before_step is not None
+            is_free = self.ranks is None and self.scaler is None and not is_read
+            self._is_whole = then_updates and is_only and is_free and not any(hooked)
             try:
                 self.backward(loss, weight)
             finally:

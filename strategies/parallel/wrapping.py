@@ -79,9 +79,7 @@ def sharded(
     kind = "cpu" if training.device.type == "meta" else training.device.type
     mesh = init_device_mesh(kind, (training.world.size,))
     model: Any = training.model
-    _check_dense(model)
-    _check_shapes(model)
-    _check_types(model, modules)
+    _check_can_be_sharded(model, modules)
     with training.in_host_memory():
         for part in (*map(model.get_submodule, modules), model):
             fully_shard(part, mesh=mesh, reshard_after_forward=not keeps_gathered, mp_policy=policy)
@@ -90,8 +88,8 @@ def sharded(
     return synchronise
 
 
-def _check_dense(model: nn.Module) -> None:
-    """Refuse parameters with sparse gradients before a backward fails on them."""
+def _check_can_be_sharded(model: nn.Module, modules: list[str]) -> None:
+    """Refuse sparse gradients before a backward fails on them, and what torch cannot cut."""
     for name, module in model.named_modules():
         is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if is_embedding and module.sparse and module.weight.requires_grad:
@@ -100,8 +98,6 @@ def _check_dense(model: nn.Module) -> None:
                 "are sparse: create it with sparse=False"
             )
 
-
-def _check_shapes(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise Unsupported(
@@ -114,8 +110,6 @@ def _check_shapes(model: nn.Module) -> None:
                 "(as in channels_last)"
             )
 
-
-def _check_types(model: nn.Module, modules: list[str]) -> None:
     left = {id(p): p for p in model.parameters() if p.requires_grad}
     for name in (*modules, ""):
         part = model.get_submodule(name).parameters()

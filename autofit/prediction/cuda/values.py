@@ -153,7 +153,11 @@ class KnownValues:
         if func.is_view or ("empty" in name and name != _EMPTY_LIKE):
             return None  # shares its argument's storage, and so its values; or has none
         given = list(tensors_in((args, kwargs)))
-        if not any(tensor.is_meta for tensor in given) and not _is_for_meta(func, given, kwargs):
+        # Or it makes a constant on the device, or moves a tensor there
+        device = kwargs.get("device")
+        is_for_meta = device is not None and torch.device(device).type == "meta"
+        is_for_meta = is_for_meta and (bool(given) or name in _CONSTANTS)
+        if not any(tensor.is_meta for tensor in given) and not is_for_meta:
             return None  # runs on the host anyway
         if any(self._is_unknown(tensor) for tensor in given):
             return None
@@ -214,13 +218,6 @@ _EMPTY_LIKE = "aten::empty_like"
 
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
-
-
-def _is_for_meta(func: Any, given: list[torch.Tensor], kwargs: Any) -> bool:
-    """Return whether an operator makes a constant on the device, or moves a tensor there."""
-    device = kwargs.get("device")
-    on_meta = device is not None and torch.device(device).type == "meta"
-    return on_meta and (bool(given) or func._schema.name in _CONSTANTS)
 
 
 _TORCH, _OURS = (f"{Path(str(module.__file__)).parent}/" for module in (torch, autofit))
