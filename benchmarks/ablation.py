@@ -119,7 +119,6 @@ def _rules() -> Iterator[Change]:
     def none_of_them(*given: Any, **named: Any) -> list[Any]:
         return []
 
-    regimes = owner_of("constants").REGIMES
     left_out: dict[str, tuple[str, str, Any]] = {
         "lookahead": ("constants", "POTENTIAL_CREDIT", 0.0),
         "a size within the widest gap": ("planner", "within_gap", nothing),
@@ -127,8 +126,6 @@ def _rules() -> Iterator[Change]:
         "sizes between measured ones": ("proposals", "_sizes_between", none_of_them),
         "a repeat after a surprise": ("planner", "_surprise", nothing),
         "halving after a failure": ("proposals", "_halfway", lambda found: found.bound.copy()),
-        "regimes but the first": ("constants", "REGIMES", regimes[:1]),
-        "regimes of uneven sizes": ("constants", "REGIMES", (regimes[0], regimes[3])),
         "residuals that others share": ("constants", "ALIKE", 0.0),
     }
     for name, value in left_out.items():

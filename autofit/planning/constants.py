@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 
 # The end of the search. No probe is worth less than the first, times the square of the probes over
 # the second once there are more; times a factor by effort.
-MIN_WORTH = 0.003  # worth. x2: +0.79 +- 0.46, -1.9. /2: -0.21 +- 0.15, +1.4
+MIN_WORTH = 0.005  # worth. 0.003: +0.17 +- 0.26, +1.1 (42 devices from 70 000)
 PATIENCE = 10  # probes. x2: -0.91 +- 0.44, +3.0. /2: +2.21 +- 0.74, -3.5
-# With predicted memory lines the ladder is short: what is left below this costs one to two probes
-# on recorded grids and gains nothing. One rule for both: +0.45 +- 0.32, -1.0.
-MIN_WORTH_WITH_LINES = 0.005  # worth
+# With predicted memory lines the ladder is short: more costs one to two probes on recorded
+# grids and gains nothing.
 PATIENCE_WITH_LINES = 8  # probes
 QUICK, THOROUGH = 10.0, 0.25  # times the least worth; a promise of `effort`
 # Of the noise of the leader's probes: no gain below this share is looked for.
@@ -84,21 +83,7 @@ CEILING_MARGIN = 0.8  # of these deviations below the budget at a ceiling: 80 % 
 LEAST_SPREAD = 0.01  # log step time around its line: kernels suit some sizes better than others
 SURE = 2.0  # standard errors by which residuals exceed noise before they are called departures
 ALIKE = 0.6  # probability that a variant departs as the others do. Without: -0.12 +- 0.60, -0.4
-MULTIPLES = (8, 4, 2)  # samples: kernels may work in tiles of so many
-# The ways in which step times may follow from the settings and the micro-batch: odds beforehand;
-# the norm by which launches and growing work add up; effect of sizes that are no such multiples;
-# how many times freer fixed parts and interactions are. Where launches overlap kernels, a small
-# micro-batch takes as long as its launches, and settings differ in how much they launch. The first
-# alone: -0.41 +- 0.87, -0.4, and +0.25, -1.7 on grids. None uneven: -0.39 +- 0.82, -0.5, and
-# +0.30 +- 0.12, -0.2 on grids.
-REGIMES = (
-    (1.0, 1.0, 0.0, 1.0, 1.0),
-    (0.2, 1.0, 0.08, 1.0, 1.0),
-    (0.2, 1.0, 0.03, 3.0, 3.0),
-    (0.5, 4.0, 0.0, 5.0, 1.0),
-    (0.1, 4.0, 0.08, 5.0, 1.0),
-    (0.1, 4.0, 0.03, 5.0, 3.0),
-)
+MULTIPLE = 8  # samples: kernels may work in tiles of so many
 ORDERED = 3  # values, growing numbers, from which neighbours are expected to have similar effects
 
 
@@ -151,12 +136,16 @@ class LinePrior:
 
 
 MEMORY_PRIOR = LinePrior(trend=0.7, curvature=0.4)
-TIME_PRIOR = LinePrior(trend=0.3, curvature=0.15)
+# Launches set a floor to times, and settings differ in how much they launch: intercepts and
+# interactions are three times as free as those of bytes.
+TIME_PRIOR = LinePrior(
+    trend=0.3, curvature=0.15, intercept=0.15, hinted_intercept=0.45, interaction=0.18
+)
 # The roofline of a model is off by any factor, and by a share of each setting's effect: on the two
 # recorded grids by 0.1 to 0.4 of a precision's, by 0.3 at most of a checkpoint level's.
 PREDICTED_TIME_PRIOR = replace(
     TIME_PRIOR,
-    intercept=0.2,
+    intercept=0.6,
     predicted_level=1.0,
     predicted_intercept=2.5,  # a roofline knows of no launches
     predicted_slope=0.08,

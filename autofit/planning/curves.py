@@ -24,9 +24,9 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
@@ -39,39 +39,15 @@ from autofit.planning.constants import (
     BEYOND,
     LEAST_SPREAD,
     MANY_READINGS,
-    MULTIPLES,
     ORDERED,
     SURE,
     TINY,
     LinePrior,
 )
-from autofit.planning.least_squares import Array, Fitted, Readings, fit, nearest
+from autofit.planning.least_squares import Array, Readings, likeliest, nearest
 
+# (setting, value) -> expected ratio of a coefficient to that of the setting's first value.
 Hints: TypeAlias = Mapping[tuple[str, Scalar], float]
-"""(setting, value) -> expected ratio of a coefficient to that of the setting's first value."""
-
-
-@dataclass(frozen=True)
-class Freedom:
-    """How far lines may be from what their prior says, in some of the draws.
-
-    Attributes:
-        power: of the sum of fixed and growing parts; see `autofit.planning.least_squares.Readings`.
-        uneven: standard deviation of the effect on log y of an x that is not a multiple of
-            `MULTIPLES`, one for each.
-        fixed: by how much the deviations of the settings' effects on intercepts are multiplied.
-        interaction: likewise of interactions.
-        spread: standard deviation of log y around the line, beside the error of each point.
-    """
-
-    power: float = 1.0
-    uneven: float = 0.0
-    fixed: float = 1.0
-    interaction: float = 1.0
-    spread: float = 0.0
-
-
-_AS_THE_PRIOR = Freedom()
 
 
 @dataclass(frozen=True)
@@ -99,14 +75,10 @@ class LineDraws:
 
     Attributes:
         intercept, slope: (draws, variants), their logarithms.
-        uneven: (draws, multiples), the effect on log y of an x that is not such a multiple.
-        power: (draws, 1), the norm by which intercept and slope add up; see `Readings`.
     """
 
     intercept: Array
     slope: Array
-    uneven: Array
-    power: Array
 
     def value_at(self, x: Array | float) -> Array:
         """Return y at x, which is broadcast against (draws, variants)."""
@@ -121,36 +93,18 @@ class LineDraws:
             x: (n), the same in all draws, or (draws or 1, n).
         """
         fixed, growing = (each[:, variants] for each in self._parts)
-        total = fixed + growing * np.exp(self.power * np.log(x))
-        values: Array = np.log(total) / self.power + self.unevenness(x)
+        values: Array = np.log(fixed + growing * x)
         return values
 
     @cached_property
     def _parts(self) -> tuple[Array, Array]:
-        """(draws, variants): the two parts of y at x = 1, to the power of their norm."""
-        return np.exp(self.power * self.intercept), np.exp(self.power * self.slope)
-
-    def unevenness(self, x: Array) -> Array:
-        """Return (draws, n): the effect on log y of x's not being multiples.
-
-        Args:
-            x: (n), the same in all draws, or (draws or 1, n).
-        """
-        if not self.uneven.any():
-            return np.zeros(1)
-        effect: Array = (self.uneven[:, None, :] * uneven_features(x)).sum(axis=-1)
-        return effect
+        """(draws, variants): the two parts of y at x = 1."""
+        return np.exp(self.intercept), np.exp(self.slope)
 
     def x_at(self, y: Array | float) -> Array:
         """Return the x at which each line equals y; below zero where the intercept is larger."""
         x: Array = (y - np.exp(self.intercept)) / np.exp(self.slope)
         return x
-
-
-def uneven_features(x: Array) -> Array:
-    """Return (..., multiples): 1 where x, rounded up, is not such a multiple."""
-    features: Array = (np.ceil(x)[..., None] % np.array(MULTIPLES) > 0).astype(float)
-    return features
 
 
 class LineFamily:
@@ -214,70 +168,46 @@ class LineFamily:
         return family
 
     def draws(
-        self, points: Sequence[Point], count: int, seed: int, freedom: Freedom = _AS_THE_PRIOR
+        self, points: Sequence[Point], count: int, seed: int, spread: float = 0.0
     ) -> LineDraws:
-        """Return `count` draws given the points; the same for the same arguments."""
-        return self.mixed_draws(points, [(freedom, count, seed)])
+        """Return `count` draws given the points; the same for the same arguments.
 
-    def mixed_draws(
-        self, points: Sequence[Point], parts: Sequence[tuple[Freedom, int, int]]
-    ) -> LineDraws:
-        """Return draws given the points, in parts of so much freedom, so many, from such a seed."""
+        Args:
+            points: the measured values.
+            count: how many draws.
+            seed: of the draws.
+            spread: standard deviation of log y around the line, beside the error of each point.
+        """
         shared, of_a, of_b = 2, self._of_a.shape[1], self._of_b.shape[1]
-        sizes = [shared + of_a + of_b, self._count, len(points), len(MULTIPLES)]
-        streams = [(np.random.default_rng(seed), count) for _, count, seed in parts]
-        drawn = [[random.standard_normal((count, n)) for n in sizes] for random, count in streams]
-        weights, interactions, errors, uneven = map(np.vstack, zip(*drawn, strict=True))
-        freedoms = [freedom for freedom, count, _ in parts for _ in range(count)]
-        mean_a, mean_b = self._means(points)
-        parts = [part for part in parts if part[1]]
+        random = np.random.default_rng(seed)
+        sizes = shared + of_a + of_b, self._count, len(points)
+        weights, interactions, errors = (random.standard_normal((count, n)) for n in sizes)
         if points:
-            problem = _Problem(self, points, freedoms)
-            seen = problem.seen
-            prior = np.hstack(
-                [problem.reduced(weights), interactions[:, seen], uneven[:, : problem.uneven]]
-            )
+            problem = _Problem(self, points, spread)
+            prior = np.hstack([problem.reduced(weights), interactions[:, problem.seen]])
             start = None
             if len(points) >= MANY_READINGS:
-                start = problem.likeliest([count for _, count, _ in parts])
+                start = np.repeat(likeliest(problem.readings), count, axis=0)
             found = nearest(prior, problem.readings, errors[:, problem.order], start)
-            terms = prior.shape[1] - len(seen) - problem.uneven
+            terms = prior.shape[1] - len(problem.seen)
             weights = weights + problem.restored(found[:, :terms] - prior[:, :terms])
-            interactions[:, seen] = found[:, terms : terms + len(seen)]
-            uneven[:, : problem.uneven] = found[:, terms + len(seen) :]
+            interactions[:, problem.seen] = found[:, terms:]
+        mean_a, mean_b = self._means(points)
         shifts, on_a, on_b = np.split(weights, [shared, shared + of_a], axis=1)
-        fixed, interaction, deviation, power = _columns(
-            freedoms, "fixed", "interaction", "uneven", "power"
-        )
         return LineDraws(
-            mean_a + shifts @ self._shared[0].T + fixed * on_a @ self._of_a.T,
+            mean_a + shifts @ self._shared[0].T + on_a @ self._of_a.T,
             mean_b
             + shifts @ self._shared[1].T
             + on_b @ self._of_b.T
-            + self._interaction * interaction * interactions,
-            deviation * uneven,
-            power,
+            + self._interaction * interactions,
         )
 
-    def fits(
-        self, points: Sequence[Point], freedoms: Sequence[Freedom]
-    ) -> Callable[[Sequence[float], Fitted | None], Fitted]:
-        """Return a function of the spread around the lines of each freedom.
-
-        It returns the likeliest lines, and how well the family explains the points, whose order its
-        readings have; from what it returned for similar spreads it gets there sooner.
-        """
-        problem = _Problem(self, points, freedoms)
-
-        def fitted(spreads: Sequence[float], similar: Fitted | None) -> Fitted:
-            precision = 1 / (problem.errors**2 + np.array(spreads)[:, None] ** 2)
-            readings = replace(problem.readings, precision=precision)
-            found = fit(readings, None if similar is None else similar.weights)
-            log_y = np.empty_like(found.log_y)
-            log_y[:, problem.order] = found.log_y
-            return replace(found, log_y=log_y)
-
-        return fitted
+    def likeliest(self, points: Sequence[Point], spread: float) -> Array:
+        """Return (points): log y there of the likeliest lines, of so much spread around them."""
+        problem = _Problem(self, points, spread)
+        log_y = np.empty(len(points))
+        log_y[problem.order] = problem.readings.predicted(likeliest(problem.readings))[0][0]
+        return log_y
 
     def _means(self, points: Sequence[Point]) -> tuple[Array, Array]:
         """Return prior means of A and B; without predicted lines, scaled by the first value.
@@ -298,56 +228,32 @@ class _Problem:
 
     Attributes:
         order: of the points, that sorts them.
-        errors: (readings), the error of each.
         seen: the variants that have points.
-        uneven: how many weights of `MULTIPLES` there are.
         readings: the problem.
     """
 
-    def __init__(
-        self, family: LineFamily, points: Sequence[Point], freedoms: Sequence[Freedom]
-    ) -> None:
+    def __init__(self, family: LineFamily, points: Sequence[Point], spread: float) -> None:
         variants = np.array([point.variant for point in points])
         self.order = np.argsort(variants, kind="stable")
         self.seen, starts = np.unique(variants[self.order], return_index=True)
-        fixed, interaction, uneven, spread, power = _columns(
-            freedoms, "fixed", "interaction", "uneven", "spread", "power"
-        )
-        self.uneven = len(MULTIPLES) if uneven.any() else 0
         (of_a, self._of_a), (of_b, self._of_b) = (
             _essential(features[self.seen]) for features in (family._of_a, family._of_b)
         )
         shared_a, shared_b = (shared[self.seen] for shared in family._shared)
-        ones = np.ones((len(freedoms), 1))
         mean_a, mean_b = family._means(points)
-        x = np.array([point.x for point in points])[self.order]
-        self.errors = np.array([point.error for point in points])[self.order]
+        errors = np.array([point.error for point in points])[self.order]
         self.readings = Readings(
             starts=starts,
-            log_x=np.log(x),
+            x=np.array([point.x for point in points])[self.order],
             log_y=np.log([point.y for point in points])[self.order],
             at_least=np.array([point.at_least for point in points])[self.order],
-            precision=1 / (self.errors**2 + spread**2),
+            precision=1 / (errors**2 + spread**2),
             mean_a=mean_a[self.seen],
             mean_b=mean_b[self.seen],
             features_a=np.hstack([of_a, shared_a, np.zeros_like(of_b)]),
             features_b=np.hstack([np.zeros_like(of_a), shared_b, of_b]),
-            features_y=uneven_features(x)[:, : self.uneven],
-            scale=np.hstack(
-                [
-                    np.tile(fixed, of_a.shape[1]),
-                    np.tile(ones, shared_a.shape[1] + of_b.shape[1]),
-                    np.tile(family._interaction * interaction, len(self.seen)),
-                    np.tile(uneven, self.uneven),
-                ]
-            ),
-            power=power,
+            own=family._interaction,
         )
-
-    def likeliest(self, counts: Sequence[int]) -> Array:
-        """Return (draws, weights): the likeliest, for parts of so many draws of equal freedom."""
-        few = self.readings.of(np.cumsum([0, *counts[:-1]]))
-        return np.repeat(fit(few).weights, counts, axis=0)
 
     def reduced(self, weights: Array) -> Array:
         """Return the weights of the problem from all terms' weights, (draws, terms)."""
@@ -359,11 +265,6 @@ class _Problem:
         of_a = len(self._of_a)
         on_a, shared, on_b = np.split(change, [of_a, of_a + 2], axis=1)
         return np.hstack([shared, on_a @ self._of_a, on_b @ self._of_b])
-
-
-def _columns(freedoms: Sequence[Freedom], *names: str) -> list[Array]:
-    """Return (draws, 1) of each of these attributes."""
-    return [np.array([[getattr(freedom, name)] for freedom in freedoms]) for name in names]
 
 
 def _essential(features: Array) -> tuple[Array, Array]:

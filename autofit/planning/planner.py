@@ -20,7 +20,6 @@ from autofit.planning.constants import (
     COSTLY_LEADERS,
     FORECAST_STEPS,
     MIN_WORTH,
-    MIN_WORTH_WITH_LINES,
     NOISE_WORTH,
     NOISY,
     PATIENCE,
@@ -172,12 +171,10 @@ def propose(posterior: Posterior, allowed: Mask, *, seconds: Array | None = None
 
 
 def _least_worth(posterior: Posterior, leader: Trial) -> float:
-    least, patience = MIN_WORTH, PATIENCE
-    if posterior.has_predicted_memory:
-        least, patience = MIN_WORTH_WITH_LINES, PATIENCE_WITH_LINES
+    patience = PATIENCE_WITH_LINES if posterior.has_predicted_memory else PATIENCE
     factor = posterior.spec.effort.least_worth_factor
     # A quick search looks for large gains alone, and noise does not make those small.
-    least = max(factor * least, min(factor, 1.0) * NOISE_WORTH * posterior.errors.of(leader))
+    least = max(factor * MIN_WORTH, min(factor, 1.0) * NOISE_WORTH * posterior.errors.of(leader))
     return least * max(1.0, len(posterior.probes) / patience) ** 2
 
 

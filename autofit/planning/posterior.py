@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
@@ -28,14 +28,12 @@ from autofit.planning.constants import (
     MOST_VARIANTS,
     NO_SPEED,
     PREDICTED_TIME_PRIOR,
-    REGIMES,
     SURVEY_DRAWS,
     SURVEYED_LEADERS,
     TIME_PRIOR,
 )
 from autofit.planning.curves import (
     Departures,
-    Freedom,
     Hints,
     LineDraws,
     LineFamily,
@@ -276,37 +274,16 @@ class Posterior:
     @cached_property
     def time(self) -> LineDraws:
         """Seconds of one micro-batch over its size, departures left out."""
-        probabilities, freedoms = self._regimes
-        shares = np.diff(np.round(self.draws * np.cumsum([0.0, *probabilities])).astype(int))
-        parts = [
-            (freedom, int(count), self.seed + 10 * index)
-            for index, (freedom, count) in enumerate(zip(freedoms, shares, strict=True), start=1)
-        ]
-        return self.columns.time.mixed_draws(self._time_points, parts)
-
-    @property
-    def spread(self) -> float:
-        """Standard deviation of the log of a plan's mean step time around its line."""
-        probabilities, freedoms = self._regimes
-        return freedoms[int(np.argmax(probabilities))].spread
+        return self.columns.time.draws(self._time_points, self.draws, self.seed + 10, self.spread)
 
     @cached_property
-    def _regimes(self) -> tuple[Array, list[Freedom]]:
-        """The probability of each regime, and the freedom of its lines."""
-        log_odds = np.log([odds for odds, *_ in REGIMES])
-        freedoms = [Freedom(*rest) for _, *rest in REGIMES]
-        spreads, points = [LEAST_SPREAD] * len(freedoms), self._time_points
-        if points:
-            noise, log_y = np.array([p.error for p in points]), np.log([p.y for p in points])
-            fitted = self.columns.time.fits(points, freedoms)
-            found = fitted(spreads, None)
-            for _ in range(2):
-                spreads = [spread_of(log_y - line, noise) for line in found.log_y]
-                found = fitted(spreads, found)
-            log_odds += found.log_evidence
-        odds = np.exp(log_odds - log_odds.max())
-        pairs = zip(freedoms, spreads, strict=True)
-        return odds / odds.sum(), [replace(freedom, spread=spread) for freedom, spread in pairs]
+    def spread(self) -> float:
+        """Standard deviation of the log of a plan's mean step time around its line."""
+        points, spread = self._time_points, LEAST_SPREAD
+        noise, log_y = np.array([p.error for p in points]), np.log([p.y for p in points])
+        for _ in range(2) if points else ():  # a line that is bent less leaves more around it
+            spread = spread_of(log_y - self.columns.time.likeliest(points, spread), noise)
+        return spread
 
     @cached_property
     def departures(self) -> Departures:

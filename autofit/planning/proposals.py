@@ -32,7 +32,7 @@ from autofit.planning.constants import (
     MIN_STEP,
     MOST_DROP,
     MOST_WITHOUT_FIT,
-    MULTIPLES,
+    MULTIPLE,
     OOM_COST,
     OOM_COST_WITH_PRIOR,
     OUT_OF_REACH,
@@ -163,7 +163,7 @@ def _next_sizes(posterior: Posterior, halfway: MicroBatches) -> list[MicroBatche
     for limit in np.quantile(posterior.memory_limit, RISKS, axis=0):
         wanted = np.maximum(np.minimum(limit, bound), posterior.sizes.smallest)
         sizes = posterior.sizes.handy(wanted)
-        even = sizes // MULTIPLES[0] * MULTIPLES[0]
+        even = sizes // MULTIPLE * MULTIPLE
         even = np.where((2 * even > sizes) & (even < sizes), even, 0)
         even = posterior.sizes.down(even.astype(np.float64))
         for wanted_sizes, found in ((sizes, steps), (even, even_steps)):

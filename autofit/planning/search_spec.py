@@ -24,10 +24,10 @@ from autofit.plan import (
 from autofit.planning.constants import QUICK, QUICK_TIMED_S, THOROUGH, TIMED_S
 from autofit.space import Space
 
+# Fixed bytes, and bytes per sample of the micro-batch.
 MemoryLine: TypeAlias = tuple[Number, Number]
-"""Fixed bytes, and bytes per sample of the micro-batch."""
+# Fixed seconds of a micro-batch, and seconds per sample of it.
 TimeLine: TypeAlias = tuple[Number, Number]
-"""Fixed seconds of a micro-batch, and seconds per sample of it."""
 
 
 class Effort(StrEnum):

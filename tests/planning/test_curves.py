@@ -104,7 +104,7 @@ def test_predicted_lines_hold_until_measurements_differ() -> None:
 
 def test_x_at_is_where_the_line_has_the_value() -> None:
     lines = np.log([[10.0, 10.0]]), np.log([[2.0, 0.5]])
-    draws = LineDraws(*lines, uneven=np.zeros((1, 3)), power=np.ones((1, 1)))
+    draws = LineDraws(*lines)
     assert draws.x_at(30.0) == pytest.approx(np.array([[10.0, 40.0]]))
     assert draws.x_at(5.0).max() < 0
 

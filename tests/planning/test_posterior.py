@@ -99,22 +99,7 @@ def _log_speed(posterior: Posterior, settings: Settings, size: int) -> float:
     return float(posterior.log_speed(Plan(size, settings=settings)).mean())
 
 
-def test_sizes_that_suited_no_kernel_are_expected_to_suit_none_elsewhere(
-    device: SimulatedDevice,
-) -> None:
-    def gain_of_40(odd: float) -> float:
-        posterior = _timed(device, lambda n: (0.1 + 0.01 * n) * (odd if n % 8 else 1.0))
-        return _log_speed(posterior, HALF, 40) - _log_speed(posterior, HALF, 41)
-
-    assert gain_of_40(1.25) == pytest.approx(np.log(1.25), abs=0.06)
-    assert gain_of_40(1.0) == pytest.approx(0.0, abs=0.01)
-
-
-@pytest.mark.parametrize("power", [1.0, 4.0])
-def test_fixed_and_growing_time_add_up_or_overlap_as_they_were_measured(
-    device: SimulatedDevice, power: float
-) -> None:
+def test_fixed_and_growing_time_add_up(device: SimulatedDevice) -> None:
     """A step of 10 samples has as much of the one as of the other."""
-    posterior = _timed(device, lambda n: (0.1**power + (0.01 * n) ** power) ** (1 / power))
-    expected = np.log(10) - np.log((2 * 0.1**power) ** (1 / power))
-    assert _log_speed(posterior, PLAIN, 10) == pytest.approx(expected, abs=0.02)
+    posterior = _timed(device, lambda n: 0.1 + 0.01 * n)
+    assert _log_speed(posterior, PLAIN, 10) == pytest.approx(np.log(10 / 0.2), abs=0.02)
