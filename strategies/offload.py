@@ -33,15 +33,15 @@ from autofit.strategy import Context, Numerics, Phase, TrainingView
 from .checkpointing.saved_tensors import saving_by, version_counter
 
 SETTING = "offload.activations"
+# Smaller tensors stay on the device: a choice, not measured.
 LEAST_BYTES = 2**17
-"""Smaller tensors stay on the device: a choice, not measured."""
+# Samples of the forward that is looked at: of one, BatchNorm has one value a channel to normalize
+# over, and refuses.
 _SAMPLES = 2
-"""Samples of the forward that is looked at: of one, BatchNorm has one value a channel to normalize
-over, and refuses."""
+# The share of the host's available memory that may hold activations.
 HOST_SHARE = 0.8
-"""The share of the host's available memory that may hold activations."""
+# Pinning takes about half a second per GiB (assumed, not measured); a trial costs that more.
 _PIN_S_PER_BYTE = 1 / 2**31
-"""Pinning takes about half a second per GiB (assumed, not measured); a trial costs that more."""
 _TRIAL_COST_S = 0.5
 
 

@@ -145,8 +145,8 @@ class CpuDevice(TracedDevice):
             raise DeviceUnavailable(f"the CPU computed {total} as the sum of 1024 ones")
 
 
+# Others use much of the cores from this share on: steps then take turns with them.
 BUSY = 0.5
-"""Others use much of the cores from this share on: steps then take turns with them."""
 
 
 def load_of_others(own: float = 0.0) -> str | None:

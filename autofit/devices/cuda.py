@@ -31,18 +31,17 @@ _CROWDED = 0.01  # share of the memory
 
 _PEAKS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
 _COUNTS = ("num_alloc_retries",)
+# The functions of torch._C that every public one calls to reset, and what they reset.
+#
+# Loops that log their memory call these after each step, which would hide a probe's peak.
 _RESETS = {
     "_cuda_resetPeakMemoryStats": _PEAKS,
     "_accelerator_resetPeakStats": _PEAKS,
     "_cuda_resetAccumulatedMemoryStats": _COUNTS,
     "_accelerator_resetAccumulatedStats": _COUNTS,
 }
-"""The functions of torch._C that every public one calls to reset, and what they reset.
-
-Loops that log their memory call these after each step, which would hide a probe's peak.
-"""
+# The variable that is "0" on an emulated GPU whose kernels are launched into nothing.
 _VALUES = "EMULATED_GPU_VALUES"
-"""The variable that is "0" on an emulated GPU whose kernels are launched into nothing."""
 _NO_KERNEL = frozenset({98, 209, 222})  # invalid function, no kernel image, PTX that is too new
 _NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 _OUT_OF_MEMORY = 2

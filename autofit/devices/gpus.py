@@ -19,12 +19,12 @@ from typing import Any
 from autofit.errors import InvalidArgument
 from autofit.units import GIB, KIB, MIB, check_size, format_bytes, parse_bytes
 
+# Room to leave for what NCCL holds on each of several ranks: no measurement says how much.
 NCCL_BYTES = 2 * GIB
-"""Room to leave for what NCCL holds on each of several ranks: no measurement says how much."""
 NCCL_UNKNOWN = "unknown, counted as 0"
 MEASURED_CONTEXT_BYTES = 620 * MIB
+# How far off the context of a GPU may be that was not measured: an assumption, half either way.
 CONTEXT_MARGIN_BYTES = MEASURED_CONTEXT_BYTES // 2
-"""How far off the context of a GPU may be that was not measured: an assumption, half either way."""
 REACHED_BY_TENSOR_CORES = 0.65
 REACHED_IN_FLOAT32 = 0.7
 REACHED_BANDWIDTH = 0.75
@@ -184,6 +184,9 @@ _TABLE = [
     Gpu("RTX 5090", _gib(31.4), (12, 0), 170),
     Gpu("RTX PRO 6000", _gib(94.0), (12, 0), 188),
 ]
+# 10^12 operations a second in float16 and bfloat16, TF32 and float32; 10^9 bytes a second.
+#
+# Without tensor cores for TF32, its rate is that of float32.
 _DATA_SHEETS = {
     "V100-16GB": (125, 15.7, 15.7, 900),
     "V100-32GB": (125, 15.7, 15.7, 900),
@@ -220,10 +223,6 @@ _DATA_SHEETS = {
     "RTX 5090": (210, 105, 105, 1792),
     "RTX PRO 6000": (500, 250, 125, 1792),
 }
-"""10^12 operations a second in float16 and bfloat16, TF32 and float32; 10^9 bytes a second.
-
-Without tensor cores for TF32, its rate is that of float32.
-"""
 
 
 def _rates(half: float, tf32: float, float32: float, bandwidth: float) -> Rates:
@@ -235,6 +234,7 @@ def _rates(half: float, tf32: float, float32: float, bandwidth: float) -> Rates:
     )
 
 
+# Names in drivers that differ from the table's.
 _ALIASES = {
     "v100": "V100-16GB",
     "v100pcie16gb": "V100-16GB",
@@ -251,7 +251,6 @@ _ALIASES = {
     "rtxa6000": "A6000",
     "rtx6000adageneration": "RTX 6000 Ada",
 }
-"""Names in drivers that differ from the table's."""
 _FORM_FACTORS = re.compile(r"sxm\d|hbm\de?")
 
 

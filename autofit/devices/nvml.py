@@ -98,10 +98,10 @@ def _handle(uuid: str) -> Any | None:
         return None
 
 
+# Growth beyond this while a context is made includes other processes: a choice, not measured.
 CONTEXT_BYTES = 2**30
-"""Growth beyond this while a context is made includes other processes: a choice, not measured."""
+# Later growth up to this is attributed to our own libraries: a choice, not measured.
 LIBRARY_BYTES = 512 * 2**20
-"""Later growth up to this is attributed to our own libraries: a choice, not measured."""
 
 
 class ProcessMemory:

@@ -159,8 +159,8 @@ class CachingAllocator:
 # plentiful and memory is mapped to them page by page, so scattered free memory can be unmapped and
 # mapped again where a large request needs it in one piece.
 
+# Environment variables with the allocator's options; torch reads the first that is set.
 CONFIGURED_BY = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables with the allocator's options; torch reads the first that is set."""
 _ADDRESSES_PER_SEGMENT = LARGE_SEGMENT_BYTES << 24  # whole pages of either pool
 
 

@@ -34,8 +34,8 @@ class Block:
         self.address = address
         self.size = size
         self.mapped = mapped
+        # Whether it is in its pool's list of free blocks.
         self.available = False
-        """Whether it is in its pool's list of free blocks."""
         self.previous: Block | None = None
         self.next: Block | None = None
 

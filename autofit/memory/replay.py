@@ -17,12 +17,12 @@ from typing import TypeAlias
 from autofit.memory.allocator import CachingAllocator, OutOfBudget
 from autofit.memory.blocks import OWN_SEGMENT_ROUNDING_BYTES, Block
 
+# (id, bytes) for an allocation, with ids from 1, and (-id, 0) for its release.
 Event: TypeAlias = tuple[int, int]
-"""(id, bytes) for an allocation, with ids from 1, and (-id, 0) for its release."""
 
 STEPS = 4
+# The last of them, which must not flush.
 STEADY_STEPS = 2
-"""The last of them, which must not flush."""
 _DECREASE = 0.02
 _CONFIRMING_LIMITS = 3
 

@@ -54,8 +54,8 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     return []  # opaque layouts (MKL-DNN) do not show their memory
 
 
+# The order of allocations; see `MemoryTracer.allocate_in_order`.
 Order: TypeAlias = list[int | torch.Tensor | None]
-"""The order of allocations; see `MemoryTracer.allocate_in_order`."""
 
 _FOREIGN = 0
 
@@ -330,8 +330,8 @@ class _Storage(weakref.ref[torch.UntypedStorage]):
     block: Block | None
 
 
+# The tracers that are entered now, once for each time.
 _told_of_sizes: list[MemoryTracer] = []
-"""The tracers that are entered now, once for each time."""
 _set_size = torch.UntypedStorage.resize_
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -343,8 +343,8 @@ def _set_size_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
     return result
 
 
+# The end of `torch.tensor`: its argument was just created, out of the mode's sight.
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
-"""The end of `torch.tensor`: its argument was just created, out of the mode's sight."""
 
 
 def in_backward() -> bool:
@@ -360,8 +360,8 @@ def _unwraps_itself(kind: type) -> bool:
 # Compiled code: torch.compile takes other tracers for a reason not to compile, and the code that
 # inductor writes for a CPU makes its buffers by a function of its own, past any dispatch mode.
 
+# The name of that function in the modules that inductor writes.
 _ALLOCATES = "empty_strided_cpu"
-"""The name of that function in the modules that inductor writes."""
 
 
 class CompiledMemoryTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own hook

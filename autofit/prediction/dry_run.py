@@ -60,8 +60,8 @@ from autofit.training.workload import Workload, compiled_part
 from autofit.units import GIB
 
 STEPS = 2
+# Batches larger than this are made without values if possible, so that they cost no memory.
 LARGE_BYTES = GIB
-"""Batches larger than this are made without values if possible, so that they cost no memory."""
 _COPIED = ("model", "optimizer", "loss_fn", "criterion")
 _STATEFUL = (torch.nn.Module, torch.optim.Optimizer, Mapping)
 _Made = TypeVar("_Made")
@@ -114,8 +114,8 @@ class DryRun:
         return cost_on(gpu, self.work, self.micro_batches)
 
 
+# What is entered around the steps of a dry run.
 Watching = Callable[[Labels, Training], AbstractContextManager[None]]
-"""What is entered around the steps of a dry run."""
 
 
 def dry_run(

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from autofit.probing.session import Session
 
 Progress = Callable[[str], object]
+# A table of many GPUs and variants may take hours; Ctrl-C ends it at any time.
 MOST_SECONDS = 24 * 3600.0
-"""A table of many GPUs and variants may take hours; Ctrl-C ends it at any time."""
 _Result = TypeVar("_Result")
 
 
@@ -144,8 +144,8 @@ class _Shared:
 
 
 _shared = _Shared()
+# Kept, so that a forked process does not end the worker of its parent by forgetting it.
 _of_parents: list[_Shared] = []
-"""Kept, so that a forked process does not end the worker of its parent by forgetting it."""
 
 
 def _begin_anew() -> None:
@@ -221,8 +221,8 @@ def _immediate_exits_raised() -> Iterator[None]:
 
 
 _own_modules = frozenset(sys.modules)
+# By name of a module of the user's that was imported here: its file, and when that was written.
 _files: dict[str, tuple[str, int]] = {}
-"""By name of a module of the user's that was imported here: its file, and when that was written."""
 _INSTALLED = re.compile("site-packages|dist-packages")
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 

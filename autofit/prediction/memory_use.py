@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from autofit.probing.session import Session
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+# Moments of a step that are kept; each is the largest of its part of the step.
 MOMENTS = 240
-"""Moments of a step that are kept; each is the largest of its part of the step."""
+# Parts into which a model is divided.
 MOST_PARTS = 12
-"""Parts into which a model is divided."""
+# What would take longer is left out: a picture is not worth more.
 MOST_SECONDS = 20.0
-"""What would take longer is left out: a picture is not worth more."""
 
 
 def memory_uses(
@@ -229,8 +229,8 @@ class Owners:
 
 # The model in parts: modules in a list that are of one class are one part.
 
+# The name of a module in parts; "*Block" stands for all numbers whose modules are Blocks.
 Path: TypeAlias = tuple[str, ...]
-"""The name of a module in parts; "*Block" stands for all numbers whose modules are Blocks."""
 
 
 def divided(

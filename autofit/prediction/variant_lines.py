@@ -28,15 +28,15 @@ from autofit.space import Space
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 
+# What is fixed (bytes, or seconds of a micro-batch), and what each sample of it adds.
 Line: TypeAlias = tuple[float, float]
-"""What is fixed (bytes, or seconds of a micro-batch), and what each sample of it adds."""
 Lines: TypeAlias = Mapping[VariantKey, Line]
 _LEAST_SECONDS = 1e-12
 _MOST_CORRECTIONS = 2
+# The share by which what is needed may differ from the budget at the larger size of a line.
 _NEAR = 0.03
-"""The share by which what is needed may differ from the budget at the larger size of a line."""
+# (settings of a variant, micro-batch) -> the prediction of that plan.
 _Predict = Callable[[Settings, int], Prediction]
-"""(settings of a variant, micro-batch) -> the prediction of that plan."""
 
 
 class _OutOfTime(Exception):

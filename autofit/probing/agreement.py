@@ -17,9 +17,10 @@ from autofit.probing.fault_table import GRAVITY, OTHER_COUNT, row_of_last_words
 from autofit.probing.faults import fault_of
 from autofit.probing.messages import NoReply, Reply
 
+# The reply of a rank, or how its worker was lost; None: nothing was heard of it.
 Answer = Reply | NoReply | None
-"""The reply of a rank, or how its worker was lost; None: nothing was heard of it."""
 
+# The gravity of exceptions, and with it that of what else a rank can answer.
 _ORDER: tuple[Outcome, ...] = (
     *(outcome for outcome in GRAVITY if outcome not in (Outcome.TIMEOUT, Outcome.USER_ERROR)),
     Outcome.CRASHED,
@@ -31,10 +32,9 @@ _ORDER: tuple[Outcome, ...] = (
     Outcome.RETRIES,
     Outcome.OK,
 )
-"""The gravity of exceptions, and with it that of what else a rank can answer."""
 
+# Files whose functions wait for other ranks: collectives, and the backward that starts them.
 _WAITING = re.compile(r"/torch/(?:distributed/|nn/parallel/distributed\.py|autograd/graph\.py)")
-"""Files whose functions wait for other ranks: collectives, and the backward that starts them."""
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,18 @@ from autofit.probing.measure import evaluation_peak, micro_batches_to_run, sampl
 if TYPE_CHECKING:
     from autofit.probing.session import Session
 
+# Of the budget: the allocator rounds to segments of 2 MiB and more, so a line is a little off.
 AIMED = 0.97
-"""Of the budget: the allocator rounds to segments of 2 MiB and more, so a line is a little off."""
+# A batch is at most so many times as large as the largest that ran, as in a search.
 MOST_TIMES = 4
-"""A batch is at most so many times as large as the largest that ran, as in a search."""
+# And at most so many times as large as the user's: no evaluation needs more to be fast.
 MOST_IN_ALL = 64
-"""And at most so many times as large as the user's: no evaluation needs more to be fast."""
+# A batch that is larger by less is not worth another run.
 WORTH_IT = 1.05
-"""A batch that is larger by less is not worth another run."""
+# Batches that ran out of memory; the worker lives on, but each takes as long as one that fits.
 MOST_FAILED = 2
-"""Batches that ran out of memory; the worker lives on, but each takes as long as one that fits."""
+# Then the largest that ran is the answer.
 MOST_SECONDS = 20.0
-"""Then the largest that ran is the answer."""
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,12 @@ from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 from autofit.units import kind_of
 
+# A worker in an executor's process ends so long after its last request: a search that was killed
+# leaves nothing behind for longer, and choosing a plan takes less.
 IDLE_S = 60.0
-"""A worker in an executor's process ends so long after its last request: a search that was killed
-leaves nothing behind for longer, and choosing a plan takes less."""
 
+# After the end of the search, for a process to say by itself that its time was over.
 _SLACK_S = 5.0
-"""After the end of the search, for a process to say by itself that its time was over."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class _Asked:
     needs_fresh_worker: bool
 
 
+# The message of a reply, or why there is none.
 _Answer = dict[str, Any] | NoReply | SearchTimedOut
-"""The message of a reply, or why there is none."""
 
 
 def _no_answer(given: object) -> WorkerFailed:
@@ -293,8 +293,8 @@ class _Held:
             self._lock.release()
 
 
+# Starts all workers of this process, which end with it, and serves one request at a time.
 _THREAD = ThreadPoolExecutor(1)
-"""Starts all workers of this process, which end with it, and serves one request at a time."""
 _held: dict[str, _Held] = {}
 _idle: list[threading.Timer] = []
 

@@ -279,9 +279,10 @@ ROWS: tuple[Row, ...] = (
     ),
 )
 
+# The row of an exception that matches no other.
 USER_ROW = Row("the user's own code", Outcome.USER_ERROR)
-"""The row of an exception that matches no other."""
 
+# Which exception of a chain decides: a dead context first, and a fault before its consequences.
 GRAVITY: tuple[Outcome, ...] = (
     Outcome.POISONED,
     Outcome.OOM,
@@ -291,7 +292,6 @@ GRAVITY: tuple[Outcome, ...] = (
     Outcome.TIMEOUT,
     Outcome.USER_ERROR,
 )
-"""Which exception of a chain decides: a dead context first, and a fault before its consequences."""
 
 
 def row_of(type_names: tuple[str, ...], error_code: int | None, text: str | None) -> Row:

@@ -142,11 +142,11 @@ def _cut(text: str) -> str:
 # fit. One that went over the budget by the libraries it loaded is repeated, with the allocator's
 # cap lowered by their size. Errors of libraries mean a lack of memory only where memory was short.
 
+# From this share of what the process can have, memory counts as short.
 SHORT = 0.9
-"""From this share of what the process can have, memory counts as short."""
 CONTENDED_BYTES = 64 * 2**20
+# Other processes' use has moved if it changed by more than both this much and this share.
 CONTENDED_SHARE = 0.01
-"""Other processes' use has moved if it changed by more than both this much and this share."""
 
 
 def memory_was_short(

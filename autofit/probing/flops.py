@@ -22,8 +22,8 @@ from torch.utils.flop_counter import flop_registry
 
 from autofit.torch_private import TorchDispatchMode
 
+# torch's formula of attention's backward has five products; the first makes the scores again.
 _SHARE_NOT_RECOMPUTED = 4 / 5
-"""torch's formula of attention's backward has five products; the first makes the scores again."""
 
 
 class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
@@ -90,16 +90,16 @@ def _of_groups(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> i
     return 2 * left.numel() * right.shape[-1]
 
 
+# Operators that torch's registry does not have.
 _FLOPS: dict[str, Callable[..., int]] = {
     "_cudnn_rnn": _of_rnn,
     "_cudnn_rnn_backward": _of_rnn_backward,
     "_grouped_mm": _of_groups,
 }
-"""Operators that torch's registry does not have."""
+# Likewise -> one that has the same first arguments, and is in the registry.
 _ALIKE = {
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": (
         "_scaled_dot_product_flash_attention_backward"
     ),
 }
-"""Likewise -> one that has the same first arguments, and is in the registry."""

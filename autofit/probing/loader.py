@@ -36,8 +36,8 @@ from autofit.units import kind_of
 if TYPE_CHECKING:
     from autofit.probing.session import Session
 
+# A loader is measured for so many seconds, or one round of its workers if that is longer.
 DELIVERY_S = 1.5
-"""A loader is measured for so many seconds, or one round of its workers if that is longer."""
 
 
 @dataclass(frozen=True)

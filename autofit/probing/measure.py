@@ -31,13 +31,13 @@ from autofit.training.workload import Workload
 from autofit.units import counted, format_bytes
 
 WARM_UP_STEPS = 2
+# float16 starts with a loss scale of 2**16 and halves it at each step that overflows.
 MOST_WARM_UP_STEPS = 24
-"""float16 starts with a loss scale of 2**16 and halves it at each step that overflows."""
+# Steps between two looks at the clock: looking synchronizes the device.
 STEPS_PER_BLOCK = 3
-"""Steps between two looks at the clock: looking synchronizes the device."""
+# From the second micro-batch on gradients are resident, so the first two, which are the largest,
+# show every peak.
 MICRO_BATCHES_OF_A_SEARCH = 2
-"""From the second micro-batch on gradients are resident, so the first two, which are the largest,
-show every peak."""
 
 
 def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: int) -> Measurement:
@@ -331,13 +331,13 @@ def _seconds(device: Device, marks: Sequence[Any], counts: Sequence[float]) -> f
 
 FEWEST_TIMED_STEPS = 3
 MOST_TIMED_STEPS = 30
+# The fewest whose range holds their median with 95 %: 1 - 2 * 0.5**6 = 97 %, of 3 steps 75 %.
 SURE_TIMED_STEPS = 6
-"""The fewest whose range holds their median with 95 %: 1 - 2 * 0.5**6 = 97 %, of 3 steps 75 %."""
+# Until so many seconds were timed, other processes may have hit every step: their slices take some
+# milliseconds.
 SHORT_S = 0.1
-"""Until so many seconds were timed, other processes may have hit every step: their slices take some
-milliseconds."""
+# Half the width of the interval, as a share of the median.
 CLOSE_ENOUGH = 0.01
-"""Half the width of the interval, as a share of the median."""
 
 
 def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
@@ -382,8 +382,8 @@ def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
 
 LEAK_WINDOW_STEPS = 8
 FEWEST_ENDS = 3
+# Growth that would not reach the budget within so many steps (a kept number) is not a leak.
 HORIZON_STEPS = 1_000_000
-"""Growth that would not reach the budget within so many steps (a kept number) is not a leak."""
 
 
 @dataclass(frozen=True)

@@ -91,14 +91,14 @@ class Call:
 
 Request = ProbeRequest | Call
 
+# Called with the name of a stage that begins, such as "looking the workload over".
 OnStage: TypeAlias = Callable[[str], None]
-"""Called with the name of a stage that begins, such as "looking the workload over"."""
 
 
+# The stage that is told of where nothing else was for `QUIET_S`.
 STILL_RUNNING = "still running"
-"""The stage that is told of where nothing else was for `QUIET_S`."""
+# After so long without a word who waits is told that what runs still does.
 QUIET_S = 30.0
-"""After so long without a word who waits is told that what runs still does."""
 
 
 def ignore_stage(stage: str) -> None:
@@ -275,8 +275,8 @@ class Channel(Protocol):
 
 # A message is one line of JSON: its number, and what it says, pickled.
 
+# At this signal the worker prints its main thread's stack.
 STACK_SIGNAL = signal.SIGUSR1
-"""At this signal the worker prints its main thread's stack."""
 _MOST_PICKLED_BYTES = 2**20
 
 

@@ -60,12 +60,12 @@ if TYPE_CHECKING:
 
     from autofit.probing.session import Session
 
+# Times that a contended probe is run again; one whose size may not be to blame, once.
 MOST_REPEATS = 2
-"""Times that a contended probe is run again; one whose size may not be to blame, once."""
+# A look at the workload is expected to take as long as so many first forwards of a few samples.
+#
+# The longest of the built-in strategies took 24 of them, for a GPT-2 of 12 layers on a CPU.
 FORWARDS_OF_A_LOOK = 50
-"""A look at the workload is expected to take as long as so many first forwards of a few samples.
-
-The longest of the built-in strategies took 24 of them, for a GPT-2 of 12 layers on a CPU."""
 _LARGEST_SEED = 2**32 - 1
 _Result = TypeVar("_Result")
 

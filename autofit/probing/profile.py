@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 ARITHMETIC, TRAFFIC, LAUNCHES, OPTIMIZER = BOUNDS
 MOST_STEPS = 9
+# Steps are profiled for about so long, but at least one and at most `MOST_STEPS`.
 PROFILED_S = 0.5
-"""Steps are profiled for about so long, but at least one and at most `MOST_STEPS`."""
 _STEP, _UPDATE = "autofit: step", "autofit: update"
 _UPDATES = (_UPDATE, "Optimizer.step#")  # the second is torch's own mark
 _PRODUCT = re.compile(

@@ -43,12 +43,12 @@ from autofit.training.workload import Workload
 if TYPE_CHECKING:
     from autofit.probing.session import Session
 
+# After the first fault, the time in which the other ranks may still answer by themselves.
 GRACE_S = 0.5
-"""After the first fault, the time in which the other ranks may still answer by themselves."""
+# After a deadline, for a channel to find out where its worker hangs, and to say so.
 _SLACK_S = 5.0
-"""After a deadline, for a channel to find out where its worker hangs, and to say so."""
+# Between two looks for a stage to tell of.
 _POLL_S = 0.02
-"""Between two looks for a stage to tell of."""
 _HOST = "127.0.0.1"
 _Result = TypeVar("_Result")
 

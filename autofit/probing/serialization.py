@@ -45,8 +45,8 @@ _HOOKS = {
     "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
 }
 
+# cloudpickle's registry is one for the process, whose threads may each send something.
 _REGISTRY = threading.RLock()
-"""cloudpickle's registry is one for the process, whose threads may each send something."""
 
 
 @contextmanager
@@ -201,8 +201,8 @@ def dumps(
     return buffer.getvalue()
 
 
+# A pickle module for `torch.save`.
 PICKLE = SimpleNamespace(__name__="cloudpickle", Pickler=_Pickler, dumps=dumps, loads=pickle.loads)
-"""A pickle module for `torch.save`."""
 
 _WAYS_OUT = {
     "workload": "Pass a function that builds the model instead of the model",

@@ -30,8 +30,8 @@ from autofit.training.workload import Workload
 
 _Read = TypeVar("_Read")
 
+# More than this still allocated after a probe was cleaned up: the next one needs a new worker.
 RETAINED_BYTES = 8 * 2**20
-"""More than this still allocated after a probe was cleaned up: the next one needs a new worker."""
 
 
 class Session:

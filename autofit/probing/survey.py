@@ -196,8 +196,8 @@ def note_own_copy(survey: Survey, workload: Workload) -> Survey:
 
 LOOKING = "looking the workload over"
 FIRST_SAMPLES = f"{LOOKING}: its first samples"
+# The name of the look that compares split and whole gradients.
 SPLIT_GRADIENTS = "split gradients"
-"""The name of the look that compares split and whole gradients."""
 
 
 def stage_of(look: str) -> str:

@@ -28,8 +28,8 @@ from autofit.world import check_ranks, world_of_environment
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports no name
 
+# For the store of torchrun to answer, and for rank 0 to make the call.
 _CONNECT_S = 60.0
-"""For the store of torchrun to answer, and for rank 0 to make the call."""
 _POLL_S = 0.05
 _times_called = 0  # in this process: every rank calls in the same order
 _served: Any = None  # keeps the store alive that this process serves
@@ -173,8 +173,8 @@ def _awaited(store: Store) -> dict[str, Any]:
 # torchrun ends all ranks as soon as one has failed. Rank 0 first gets to show why, and each ends
 # with its own exit code: by then there is nothing left that a signal would have to end.
 
+# For rank 0 to say that it leaves.
 _LEAVING_S = 5.0
-"""For rank 0 to say that it leaves."""
 
 
 def _leave(store: Store) -> None:

@@ -48,8 +48,8 @@ from autofit.strategy import ALONE, Strategy, World
 from autofit.training.workload import Workload
 from autofit.units import format_seconds
 
+# For a worker to import torch and open the device.
 START_TIMEOUT_S = 120.0
-"""For a worker to import torch and open the device."""
 
 
 class WorkerChannel:

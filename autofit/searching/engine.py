@@ -45,11 +45,11 @@ from autofit.searching.runner import Job, Place, Runner
 from autofit.searching.sampler import Sampler
 from autofit.searching.study import Store
 
+# Vetoed proposals in a row that end a search: its sampler has nothing else to offer.
 MOST_VETOES = 50
-"""Vetoed proposals in a row that end a search: its sampler has nothing else to offer."""
 
+# From confirming to searching, each after a leading plan that did not fit.
 MOST_RETURNS = 2
-"""From confirming to searching, each after a leading plan that did not fit."""
 
 
 def run_search(

@@ -106,10 +106,10 @@ class Confirming:
     progress: Progress
 
 
+# Any event.
 Event: TypeAlias = (
     StageStarted | MachineBusy | ProbeStarted | Repeating | ProbeFinished | Vetoed | Confirming
 )
-"""Any event."""
 
+# Called in the thread of the search; an exception it raises ends the search.
 OnEvent: TypeAlias = Callable[[Event], None]
-"""Called in the thread of the search; an exception it raises ends the search."""

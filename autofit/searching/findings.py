@@ -28,12 +28,12 @@ from autofit.registry import resolve
 from autofit.report.record import Record
 from autofit.training.loader import Loader, own_settings
 
+# Of the timeout, kept back for measuring a loader.
 SHARE_FOR_LOADER = 0.15
-"""Of the timeout, kept back for measuring a loader."""
+# What is measured, beside the number that the user has now.
 WORKERS = (0, 1, 2, 4, 8)
-"""What is measured, beside the number that the user has now."""
+# From this share of the plan's speed on, the loader keeps up.
 KEEPS_UP = 0.95
-"""From this share of the plan's speed on, the loader keeps up."""
 _CLOSE = 0.97  # of the fastest: as good, and the fewest workers win
 _PREFETCH = 2  # torch's own
 _SHARE_OF_HOST = 0.5  # for what workers load in advance: a full /dev/shm ends them by a bus error

@@ -15,14 +15,14 @@ from autofit.plan import check_count
 from autofit.searching.events import Progress
 
 _LARGEST_TIMEOUT_S = 1e9  # about as long as a system call waits
+# Probes in fresh workers that time is kept back for: two plans twice, and their gradients.
 COMPARISON_BLOCKS = 5
-"""Probes in fresh workers that time is kept back for: two plans twice, and their gradients."""
 
+# Probes that the final comparison takes at least: the leading plan and the baseline.
 COMPARED = 2
-"""Probes that the final comparison takes at least: the leading plan and the baseline."""
 
+# The largest share of the timeout that is kept back for the final comparison.
 MOST_KEPT = 0.4
-"""The largest share of the timeout that is kept back for the final comparison."""
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from autofit.space import Space
 if TYPE_CHECKING:
     from autofit.probing.session import Session
 
+# About the cost of two probes on a GPU; predicting for longer would save less than it takes.
 MOST_SECONDS = 8.0
-"""About the cost of two probes on a GPU; predicting for longer would save less than it takes."""
 
+# Variant -> what is fixed (bytes, or seconds of a micro-batch), and what each sample adds.
 Lines = Mapping[VariantKey, tuple[float, float]]
-"""Variant -> what is fixed (bytes, or seconds of a micro-batch), and what each sample adds."""
+# Memory lines, time lines, and notes.
 Predicted = tuple[Lines, Lines, tuple[str, ...]]
-"""Memory lines, time lines, and notes."""
 
 
 def predicted_lines(

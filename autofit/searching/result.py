@@ -29,13 +29,13 @@ from autofit.units import format_bytes, round_up_shown
 if TYPE_CHECKING:
     from autofit.probing.session import Session
 
+# `stopped_because` of a search that Ctrl-C ended.
 INTERRUPTED = "interrupted"
-"""`stopped_because` of a search that Ctrl-C ended."""
 
 _COSTLY_TO_WATCH = "recording its memory would take as long as its first trial"
 
+# Arguments that are functions: a report names those that were given, and holds no code.
 _FUNCTIONS = ("loss_fn", "criterion", "loss_weight", "before_step", "training_step")
-"""Arguments that are functions: a report names those that were given, and holds no code."""
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ from autofit.plan import Plan, forms_of
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 
+# The study attribute of the specification.
 SPEC = "autofit_facts"
-"""The study attribute of the specification."""
 MICRO_BATCH = "micro_batch"
+# The study attribute of the first trial that the present final comparison may hold.
 COMPARED_FROM = "autofit_compared_from"
-"""The study attribute of the first trial that the present final comparison may hold."""
 _RECORD = "autofit_trial"
 _CONSTRAINT = "vram"
 _LEAST_EXCESS = 0.01

@@ -27,8 +27,8 @@ _LOGGER = logging.getLogger("autofit")
 _LOGGER.addHandler(logging.NullHandler())  # else Python shows warnings where none is configured
 
 
+# The least time between two lines in a log that nobody watches.
 SECONDS_BETWEEN = 30.0
-"""The least time between two lines in a log that nobody watches."""
 
 
 def logged(then: OnEvent | None, *, slowly: bool = False) -> OnEvent:

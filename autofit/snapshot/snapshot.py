@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+# Name of each thing that must not change -> a text that stands for its state.
 Digest: TypeAlias = dict[str, str]
-"""Name of each thing that must not change -> a text that stands for its state."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -180,8 +180,8 @@ _ENTERED = (
 )
 _PLUMBING = ("._parameters", "._buffers", "._modules")
 
+# The attributes of a tensor that hold the hooks registered on it.
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""The attributes of a tensor that hold the hooks registered on it."""
 
 
 def live_objects(holder: DataclassInstance, *, but: Container[str] = ()) -> dict[str, object]:

@@ -26,14 +26,14 @@ from autofit.plan import Plan, split_evenly, steps_for
 from autofit.torch_private import pytree
 from autofit.units import counted, kind_of
 
+# Any pytree of tensors: a tensor, a tuple, a mapping, a dataclass, or these nested.
 Batch: TypeAlias = Any
-"""Any pytree of tensors: a tensor, a tuple, a mapping, a dataclass, or these nested."""
 
+# Numbers of this rank -> those of every rank, by rank.
 Gathered: TypeAlias = Callable[..., list[list[float]]]
-"""Numbers of this rank -> those of every rank, by rank."""
 
+# n -> a batch of n samples.
 BatchMaker: TypeAlias = Callable[[int], Batch]
-"""n -> a batch of n samples."""
 
 _CAN_BE_CUT = (torch.strided, torch.sparse_coo)
 _ASK_FOR_MAKER = "pass a function n -> batch of n samples as the sample batch instead"
@@ -250,8 +250,8 @@ def describe(batch: Batch) -> dict[str, str]:
     }
 
 
+# The target that torch's losses ignore unless they are told another.
 IGNORED = -100
-"""The target that torch's losses ignore unless they are told another."""
 _MOST_LOOKED_INTO = 100  # batches: what is never ignored in those is not looked for in every step
 
 

@@ -16,11 +16,11 @@ from autofit.units import counted
 if TYPE_CHECKING:
     from autofit.training.training import Training
 
+# (model, batch on the device) -> anything, which is dropped.
 EvalStep: TypeAlias = Callable[[torch.nn.Module, Batch], Any]
-"""(model, batch on the device) -> anything, which is dropped."""
 
+# Bytes of an element -> the type of whole numbers of that size.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the type of whole numbers of that size."""
 
 
 def check_evaluation(eval_step: object, eval_batch: object) -> None:

@@ -34,6 +34,7 @@ _NOT_ABOUT_COST = {"params", "lr", "initial_lr"}
 _PLAIN = (bool, int, str, type(None), torch.dtype)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _ONLY_ON_THE_CPU = {"torch.num_threads"}
+# Environment variables that change how torch and CUDA allocate and compute.
 _ABOUT_COST = (
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
@@ -42,7 +43,6 @@ _ABOUT_COST = (
     "CUDA_LAUNCH_BLOCKING",
     "NVIDIA_TF32_OVERRIDE",
 )
-"""Environment variables that change how torch and CUDA allocate and compute."""
 _MOST_DEEP = 4
 
 

@@ -23,6 +23,7 @@ from autofit.units import kind_of
 Loader: TypeAlias = DataLoader[Any] | Callable[..., Iterable[Batch]]
 
 _NEEDED = ("batch_size", "num_workers")
+# What a new loader takes over from a live one, besides dataset and sampler.
 _KEPT = (
     "collate_fn",
     "timeout",
@@ -32,7 +33,6 @@ _KEPT = (
     "pin_memory_device",
     "in_order",
 )
-"""What a new loader takes over from a live one, besides dataset and sampler."""
 
 
 @dataclass(frozen=True)

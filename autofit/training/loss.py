@@ -38,12 +38,12 @@ class LossSource(StrEnum):
     TRAINING_STEP = "training_step"
 
 
+# The note in every answer about a workload without a loss.
 STOOD_IN = (
     f"the workload has no loss: {LossSource.STAND_IN}, and a real loss may "
     "take more memory. Pass criterion= or loss_fn=, or a batch with the "
     "labels that the model's own loss needs"
 )
-"""The note in every answer about a workload without a loss."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from autofit.strategy import World
 
+# For a collective. The caller, not a timeout of torch, ends a rank that waits in vain.
 _LONGEST_WAIT = timedelta(days=1)
-"""For a collective. The caller, not a timeout of torch, ends a rank that waits in vain."""
 
 
 def join(world: World, device: torch.device, host: str, port: int, name: str) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from autofit.training.batch import Batch, describe, tensors_of
 
+# The names that tokenizers give.
 _IDS, _MASK = "input_ids", "attention_mask"
-"""The names that tokenizers give."""
 
 
 @dataclass(frozen=True)

@@ -155,8 +155,8 @@ class Training(AbstractContextManager["Training"]):
         self._loss_scale = LossScale()
         self._is_last = self._is_whole = False
         self.loss_source: LossSource | None = None
+        # Whether any step so far split its batch; a training_step may not.
         self.has_split = False
-        """Whether any step so far split its batch; a training_step may not."""
         self._ended = False
         self._is_in_training_step = False
         self._applied = ExitStack()

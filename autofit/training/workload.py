@@ -308,8 +308,8 @@ def check_arguments(workload: object, plan: object) -> None:
         )
 
 
+# The attribute in which `Module.compile` leaves the compiled call; it does not pickle.
 COMPILED_CALL = "_compiled_call_impl"
-"""The attribute in which `Module.compile` leaves the compiled call; it does not pickle."""
 
 
 def compiled_part(model: torch.nn.Module) -> str | None:

@@ -28,8 +28,8 @@ from .products import Products, around_products
 from .saved_tensors import put_tensors, take_tensors
 from .units import Unit
 
+# Dotted name of a module below the one that is run, and its buffer's or a random state's name.
 StatePath: TypeAlias = tuple[str, str]
-"""Dotted name of a module below the one that is run, and its buffer's or a random state's name."""
 
 _FORWARD = "_autofit_forward"
 _RUNS = "_autofit_runs"

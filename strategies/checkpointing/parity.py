@@ -20,11 +20,11 @@ from autofit.strategy import Comparison, Context
 from .units import Unit, make_of
 
 SEEDS = (0, 1, 2)
+# A model in which so many units differ is not worth more steps; the rest is left out untried.
 MOST_COMPARISONS = 60
-"""A model in which so many units differ is not worth more steps; the rest is left out untried."""
 
+# Units of one kind that differ, and none that does not, for the rest to be left out untried.
 ENOUGH_OF_A_KIND = 3
-"""Units of one kind that differ, and none that does not, for the rest to be left out untried."""
 
 _NEVER_RUN = "not tried: no step on a few samples ran it, nor a module like it"
 _TOO_LARGE = "not tried: without it a step does not fit into memory"

@@ -20,22 +20,22 @@ import torch
 
 from .saved_tensors import Timeline
 
+# Rounds to find the lowest ceiling that can be met, each finer by so much as it tries ceilings; and
+# ceilings from that on.
 ROUNDS, CEILINGS_A_ROUND, CEILINGS = 3, 12, 40
-"""Rounds to find the lowest ceiling that can be met, each finer by so much as it tries ceilings;
-and ceilings from that on."""
 
+# Units with which the lowest peak is tried again.
 MOST_TRIED = 200
-"""Units with which the lowest peak is tried again."""
 
+# Steps in which the knapsack counts released bytes.
 QUANTA = 2048
-"""Steps in which the knapsack counts released bytes."""
 
+# Share by which sums of the same seconds may differ.
 ROUNDING = 1e-9
-"""Share by which sums of the same seconds may differ."""
 
 MAX_LEVELS = 24
+# Share of what training holds without checkpointing that a level must save over the last one.
 LEAST_STEP = 0.01
-"""Share of what training holds without checkpointing that a level must save over the last one."""
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from .products import around_products
 from .saved_tensors import Recorder, Timeline, saving_by
 from .units import Unit
 
+# Limits of the steps that parts are timed in, and the seconds after which they suffice.
 LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 25, 0.5
-"""Limits of the steps that parts are timed in, and the seconds after which they suffice."""
 
+# Usual and largest number of recorded steps where a model skips parts at random.
 LOOKS, MOST_LOOKS = 8, 24
-"""Usual and largest number of recorded steps where a model skips parts at random."""
 
+# Cost of a step in forward passes: a backward pass computes two products for each of theirs.
 FORWARDS_IN_A_STEP = 3
-"""Cost of a step in forward passes: a backward pass computes two products for each of theirs."""
 
 Seen = TypeVar("Seen")
 Run = Callable[[TrainingView, Any], object]

@@ -438,8 +438,8 @@ def version_counter(tensor: torch.Tensor) -> torch.Tensor | None:
 
 _Leaf = Callable[[Any], Any]
 
+# By id: an object that was copied, which keeps its id while it is held here, and its copy.
 _Known = dict[int, tuple[Any, Any]]
-"""By id: an object that was copied, which keeps its id while it is held here, and its copy."""
 
 
 @dataclass(frozen=True)

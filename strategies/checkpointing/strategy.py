@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 SETTING = "checkpointing.level"
 
+# Micro-batches to profile; batch normalization refuses a batch of one.
 SMALL, LARGE = 2, (8, 32, 128)
-"""Micro-batches to profile; batch normalization refuses a batch of one."""
 
+# From this duration on, kernels rather than their launches determine the times of a step.
 LONG_ENOUGH_S = 0.03
-"""From this duration on, kernels rather than their launches determine the times of a step."""
 
+# The least time of a unit: a coarse clock may measure none, and the unit would seem free.
 LEAST_SHARE_OF_A_STEP = 1e-6
-"""The least time of a unit: a coarse clock may measure none, and the unit would seem free."""
 
+# Units named in a note.
 MOST_NAMED = 8
-"""Units named in a note."""
 
+# What reasons of one kind differ in: shapes, and words with a number in them.
 _DETAILS = re.compile(r"\[[^\]]*\]?|[\w.]*\d[\w.]*")
-"""What reasons of one kind differ in: shapes, and words with a number in them."""
 
 _NOTHING_WORTH_IT = (
     "no checkpoint levels: no part of the model would free much of the memory "

@@ -27,11 +27,11 @@ LEAST_SHARE_GIVEN_BACK = 0.25
 LEAST_SHARE_OF_ALL = 1 / 5000
 SHORTEST_SEQUENTIAL = 4
 MOST_UNITS = 1000
+# Ends the name of a unit that keeps the results of its products.
 KEEPING = "~"
-"""Ends the name of a unit that keeps the results of its products."""
+# What a unit that keeps its products must free, against such units within it, to replace them: a
+# unit of many blocks frees hardly more than its blocks, and takes all of it back at once.
 MORE_THAN_WITHIN = 1.1
-"""What a unit that keeps its products must free, against such units within it, to replace them: a
-unit of many blocks frees hardly more than its blocks, and takes all of it back at once."""
 
 CHECKPOINTS_ITSELF = (
     "its own code already checkpoints a part of it; to compare placements, "

@@ -51,34 +51,34 @@ if TYPE_CHECKING:
 MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
 OFF, MODEL, BLOCKS = "off", "model", "blocks"
 DEFAULT, GRAPHS, AUTOTUNED = "default", "reduce-overhead", "max-autotune-no-cudagraphs"
+# By the type of the device: those of `torch._inductor.list_mode_options` that differ there. Both
+# others speak to Triton and CUDA alone, but for batched products, which a CPU may autotune too.
 _MODES = {"cpu": (DEFAULT,), "cuda": (DEFAULT, GRAPHS, AUTOTUNED)}
-"""By the type of the device: those of `torch._inductor.list_mode_options` that differ there. Both
-others speak to Triton and CUDA alone, but for batched products, which a CPU may autotune too."""
+# As measured on a decoder on a CPU; there 0.0, at which all is computed again, held no less than
+# 1.0, since it is computed at once (benchmarks/results/compile-2026-11-22.md).
 _BUDGETS: dict[Scalar, CostHint] = {0.5: CostHint(bytes_per_sample=0.75, seconds_per_sample=1.08)}
-"""As measured on a decoder on a CPU; there 0.0, at which all is computed again, held no less than
-1.0, since it is computed at once (benchmarks/results/compile-2026-11-22.md)."""
+# Units that are checkpointed one by one break the model's call up: under compile the partitioner
+# chooses what is kept.
 _PLAIN_CALLS = {"checkpointing.level": (0, None)}
-"""Units that are checkpointed one by one break the model's call up: under compile the partitioner
-chooses what is kept."""
+# The modes of several ranks under which blocks are compiled. `fully_shard` hooks into the calls of
+# blocks; in a run on gloo with torch 2.13 nothing of them was compiled.
 _REPLICATED = {"parallel.mode": ("ddp", "ddp_view", "zero1")}
-"""The modes of several ranks under which blocks are compiled. `fully_shard` hooks into the calls of
-blocks; in a run on gloo with torch 2.13 nothing of them was compiled."""
 _SAMPLES = 2
 _CPU_COST_S = (15.0, 0.07)
+# Seconds of a compilation: fixed, and for each operator of forward and backward. On a CPU as in
+# benchmarks/results/compile-2026-11-22.md; on a GPU a guess within 20 to 45 s for GPT-2-small and
+# ResNet-50.
 _CUDA_COST_S = (10.0, 0.03)
-"""Seconds of a compilation: fixed, and for each operator of forward and backward. On a CPU as in
-benchmarks/results/compile-2026-11-22.md; on a GPU a guess within 20 to 45 s for GPT-2-small and
-ResNet-50."""
+# Seconds of a processor that compile and time the kernels of a product
+# (benchmarks/results/compile-2026-11-22.md).
 _PRODUCT_COST_S = 60.0
-"""Seconds of a processor that compile and time the kernels of a product
-(benchmarks/results/compile-2026-11-22.md)."""
+# Processes that inductor compiles in, at most (`torch._inductor.config.compile_threads`).
 _MOST_WORKERS = 32
-"""Processes that inductor compiles in, at most (`torch._inductor.config.compile_threads`)."""
+# The attribute of a module that `Module.__call__` prefers to its own call.
 _CALL = "_compiled_call_impl"
-"""The attribute of a module that `Module.__call__` prefers to its own call."""
 _MARKS = "_dynamo"
+# Least share of a compilation's time that compiling blocks alone must save to be offered.
 _LEAST_SAVED = 0.2
-"""Least share of a compilation's time that compiling blocks alone must save to be offered."""
 _MOST_REASONS = 3
 _ABSENT = object()
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.strategy import TrainingView
 
+# What inductor has several kernels of its own for, less "aten::".
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
-"""What inductor has several kernels of its own for, less "aten::"."""
 
 
 @dataclass

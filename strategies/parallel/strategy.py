@@ -18,8 +18,8 @@ MODES = ("ddp", "ddp_view", "zero1", "fsdp2", "fsdp2_keep")
 SHARDED = ("fsdp2", "fsdp2_keep")
 _MOST_NAMES = 3
 
+# Names of parameters that require gradients -> the ranks on which they get none.
 Unused = Mapping[str, frozenset[int]]
-"""Names of parameters that require gradients -> the ranks on which they get none."""
 
 
 class Parallel:

@@ -14,10 +14,10 @@ from autofit.errors import Unsupported
 from autofit.strategy import TrainingView
 
 _LISTS = (nn.ModuleList, nn.Sequential)
+# Containers without a forward: torch shards none of them.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
-"""Containers without a forward: torch shards none of them."""
+# Says whether the next backward shares its gradients with the other ranks.
 Synchronise = Callable[[bool], None]
-"""Says whether the next backward shares its gradients with the other ranks."""
 
 
 @contextmanager

@@ -24,8 +24,8 @@ from autofit.prediction.cuda import autocast
 
 aten: Any = torch.ops.aten
 _switches: Any = torch.backends.cuda  # torch does not annotate them
+# The GPU whose kernels are chosen; `fake_cuda` sets it.
 emulated_gpu: ContextVar[Gpu] = ContextVar("emulated_gpu")
-"""The GPU whose kernels are chosen; `fake_cuda` sets it."""
 
 
 _DEFAULT_ORDER = [
@@ -34,8 +34,8 @@ _DEFAULT_ORDER = [
     SDPBackend.MATH,
     SDPBackend.CUDNN_ATTENTION,
 ]
+# Wheels for CUDA 12 have an older one; a build for the CPU has none, and the newest is assumed.
 _CUDNN_PREFERRED_FROM = 91501
-"""Wheels for CUDA 12 have an older one; a build for the CPU has none, and the newest is assumed."""
 
 
 @dataclass(frozen=True)
@@ -221,13 +221,13 @@ def _efficient(call: Call) -> Any:
     )[0]
 
 
+# Whether an implementation takes a call, and how it runs on meta.
 _KERNELS: dict[SDPBackend, tuple[Callable[[Call, Gpu], bool], Callable[[Call], Any]]] = {
     SDPBackend.CUDNN_ATTENTION: (_cudnn_supports, _cudnn),
     SDPBackend.FLASH_ATTENTION: (_flash_supports, _flash),
     SDPBackend.EFFICIENT_ATTENTION: (_efficient_supports, _efficient),
     SDPBackend.MATH: (lambda call, gpu: bool(_switches.math_sdp_enabled()), _math),
 }
-"""Whether an implementation takes a call, and how it runs on meta."""
 
 
 def _additive(call: Call) -> torch.Tensor | None:

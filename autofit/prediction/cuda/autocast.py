@@ -86,8 +86,8 @@ def kernels() -> dict[str, Callable[..., Any]]:
     return {name: _kernel(name) for name in given}
 
 
+# By id of a weight: the weight, which stays alive as in C++, and its cast.
 _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-"""By id of a weight: the weight, which stays alive as in C++, and its cast."""
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -187,10 +187,10 @@ _FLOAT32_RESULT = """
 _WIDEST = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """
+# By operator; those that are not listed run in float32.
 POLICIES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "binary_cross_entropy": _refused,
     **dict.fromkeys(_LOWER.split(), _lower),
     **dict.fromkeys(_FLOAT32_RESULT.split(), _float32_result),
     **dict.fromkeys(_WIDEST.split(), _widest),
 }
-"""By operator; those that are not listed run in float32."""

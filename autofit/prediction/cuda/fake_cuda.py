@@ -31,8 +31,8 @@ from autofit.devices.gpus import Gpu
 from autofit.prediction.cuda import attention, autocast, operators
 from autofit.torch_private import check
 
+# An object, the name of its attribute, and the value to put there.
 Patch = tuple[Any, str, Any]
-"""An object, the name of its attribute, and the value to put there."""
 _META = torch.device("meta")
 
 
@@ -163,12 +163,12 @@ def _moved(made: torch.Tensor) -> torch.Tensor:
 
 _tensor: Any = torch.Tensor
 _INDEXING = (_tensor.__getitem__, _tensor.__setitem__)
+# How user code asks where a tensor is, and what one on the GPU answers.
 _PLACES = {
     _tensor.is_cuda.__get__: True,
     _tensor.device.__get__: torch.device("cuda", 0),
     _tensor.get_device: 0,
 }
-"""How user code asks where a tensor is, and what one on the GPU answers."""
 
 
 def _asked_by_a_user() -> bool:

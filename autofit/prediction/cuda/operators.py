@@ -54,8 +54,8 @@ def in_memory_of_all_losses(name: str, args: Any, result: torch.Tensor) -> torch
 _KEEP_ALL_LOSSES = frozenset(
     ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
 )
+# C++ references to an argument that arrives here: autograd's, and three on the way from there.
 _HELD_BY_AUTOGRAD_ALONE = 4
-"""C++ references to an argument that arrives here: autograd's, and three on the way from there."""
 
 
 @cache
@@ -255,11 +255,11 @@ def _grouped_product(args: Any) -> tuple[torch.Tensor, Order]:
 # fused kernel, which keeps both products and a workspace of the gates (`LSTMCell` and `GRUCell`
 # in aten/src/ATen/native/RNN.cpp, the kernels in native/cuda/RNN.cu).
 
+# As cuDNN numbers them.
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-"""As cuDNN numbers them."""
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
+# Values that a GRU cell's kernel keeps for each sample and hidden unit.
 _KEPT_BY_GRU = 5
-"""Values that a GRU cell's kernel keeps for each sample and hidden unit."""
 
 
 def _layer(name: str, overload: str) -> Callable[..., Any]:
@@ -445,6 +445,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     **{f"{name}.{kind}": _layer(name, kind) for name in _MODES for kind in ("input", "data")},
 }
+# From the positional arguments: the results, and the order of allocations.
 STAND_INS: dict[str, Callable[[Any], tuple[Any, Order]]] = {
     "_ctc_loss": _ctc_loss,
     "_ctc_loss_backward": _ctc_loss_backward,
@@ -457,4 +458,3 @@ STAND_INS: dict[str, Callable[[Any], tuple[Any, Order]]] = {
     "native_group_norm": _group_norm,
     "native_group_norm_backward": _group_norm_backward,
 }
-"""From the positional arguments: the results, and the order of allocations."""

@@ -27,11 +27,11 @@ from autofit.memory.tracer import storages_of, tensors_in
 from autofit.prediction.cuda.scratch import ByCard, Size
 from autofit.probing.flops import formula_of
 
+# Least seconds between two operations of eager PyTorch.
 LAUNCH_S = 5e-6
-"""Least seconds between two operations of eager PyTorch."""
 _WRITE_ONLY = frozenset({"copy_", "fill_", "zero_"})
+# Operators that touch no data, besides those that PyTorch's schemas mark as views.
 _NO_KERNEL = frozenset({"_unsafe_view", "resize_", "set_"})
-"""Operators that touch no data, besides those that PyTorch's schemas mark as views."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ def tf32_allowed(*, cudnn: bool) -> bool:
         return bool(new.fp32_precision == "tf32")
 
 
+# By the number of dimensions.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By the number of dimensions."""
 _CUDNN = frozenset({"convolution", "convolution_backward", "_cudnn_rnn", "_cudnn_rnn_backward"})
 
 
@@ -168,8 +168,8 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return prod(own) * tensor.element_size()
 
 
+# Operator -> how many of its arguments are as large as the data; the place of `training`.
 _BATCH_NORMS = {"native_batch_norm": (1, 5), "native_batch_norm_backward": (2, 7)}
-"""Operator -> how many of its arguments are as large as the data; the place of `training`."""
 
 
 def _read_again(name: str, args: Any) -> int:

@@ -117,12 +117,12 @@ class Reduction:
         return max((step * (size - 1) for step, size in pairs), default=0) < prod(self.shape)
 
 
+# Memory whose size the GPU decides: where only such sizes differ, a dry run serves both GPUs.
 ByCard: TypeAlias = Workspace | Reduction
-"""Memory whose size the GPU decides: where only such sizes differ, a dry run serves both GPUs."""
+# Bytes.
 Size: TypeAlias = int | ByCard
-"""Bytes."""
+# Positional arguments -> sizes of the buffers.
 Sizes: TypeAlias = Callable[[Any], list[Size]]
-"""Positional arguments -> sizes of the buffers."""
 
 
 def scratch(name: str, args: Any) -> list[Size]:
@@ -150,8 +150,8 @@ def recording_on(gpu: Gpu, recording: Recording, by_card: Mapping[int, ByCard]) 
 
 _MOST_THREADS = 512
 _WARP = 32
+# Values that a thread reduces.
 _FEWEST_VALUES, _MOST_VALUES = 16, 256
-"""Values that a thread reduces."""
 _VECTOR = 4
 
 
@@ -199,6 +199,7 @@ def _efficient_attention_backward(args: Any) -> list[Size]:
     return [*before, rows, accumulators]
 
 
+# By operator.
 RULES: dict[str, Sizes] = {
     "_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
     "sum": _sum,
@@ -206,4 +207,3 @@ RULES: dict[str, Sizes] = {
     "native_layer_norm": lambda args: [] if args[0].is_contiguous() else [args[0].nbytes],
     "_softmax_backward_data": lambda args: [args[0].nbytes],
 }
-"""By operator."""

@@ -52,11 +52,12 @@ from autofit.units import MIB
 CUBLASLT_WORKSPACE_BYTES = 1 * MIB
 _HOST = torch.device("cpu")
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "addmv"})
+# Operators whose workspaces cuDNN chooses by heuristics that it does not document.
 _OF_CUDNN = frozenset({"convolution", "_cudnn_rnn"})
-"""Operators whose workspaces cuDNN chooses by heuristics that it does not document."""
+# Operators of foreach and fused optimizers and of gradient scaling that return nothing.
 _ON_LISTS_IN_PLACE = re.compile(r"_(foreach|fused|amp_foreach)_\w+_")
-"""Operators of foreach and fused optimizers and of gradient scaling that return nothing."""
 # fmt: off
+# Operators that change values alone: skipped where arguments like these were accepted before.
 _IN_PLACE = frozenset(
     (
         "_amp_update_scale_", "add_", "addcdiv_", "addcmul_", "bernoulli_", "clamp_", "copy_",
@@ -65,7 +66,6 @@ _IN_PLACE = frozenset(
     )
 )
 # fmt: on
-"""Operators that change values alone: skipped where arguments like these were accepted before."""
 
 
 class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own hook
@@ -273,8 +273,8 @@ def _name(func: Any) -> str:
 
 # A cache of what operators return.
 
+# Shape, strides and type of a tensor.
 _Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides and type of a tensor."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.memory_format, torch.layout)
 

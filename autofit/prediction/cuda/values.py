@@ -26,8 +26,9 @@ import autofit
 from autofit.memory.tracer import tensors_in
 from autofit.torch_private import pytree
 
+# Larger tensors are not followed, so that a dry run costs neither time nor memory.
 MOST_ELEMENTS = 2**23
-"""Larger tensors are not followed, so that a dry run costs neither time nor memory."""
+# Operators whose result depends on values, and the question that they ask.
 NEEDS_VALUES = {
     "_local_scalar_dense": "a tensor is read as a number (by .item(), float(), an if or the like)",
     "nonzero": "how many elements of a tensor are not zero",
@@ -39,12 +40,11 @@ NEEDS_VALUES = {
     "bincount": "how large the elements of a tensor are",
     "repeat_interleave": "how often elements are repeated",
 }
-"""Operators whose result depends on values, and the question that they ask."""
 
 
 _META_DEVICE = re.compile(r"\b[mM]eta\b|Tensor\.__format__")  # f"{loss:.3f}"
+# Errors that torch never raises because of a device; "metadata" may be a word of the user's.
 _USERS_OWN = (LookupError, AttributeError, NameError, ImportError)
-"""Errors that torch never raises because of a device; "metadata" may be a word of the user's."""
 
 
 class NeedsValues(Exception):
