@@ -1,4 +1,4 @@
-"""The trainings of `benchmarks.emulation_models`: each model with some precisions and optimizers.
+"""The trainings of `benchmarks.emulation_models`: model x optimizer x precision x batch.
 
 Workers import this file, so a case travels by its name and its model is made where it trains.
 """
@@ -9,6 +9,8 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from hashlib import sha256
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,7 +25,10 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-4),
     "fused adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-4, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, 1e-3, momentum=0.9),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, 1e-2),
 }
+BATCH_FACTORS = (1, 16, 128, 1024)
+"""Times the model's own batch: needs from some MiB to the memory of the largest GPUs."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +39,35 @@ class Case:
     precision: str
     optimizer: str
     checkpointed: bool
+    batch_factor: int = 1
 
     @property
     def name(self) -> str:
-        how = f"{self.model}, {self.precision}, {self.optimizer}"
+        how = f"{self.model}, {self.precision}, {self.optimizer}, batch x {self.batch_factor}"
         return f"{how}, checkpointed" if self.checkpointed else how
 
 
 def cases() -> Iterator[Case]:
-    """Yield the cases: first one of each model, then a second and a third with other precisions."""
+    """Yield three trainings of each model, one after the other, then all others.
+
+    The others come in the order of a hash, so that any first ones are a fair sample; it also tells
+    which use the checkpointing of their library, half of those that can.
+    """
     optimizers = list(OPTIMIZERS)
     for turn in range(len(PRECISIONS)):
         for at, name in enumerate(MODELS):
             precision = PRECISIONS[(at + turn) % len(PRECISIONS)]
-            optimizer = optimizers[(at // len(PRECISIONS) + turn) % len(optimizers)]
-            yield Case(name, precision, optimizer, (at + turn) % 2 == 1 and MODELS[name].switchable)
+            optimizer = optimizers[(at // len(PRECISIONS) + turn) % 3]
+            checkpointed = (at + turn) % 2 == 1 and MODELS[name].switchable
+            yield Case(name, precision, optimizer, checkpointed)
+    hashed = {}
+    for name, precision, optimizer, factor in product(
+        MODELS, PRECISIONS, ("sgd", "adamw", "adafactor"), BATCH_FACTORS
+    ):
+        digest = sha256(f"{name}/{precision}/{optimizer}/{factor}".encode()).digest()
+        checkpointed = digest[0] % 2 == 1 and MODELS[name].switchable
+        hashed[digest[1:]] = Case(name, precision, optimizer, checkpointed, factor)
+    yield from (hashed[digest] for digest in sorted(hashed))
 
 
 @lru_cache(1)

@@ -1,14 +1,17 @@
 """Predictions held against the emulated GPU, on models that nobody here wrote.
 
 Models of torchvision, timm, transformers and diffusers, with random weights; in float32, bfloat16
-and float16, with AdamW, fused AdamW and SGD in turn, and every other one with its library's own
-checkpointing, if it has that. `autofit.predict` tells each case by a dry run; `benchmarks.oracle`
-trains it in a worker on the emulated card, where PyTorch's own allocator answers, with values from
-when the training asks for one. Compared are peak allocated, peak
+and float16, with SGD, AdamW and Adafactor, with small and large batches, and half of them with
+their library's own checkpointing, if they have that. `autofit.predict` tells each case by a dry
+run; `benchmarks.oracle` trains it in a worker on the emulated card, where PyTorch's own allocator
+answers, with values from when the training asks for one. Compared are peak allocated, peak
 reserved, and required bytes: the smallest limit under which the last two of four steps run without
 a flush, to a page of 2 MiB. Non-torch bytes are left out on both sides.
 
-    python -m benchmarks.emulation_models RESULTS.jsonl
+    python -m benchmarks.emulation_models RESULTS.jsonl [--shard 1/4] [--seconds 1200]
+
+A hash orders all but the first three cases of each model. How often a training is said to fit into
+a GPU that it does not fit is told too, beside estimates from the number of parameters alone.
 
 `.ci/run` runs it on 30 models of transformers, the one such package that development installs.
 
@@ -21,14 +24,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,7 @@ from autofit.errors import PredictionUnavailable
 from autofit.plan import Dimension
 from autofit.registry import resolve, strategies_of
 from autofit.space import Space
+from autofit.units import GIB
 from benchmarks.emulated_models import MODELS
 from benchmarks.emulation_cases import Case, cases, workload_of
 from benchmarks.oracle.emulation import Emulated, Emulation
@@ -76,6 +81,8 @@ class Result:
         emulated: None where its training failed.
         refused: why the rehearsal cannot tell.
         failed: what was raised elsewhere.
+        high_bytes: what the rehearsal calls a fit at, with its margin.
+        parameters: elements of the model's parameters.
         computed_values: whether the training asked for values, and so computed.
         estimates: sizes that the emulated card does not know exactly.
         rehearsal_s, emulation_s: durations; that of the emulation with the start of its worker.
@@ -87,6 +94,8 @@ class Result:
     emulated: Bytes | None = None
     refused: str | None = None
     failed: str | None = None
+    high_bytes: int = 0
+    parameters: int = 0
     computed_values: bool = False
     estimates: tuple[str, ...] = ()
     rehearsal_s: float = 0.0
@@ -111,10 +120,13 @@ class Result:
         return cls(**read)
 
 
-def told_by_a_dry_run(workload: Workload, plan: Plan) -> Bytes:
+def told_by_a_dry_run(workload: Workload, plan: Plan) -> dict[str, Any]:
+    """Return the fields of a result that the rehearsal knows."""
     found = predict(workload, plan=plan, gpu=GPU)
-    required = found.required_bytes - found.breakdown["non_torch"]
-    return Bytes(found.peak_allocated_bytes, found.peak_reserved_bytes, required)
+    own = found.breakdown["non_torch"]
+    told = Bytes(found.peak_allocated_bytes, found.peak_reserved_bytes, found.required_bytes - own)
+    high = found.interval[1] - own
+    return {"rehearsed": told, "high_bytes": high, "parameters": found.parameters or 0}
 
 
 def told_by_the_card(
@@ -137,10 +149,10 @@ def result_of(case: Case) -> Result:
     try:
         workload = workload_of(case)
         settings = {} if case.precision == "default" else {"precision.dtype": case.precision}
-        plan = Plan(workload.sample_batch_size, settings=settings)
+        plan = Plan(case.batch_factor * workload.sample_batch_size, settings=settings)
         started = time.perf_counter()
         try:
-            found["rehearsed"] = told_by_a_dry_run(workload, plan)
+            found |= told_by_a_dry_run(workload, plan)
         except PredictionUnavailable as refusal:
             found["refused"] = str(refusal)[:300]
         found["rehearsal_s"] = time.perf_counter() - started
@@ -192,7 +204,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
     )
     yield "|---|---:|" + "---:|" * 9
     groups = [("all", results)]
-    for key in ("precision", "optimizer", "checkpointed"):
+    for key in ("precision", "optimizer", "batch_factor", "checkpointed"):
         values = dict.fromkeys(getattr(result.case, key) for result in results)
         groups += [
             (f"{key} {value}", [r for r in results if getattr(r.case, key) == value])
@@ -211,6 +223,8 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         ]
         yield f"| {label} | {figures['compared']:.0f} | {' | '.join(cells)} |"
     yield ""
+    yield from fits_table([result for result in results if result.error("required") is not None])
+    yield ""
     yield "The largest differences of required bytes:"
     yield ""
     known = [result for result in results if result.error("required") is not None]
@@ -222,6 +236,42 @@ def table(results: Sequence[Result]) -> Iterator[str]:
     yield ""
     yield from (f"- {r.case.name} cannot be told: {r.refused}" for r in results if r.refused)
     yield from (f"- {r.case.name} failed: {r.failed}" for r in results if r.failed)
+
+
+BUDGETS_GIB = (8, 16, 24, 40, 80)
+_STATE_BYTES = {"sgd": 4, "adamw": 8, "fused adamw": 8, "adafactor": 0}
+ESTIMATES: Mapping[str, Callable[[Result], float]] = {
+    "autofit.predict": lambda result: result.high_bytes,
+    "the same without a margin": lambda result: (
+        result.rehearsed.required if result.rehearsed else 0
+    ),
+    "accelerate estimate-memory: 4 x the weights": lambda result: 16 * result.parameters,
+    "DeepSpeed's estimate for ZeRO-2 on one GPU": lambda result: 20 * result.parameters,
+    "weights, gradients and state of the optimizer": lambda result: (
+        (8 + _STATE_BYTES[result.case.optimizer]) * result.parameters
+    ),
+}
+"""What people use -> bytes; without activations, as these formulas are."""
+
+
+def fits_table(results: Sequence[Result]) -> Iterator[str]:
+    """Yield the shares of the cases that are wrongly said to fit, and not to fit, by budget."""
+    yield (
+        "| wrongly said to fit / not to fit | " + " | ".join(f"{b} GiB" for b in BUDGETS_GIB) + " |"
+    )
+    yield "|---|" + "---:|" * len(BUDGETS_GIB)
+    pairs = [(result, result.emulated.required) for result in results if result.emulated]
+    if not pairs:
+        return
+    for said_by, estimate in ESTIMATES.items():
+        cells = []
+        for budget in (gib * GIB for gib in BUDGETS_GIB):
+            fits = sum(estimate(result) <= budget < need for result, need in pairs)
+            not_fits = sum(need <= budget < estimate(result) for result, need in pairs)
+            cells.append(f"{fits / len(pairs):.2%} / {not_fits / len(pairs):.2%}")
+        yield f"| {said_by} | {' | '.join(cells)} |"
+    needs = (sum(need > gib * GIB for _, need in pairs) / len(pairs) for gib in BUDGETS_GIB)
+    yield f"| do not fit | {' | '.join(f'{share:.0%}' for share in needs)} |"
 
 
 def versions() -> dict[str, str]:
@@ -239,36 +289,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=(), help="models by name")
     parser.add_argument("--table", action="store_true", help="print the summary and run nothing")
     parser.add_argument("--package", help="models of that package alone")
+    parser.add_argument("--shard", default="1/1", help="run each so manieth case alone")
     parser.add_argument("--most", type=int, help="run at most so many cases")
+    parser.add_argument("--seconds", type=float, help="begin no case after so long")
     options = parser.parse_args(arguments)
     if not options.table:
-        only = options.only or [n for n in MODELS if options.package in (None, MODELS[n].package)]
-        run(options.results, only, options.most)
+        run(options.results, chosen(options), options.most, options.seconds)
     results = read(options.results)
     print("\n".join(table(results)))
     figures = summary(results)
     return 0 if all(figures.get(name, 1) <= bound for name, bound in PROMISES.items()) else 1
 
 
-def run(path: Path, only: Sequence[str], most: int | None) -> None:
+def chosen(options: argparse.Namespace) -> list[Case]:
+    """Return the cases that were asked for."""
+    number, of = map(int, options.shard.split("/"))
+    only = options.only or [n for n in MODELS if options.package in (None, MODELS[n].package)]
+    found = dict.fromkeys(case for case in cases() if case.model in only)  # each once
+    return list(found)[number - 1 :: of]
+
+
+def run(path: Path, asked: Sequence[Case], most: int | None, seconds: float | None) -> None:
     """Run the cases that the file does not have, and append a line for each."""
     done = {result.case for result in read(path)}
-    number = count(1)
+    ends = time.monotonic() + (seconds or math.inf)
     with path.open("a") as file:
         if not done:
             print(json.dumps({"versions": versions()}), file=file, flush=True)
-        for case in cases():
-            if case in done or case.model not in only:
-                continue
-            if most is not None and next(number) > most:
+        for case in [case for case in asked if case not in done][:most]:
+            if time.monotonic() > ends:
                 return
             result = result_of(case)
             print(result.to_json(), file=file, flush=True)
             errors = (result.error(kind) for kind in ("allocated", "reserved", "required"))
             shown = "".join(f"{'-' if e is None else format(e, '+.2%'):>10}" for e in errors)
             why = result.refused or result.failed or ""
-            seconds = f"{result.rehearsal_s:6.1f}{result.emulation_s:7.1f}"
-            print(f"{case.name:60}{shown}{seconds}  {why[:90]}", flush=True)
+            times = f"{result.rehearsal_s:6.1f}{result.emulation_s:7.1f}"
+            print(f"{case.name:60}{shown}{times}  {why[:90]}", flush=True)
 
 
 if __name__ == "__main__":
