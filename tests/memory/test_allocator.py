@@ -17,14 +17,6 @@ from autofit.memory.blocks import Addresses, Block
 from autofit.units import KIB, MIB
 
 
-def test_a_request_is_rounded_up_to_512_bytes() -> None:
-    allocator = CachingAllocator()
-    allocator.allocate(1)
-    assert allocator.allocated_bytes == 512
-    allocator.allocate(513)
-    assert allocator.allocated_bytes == 512 + 1024
-
-
 @pytest.mark.parametrize(
     ("request_bytes", "segment_bytes"),
     [
@@ -50,33 +42,6 @@ def test_small_requests_share_a_segment_and_large_ones_do_not_use_it() -> None:
     assert allocator.reserved_bytes == 2 * MIB
     allocator.allocate(1 * MIB + 1)
     assert allocator.reserved_bytes == 22 * MIB
-
-
-def test_the_large_pool_hands_out_whole_a_block_with_a_rest_of_up_to_1_mib() -> None:
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(12 * MIB))
-    taken = allocator.allocate(11 * MIB)
-    assert (taken.size, allocator.allocated_bytes) == (12 * MIB, 12 * MIB)
-    allocator.free(taken)
-    assert allocator.allocate(11 * MIB - 512).size == 11 * MIB - 512
-
-
-def test_the_smallest_free_block_that_is_large_enough_is_taken() -> None:
-    allocator = CachingAllocator()
-    blocks = [allocator.allocate(size * MIB) for size in (40, 16, 24)]
-    for block in blocks:
-        allocator.free(block)
-    assert allocator.allocate(15 * MIB + 512).address == blocks[1].address
-    assert allocator.allocate(20 * MIB).address == blocks[2].address
-
-
-def test_released_neighbours_merge() -> None:
-    allocator = CachingAllocator()
-    first, second, third = (allocator.allocate(6 * MIB) for _ in range(3))
-    for block in (first, third, second):
-        allocator.free(block)
-    assert allocator.allocate(19 * MIB + 512).size == 20 * MIB
-    assert allocator.reserved_bytes == 20 * MIB
 
 
 def test_peaks_and_their_reset() -> None:

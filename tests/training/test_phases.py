@@ -128,19 +128,6 @@ def test_the_optimizer_is_made_of_what_a_parallel_strategy_left() -> None:
     assert not any(a is b for a, b in zip(training.model.parameters(), own, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("phase", "sees"), [(Phase.MODEL, False), (Phase.PARALLEL, False), (Phase.OPTIMIZER, True)]
-)
-def test_who_comes_before_the_optimizer_sees_none(phase: Phase, sees: bool) -> None:
-    """Only in a plan with a parallel strategy: others find it in every phase."""
-    looks, shards = Looks("looks", phase), Shards("shards", Phase.PARALLEL)
-    with _training([looks, shards], {"looks.on": True, "shards.on": True}):
-        assert (looks.saw is not None) is sees
-    looks.phase = max(phase, Phase.OPTIMIZER) if phase is Phase.PARALLEL else phase
-    with _training([looks, shards], {"looks.on": True}):
-        assert looks.saw is not None
-
-
 def test_an_optimizer_is_replaced_and_given_back() -> None:
     swaps, batch = Swaps("swaps", Phase.OPTIMIZER), _workload().sample_batch
     workload = _workload()
