@@ -289,3 +289,9 @@ def test_the_users_own_error_is_raised_as_it_is() -> None:
     with pytest.raises(KeyError, match="the user's") as caught:
         dry_run(workload(criterion=None, loss_fn=loss_fn), ResolvedPlan(Plan(16)), GPU)
     assert any("dry run" in note for note in caught.value.__notes__)
+
+
+def test_a_tensor_that_was_made_on_the_cpu_is_distinguished_from_what_needs_a_gpu() -> None:
+    error = fails(lambda model, batch: model(batch[0] + torch.randn(batch[0].shape)).mean())
+    assert "device=batch.device" in str(error)
+    assert "torch.randn(batch[0].shape)" in str(error)
