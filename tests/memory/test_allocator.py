@@ -140,3 +140,12 @@ def test_either_variable_chooses_them(name: str, monkeypatch: pytest.MonkeyPatch
     assert not expandable_segments()
     monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
     assert expandable_segments()
+
+
+def test_the_large_pool_hands_out_whole_a_block_with_a_rest_of_up_to_1_mib() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(12 * MIB))
+    taken = allocator.allocate(11 * MIB)
+    assert (taken.size, allocator.allocated_bytes) == (12 * MIB, 12 * MIB)
+    allocator.free(taken)
+    assert allocator.allocate(11 * MIB - 512).size == 11 * MIB - 512
