@@ -47,7 +47,7 @@ class HeadLoss:
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return the sizes of chunks where a head feeds cross entropy, and nothing elsewhere."""
-        if context.world.size > 1 or not _candidates(context.model):
+        if not _candidates(context.model):
             return {}
         samples = min(_SAMPLES, context.most_samples or _SAMPLES)
         heads = context.with_training(partial(_heads, samples), samples)
@@ -57,7 +57,10 @@ class HeadLoss:
         dimension = Dimension(
             [0, *ROWS],
             payloads=dict.fromkeys(ROWS, payload),
-            when={"compile.mode": ("off", None)},  # compiled heads return their logits
+            when={
+                "compile.mode": ("off", None),  # compiled heads return their logits
+                "parallel.mode": ("ddp", "ddp_view", "zero1", None),  # others free the weight
+            },
             relieves=("memory traffic",),
         )
         why = None if context.device.type == "meta" else self._why_unlike(context, payload, samples)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -354,6 +355,78 @@ def test_a_second_backward_of_one_loss_is_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="once"):
         loss.backward()
+
+
+ON_TWO_RANKS = """
+import json
+import os
+from functools import partial
+
+import torch
+from torch import nn
+
+from autofit.equivalence.steps import StrategyContext
+from autofit.devices.cpu import CpuDevice
+from autofit.plan import Plan, ResolvedPlan
+from autofit.registry import collect_dimensions, load_strategies
+from autofit.strategy import World
+from autofit.training.training import TrainingBuilder
+from autofit.training.workload import Workload
+
+rank = int(os.environ["RANK"])
+torch.distributed.init_process_group("gloo")
+seen = set()
+
+
+def loss(model, batch):
+    logits = model(batch[0])
+    seen.add(type(logits).__name__)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+def workload():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4096, 8), nn.Linear(8, 4096))
+    torch.manual_seed(rank)
+    words = torch.randint(0, 4096, (4, 6))
+    make = partial(torch.optim.SGD, lr=1.0, momentum=0.9)
+    return Workload(model, (words, words), loss_fn=loss, optimizer=make)
+
+
+strategies = load_strategies(["head_loss", "parallel"], world_size=2)
+builder = TrainingBuilder(workload, CpuDevice(), 0, World(rank, rank, 2))
+offered = collect_dimensions([each for each in strategies if each.name == "head_loss"],
+                             StrategyContext(builder, []))["head_loss.rows"]
+found = {}
+for mode in offered.when["parallel.mode"][:-1]:
+    for rows in (0, 7):
+        settings = {"parallel.mode": mode, "head_loss.rows": rows}
+        payloads = {"head_loss.rows": offered.payloads[256]} if rows else {}
+        plan = Plan(2, accumulation_steps=2, settings=settings, world_size=2)
+        seen.clear()
+        made = workload()
+        with builder.training(made, ResolvedPlan(plan, payloads, strategies)) as training:
+            losses = [float(training.step(made.batch(4))) for _ in range(2)]
+        weights = torch.cat([p.detach().flatten() for p in made.model.parameters()])
+        found[f"{mode} {rows}"] = [losses, float(weights.square().sum()), sorted(seen)]
+if rank == 0:
+    print(json.dumps(found), flush=True)
+torch.distributed.destroy_process_group()
+os._exit(0)  # gloo's threads abort some processes that exit by themselves
+"""
+
+
+def test_replicas_of_two_ranks_train_alike(
+    on_two_ranks: Callable[[Path, str], Any], tmp_path: Path
+) -> None:
+    found = on_two_ranks(tmp_path, ON_TWO_RANKS)
+    assert len(found) == 6
+    for mode in ("ddp", "ddp_view", "zero1"):
+        (plain, of_plain, _), (losses, weights, seen) = found[f"{mode} 0"], found[f"{mode} 7"]
+        assert seen == ["DeferredLogits"]
+        assert plain[1] < 0.99 * plain[0]
+        assert losses == pytest.approx(plain, rel=1e-5)
+        assert weights == pytest.approx(of_plain, rel=1e-6)
 
 
 def workload(loss: Loss = flat, build: Callable[[], nn.Module] = model) -> Workload:
