@@ -114,11 +114,7 @@ def _preferred(training: TrainingView, value: str) -> Iterator[None]:
 def _look(
     types: Sequence[torch.dtype | None], training: TrainingView, batch: Any
 ) -> list[tuple[list[str], list[str]]]:
-    """Return the kernels of each type; of the first alone where the model calls no attention."""
-    found = [_kernels(types[0], training, batch)]
-    if found[0] != ([], []):
-        found += [_kernels(dtype, training, batch) for dtype in types[1:]]
-    return found
+    return [_kernels(dtype, training, batch) for dtype in types]
 
 
 def _kernels(

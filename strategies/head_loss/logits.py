@@ -230,10 +230,6 @@ def _made(values: Any) -> Any:
 # What functions that change no value make of rows; None: not of rows alone.
 
 
-def _same(rows: _Rows) -> _Rows:
-    return rows
-
-
 def _shaped(rows: _Rows, *to: Any) -> _Rows | None:
     """`view` and `reshape`, where a row stays a row."""
     sizes = to[0] if len(to) == 1 and isinstance(to[0], Sequence) else to
@@ -272,10 +268,6 @@ def _sliced(rows: _Rows, index: Any) -> _Rows | None:
     return replace(rows, hidden=hidden, shape=(*hidden.shape[:-1], rows.shape[-1]))
 
 
-def _in_float32(rows: _Rows) -> _Rows:
-    return replace(rows, dtype=torch.float32)
-
-
 def _cast(rows: _Rows, *to: Any, **others: Any) -> _Rows | None:
     """`to(dtype)`; other conversions need the logits."""
     if others or len(to) != 1 or not isinstance(to[0], torch.dtype) or not to[0].is_floating_point:
@@ -301,8 +293,8 @@ _VIEWS: Mapping[Callable[..., Any], Callable[..., _Rows | None]] = {
     Tensor.flatten: _flattened,
     torch.flatten: _flattened,
     Tensor.__getitem__: _sliced,
-    Tensor.contiguous: _same,
-    Tensor.float: _in_float32,
+    Tensor.contiguous: lambda rows: rows,
+    Tensor.float: lambda rows: replace(rows, dtype=torch.float32),
     Tensor.to: _cast,
     Tensor.transpose: _transposed,
     torch.transpose: _transposed,

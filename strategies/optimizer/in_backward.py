@@ -48,7 +48,7 @@ def updated_in_backward(training: TrainingView, optimizer: Optimizer) -> Iterato
 
     with ExitStack() as stack:
         for group in optimizer.param_groups:
-            for parameter in filter(_is_trained, group["params"]):
+            for parameter in [each for each in group["params"] if each.requires_grad]:
                 step = partial(update, parameter)
                 stack.callback(training.update_in_backward(parameter, step))
         stack.callback(training.add_notes(lambda: [] if updates else [_NOT_IN_FORCE]))
@@ -58,10 +58,6 @@ def updated_in_backward(training: TrainingView, optimizer: Optimizer) -> Iterato
 def is_dense(value: Any) -> TypeGuard[Tensor]:
     """Return whether it is a tensor with memory of its own size."""
     return isinstance(value, Tensor) and value.layout == torch.strided
-
-
-def _is_trained(parameter: Tensor) -> bool:
-    return parameter.requires_grad
 
 
 def share_held(samples: int, training: TrainingView, batch: Any) -> float | None:
