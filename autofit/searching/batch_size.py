@@ -58,7 +58,12 @@ def find_batch_size(
 
     A search over even splits of the global batch alone, as plain PyTorch runs them. Where splitting
     changes the gradients, as with BatchNorm, the accumulation stays that of the sample batch; see
-    `SearchOptions.allow_accumulation_change`. Arguments not explained here are as for
+    `SearchOptions.allow_accumulation_change`.
+
+    Not the largest: finders of other libraries return the largest size that they ran, and leave the
+    samples of an optimizer step to it. Here these are kept, and of the micro-batches that fit the
+    fastest is returned, which may be a smaller one. How large one may be on a GPU a dry run tells:
+    `estimate_memory(...).largest_micro_batch`. Arguments not explained here are as for
     `autofit.search`.
 
     Args:

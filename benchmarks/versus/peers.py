@@ -298,6 +298,23 @@ def optuna_search(task: Task, live: Live, folder: Path, *, sampler: str) -> Answ
     return Answer(best["micro_batch"], best["precision"], probes=OPTUNA_TRIALS)
 
 
+def autofit_batch_size(task: Task, live: Live, folder: Path) -> Answer:
+    """Find the micro-batch of the kept global batch, with the user's live model and optimizer."""
+    sample_batch = task.batch(task.global_batch or FIRST)
+    found = autofit.find_batch_size(
+        live.model,
+        sample_batch,
+        loss_fn=task.loss,
+        optimizer=live.optimizer,
+        device=task.device,
+        vram_budget=task.budget_bytes,
+        progress=False,
+        **json.loads(os.environ.get(SEARCH, "{}")),
+    )
+    probes = found.report.record.search.probes
+    return Answer(found.micro_batch, task.precision, found.accumulation_steps, probes=probes)
+
+
 def autofit_search(task: Task, live: Live, folder: Path, **options: Any) -> Answer:
     """Search with the user's live model and optimizer."""
     workload = replace(

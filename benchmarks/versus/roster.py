@@ -45,6 +45,7 @@ PEERS: Mapping[str, Peer] = {
     "Optuna GP": Peer(
         "optuna_search", ("optuna", "scipy"), {"sampler": "GPSampler"}, finder=False, timed=True
     ),
+    "autofit find_batch_size": Peer("autofit_batch_size", ("torch-autofit",), timed=True),
     "autofit": Peer("autofit_search", ("torch-autofit",), finder=False, timed=True),
     "autofit, exact arithmetic": Peer(
         "autofit_search", ("torch-autofit",), {"numerics": "exact"}, finder=False, timed=True
