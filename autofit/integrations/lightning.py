@@ -40,6 +40,9 @@ from autofit.training.workload import Workload
 from autofit.units import kind_of
 
 if TYPE_CHECKING:
+    from autofit.checks.predict import GpuTable
+    from autofit.checks.verdict import Verdict
+    from autofit.prediction.predict import Prediction
     from autofit.searching.options import SearchOptions
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -50,6 +53,8 @@ _APPLY = (
     "trainer.fit(module, data)",
 )
 _MIXED = {"bfloat16": "bf16-mixed", "float16": "16-mixed"}
+_SHARDING = ("FSDP", "DeepSpeed", "ModelParallel")
+"""In the names of Lightning's strategies."""
 
 
 def workload(
@@ -163,6 +168,55 @@ def search(
     )
 
 
+def predict(
+    module: Any,
+    data: Any = None,
+    *,
+    trainer: Any = None,
+    sample_batch: Any = None,
+    examine: int = MOST_EXAMINED,
+    **more: Any,
+) -> Prediction | GpuTable:
+    """Predict the memory of a LightningModule's training on a GPU, without a GPU.
+
+    Args:
+        module, data, trainer, sample_batch, examine: see `workload`.
+        more: further arguments of `autofit.predict` (gpu, plan, world_size, strategies).
+
+    Raises:
+        InvalidArgument: see `workload`, and what `autofit.predict` raises.
+    """
+    from autofit.checks.predict import predict as run
+
+    trained = workload(module, data, trainer=trainer, sample_batch=sample_batch, examine=examine)
+    predicted: Prediction | GpuTable = run(trained, **more)
+    return predicted
+
+
+def check(
+    module: Any,
+    data: Any = None,
+    *,
+    trainer: Any = None,
+    sample_batch: Any = None,
+    examine: int = MOST_EXAMINED,
+    **more: Any,
+) -> Verdict:
+    """Check whether a LightningModule's training fits a VRAM budget.
+
+    Args:
+        module, data, trainer, sample_batch, examine: see `workload`.
+        more: further arguments of `autofit.check` (vram_budget, gpu, device, plan, ...).
+
+    Raises:
+        InvalidArgument: see `workload`, and what `autofit.check` raises.
+    """
+    from autofit.checks.check import check as run
+
+    trained = workload(module, data, trainer=trainer, sample_batch=sample_batch, examine=examine)
+    return run(trained, **more)
+
+
 def arguments(
     report: Report,
     *,
@@ -245,6 +299,12 @@ def _own_precision(trainer: Any) -> str | None:
         raise InvalidArgument(
             f"this Trainer uses {trainer.world_size} devices, but autofit searches for "
             "one: pass devices=1"
+        )
+    strategy = type(trainer.strategy).__name__
+    if any(name in strategy for name in _SHARDING):
+        raise InvalidArgument(
+            f"this Trainer has {kind_of(trainer.strategy)}, which shards the model, but autofit "
+            "searches for one device: pass a Trainer without strategy="
         )
     kept = {mixed: dtype for dtype, mixed in _MIXED.items()} | {"32-true": None}
     if trainer.precision not in kept:

@@ -4,6 +4,8 @@
     print(autofit.integrations.transformers.apply(report, trainer))
     trainer.train()
 
+`predict(trainer, gpu="L4")` and `check(trainer)` tell the memory of the Trainer as it is.
+
 What is searched is what the Trainer would run: its model, its collator over its longest samples,
 its `compute_loss`, the optimizer that it creates, its clipping, and
 per_device_train_batch_size x gradient_accumulation_steps samples in an optimizer step. One device.
@@ -12,9 +14,11 @@ per_device_train_batch_size x gradient_accumulation_steps samples in an optimize
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +40,9 @@ from autofit.training.batch import batch_size, tensors_of
 from autofit.training.workload import Workload
 
 if TYPE_CHECKING:
+    from autofit.checks.predict import GpuTable
+    from autofit.checks.verdict import Verdict
+    from autofit.prediction.predict import Prediction
     from autofit.searching.options import SearchOptions
 
 
@@ -120,7 +127,7 @@ def search(
         progress=progress,
     )
     with in_training_mode(trainer.model):
-        return search_workload(
+        report = search_workload(
             trained,
             precision=own,
             strategies=strategies,
@@ -132,6 +139,86 @@ def search(
             options=options,
             **{"device": str(trainer.args.device)} | more,
         )
+    data = trainer.train_dataset
+    return report.with_costs(epoch_samples=len(data) or None if hasattr(data, "__len__") else None)
+
+
+def predict(
+    trainer: Any, *, sample_batch: Any = None, examine: int = MOST_EXAMINED, **more: Any
+) -> Prediction | GpuTable:
+    """Predict the memory of this Trainer on a GPU, without a GPU, as its arguments have it.
+
+    Its precision, accumulation, optimizer, clipping and activation checkpointing count, and LoRA:
+    frozen parameters have neither gradients nor optimizer state. The batch is that of its longest
+    samples, which is the most that any order or packing of them makes.
+
+    Args:
+        trainer: see `workload`; it is not changed.
+        sample_batch: see `workload`.
+        examine: see `workload`.
+        more: further arguments of `autofit.predict` (gpu, plan, world_size, strategies). A report
+            as plan replaces the Trainer's own checkpointing, as `apply` does.
+
+    Raises:
+        InvalidArgument: see `workload`, and what `autofit.predict` raises.
+
+    Warns:
+        UserWarning: the arguments ask for compilation, whose memory is not predicted.
+    """
+    from autofit.checks.predict import predict as run
+
+    given = _as_configured(trainer, sample_batch, examine, more.get("plan"))
+    predicted: Prediction | GpuTable = run(given, **more)
+    return predicted
+
+
+def check(
+    trainer: Any, *, sample_batch: Any = None, examine: int = MOST_EXAMINED, **more: Any
+) -> Verdict:
+    """Check whether this Trainer fits a VRAM budget, as its arguments have it.
+
+    Args:
+        trainer, sample_batch, examine: as for `predict`.
+        more: further arguments of `autofit.check` (vram_budget, gpu, device, plan, ...).
+
+    Raises:
+        InvalidArgument: see `workload`, and what `autofit.check` raises.
+
+    Warns:
+        UserWarning: as `predict`.
+    """
+    from autofit.checks.check import check as run
+
+    return run(_as_configured(trainer, sample_batch, examine, more.get("plan")), **more)
+
+
+def _as_configured(trainer: Any, sample_batch: Any, examine: int, plan: Any) -> Workload:
+    """Return the workload with what a search leaves out of the arguments, or warn of it."""
+    given = workload(trainer, sample_batch=sample_batch, examine=examine)
+    if trainer.args.torch_compile:
+        warnings.warn(
+            "torch_compile=True of TrainingArguments was not used: the memory of compiled code "
+            "is not predicted",
+            stacklevel=3,
+        )
+    if not _checkpoints(trainer.args) or isinstance(plan, Report):
+        return given
+    return replace(given, model=_checkpointed(trainer.model, trainer.args))
+
+
+def _checkpointed(model: torch.nn.Module, args: Any) -> torch.nn.Module:
+    """Return a copy of the model, with its very tensors, that checkpoints as `train` would."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copied: Any = copy.deepcopy(model, tensors)
+    options = getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs)
+    # The first since transformers 5, the second until then
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(copied, name) for name in names if hasattr(copied, name))
+    taken = inspect.signature(enable).parameters  # such as every_n_layers; others are for torch
+    own = {name: value for name, value in (options or {}).items() if name in taken}
+    others = {name: value for name, value in (options or {}).items() if name not in taken}
+    enable(others or None, **own)
+    return copied  # type: ignore[no-any-return]  # of a library without types here
 
 
 def apply(
@@ -235,13 +322,18 @@ def _optimizer(trainer: Any) -> Any:
 
 
 def _notes(args: Any) -> Iterator[str]:
-    if getattr(args, "activation_checkpointing", args.gradient_checkpointing):  # since 5, until 5
+    if _checkpoints(args):
         yield (
             "gradient_checkpointing=True of TrainingArguments was not used: "
             "placements are searched instead, and applying a plan turns it off"
         )
     if args.torch_compile:
         yield "torch_compile=True of TrainingArguments was not used in any plan"
+
+
+def _checkpoints(args: Any) -> bool:
+    # The first since transformers 5, the second until then
+    return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))
 
 
 def _expresses(trainer: Any, term: str, value: Scalar) -> bool:

@@ -234,6 +234,40 @@ def test_what_cannot_be_searched_is_said(make_report: Callable[..., Report]) -> 
         integration.workload(module, Data())
 
 
+class Forgetful(Classifier):
+    """Keeps no losses: reading one needs its value, which a prediction has not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, target = batch
+        return nn.functional.cross_entropy(self.net(inputs), target)
+
+
+def test_a_prediction_and_a_check_take_the_trainers_accumulation() -> None:
+    trainer = trainer_of(accumulate_grad_batches=3)
+    found: Any = integration.predict(Forgetful(), Data(), trainer=trainer, gpu="L4")
+    assert str(found.plan).startswith("4 x 3")
+    verdict = integration.check(Forgetful(), Data(), trainer=trainer, gpu="L4")
+    assert verdict.fits
+    assert verdict.required_bytes == found.required_bytes
+
+
+@pytest.mark.parametrize("use", [integration.predict, integration.check, integration.search])
+@pytest.mark.parametrize(
+    ("distributed", "words"),
+    [
+        ({"devices": 2, "strategy": "ddp"}, "uses 2 devices"),
+        ({"strategy": lightning.strategies.ModelParallelStrategy}, "shards the model"),
+    ],
+)
+def test_a_trainer_that_is_distributed_is_refused(
+    use: Any, distributed: dict[str, Any], words: str
+) -> None:
+    if callable(make := distributed["strategy"]):
+        distributed = {"strategy": make()}
+    with pytest.raises(InvalidArgument, match=words):
+        use(Classifier(), Data(), trainer=trainer_of(**distributed))
+
+
 def test_an_optimizer_that_asks_for_the_trainer_may_be_given() -> None:
     class Scheduled(Classifier):
         def configure_optimizers(self) -> Any:

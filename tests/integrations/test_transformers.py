@@ -210,6 +210,58 @@ def test_a_search_tries_what_a_search_of_the_workload_tries(tmp_path: Path) -> N
     assert not any(name.startswith(("compile", "offload")) for name in report.record.dimensions)
 
 
+def adapted(folder: Path) -> Any:
+    peft = pytest.importorskip("peft", reason=f"peft is {WANTED}")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn"])
+    trainer = trainer_of(folder)
+    model = peft.get_peft_model(causal_lm(), lora)
+    return InOrder(model, trainer.args, train_dataset=samples(), data_collator=collate)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # peft sets it as the layers of GPT-2 need it
+@pytest.mark.parametrize("of", [trainer_of, adapted])
+def test_a_prediction_has_the_gradients_and_the_state_of_a_real_step(
+    of: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    trainer = of(tmp_path)
+    before = copy.copy(vars(trainer))
+    found: Any = integration.predict(trainer, gpu="L4")
+    assert vars(trainer) == before
+    assert str(found.plan).startswith("4 x 2")
+    trainer.train()
+    state = trainer.optimizer.optimizer.state
+    held = {
+        "gradients": [p for p in trainer.model.parameters() if p.requires_grad],
+        "optimizer_state": [value for kept in state.values() for value in kept.values()],
+    }
+    for kind, tensors in held.items():
+        blocks = sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)
+        assert found.breakdown[kind] == pytest.approx(blocks, rel=0.02)
+
+
+def test_a_prediction_checkpoints_as_the_arguments_say(tmp_path: Path) -> None:
+    size = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}
+    kept: Any = integration.predict(trainer_of(tmp_path, **size), gpu="L4")
+    trainer = trainer_of(tmp_path, gradient_checkpointing=True, **size)
+    recomputed: Any = integration.predict(trainer, gpu="L4")
+    assert recomputed.breakdown["activations"] < 0.9 * kept.breakdown["activations"]
+    assert not any(getattr(each, "gradient_checkpointing", 0) for each in trainer.model.modules())
+
+
+def test_a_check_probes_or_predicts_the_trainer(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, bf16=True)
+    assert integration.check(trainer, device="cpu", vram_budget="64MiB").fits
+    assert not integration.check(trainer, gpu="L4", vram_budget="320MiB").fits
+
+
+@pytest.mark.parametrize("use", [integration.predict, integration.check, integration.search])
+def test_a_trainer_that_is_distributed_is_refused(use: Any, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.args.deepspeed = {"zero_optimization": {"stage": 2}}
+    with pytest.raises(InvalidArgument, match="shard the model"):
+        use(trainer)
+
+
 def test_a_workload_is_what_the_trainer_trains(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     before = copy.copy(vars(trainer))
