@@ -191,22 +191,20 @@ def test_ranks_compile_blocks_or_say_that_nothing_was(mode: str, said: str) -> N
 
 TOO_MUCH = 2**27
 """Elements that fill twice the budget."""
-FAULTS: dict[int, tuple[str, int | None, set[Outcome]]] = {
+FAULTS: dict[int, tuple[str, int, set[Outcome]]] = {
     4: ("oom", 1, {Outcome.OOM}),
-    6: ("oom", None, {Outcome.OOM}),
-    8: ("oom in backward", 0, {Outcome.OOM}),
-    10: ("killed", 1, {Outcome.CRASHED}),
-    12: ("hang", 0, {Outcome.TIMEOUT}),
-    14: ("user error", 1, {Outcome.USER_ERROR}),
-    16: ("other count", 0, {Outcome.TIMEOUT, Outcome.USER_ERROR}),
+    6: ("killed", 1, {Outcome.CRASHED}),
+    8: ("hang", 0, {Outcome.TIMEOUT}),
+    10: ("user error", 1, {Outcome.USER_ERROR}),
+    12: ("other count", 0, {Outcome.TIMEOUT, Outcome.USER_ERROR}),
 }
-"""By the micro-batch at which it happens: what, on which rank (None: all), and the outcomes."""
+"""By the micro-batch at which it happens: what, on which rank, and the outcomes."""
 
 
 def struck_by(micro_batch: int) -> str:
     """What happens on this rank."""
-    kind, rank, _ = FAULTS.get(micro_batch, ("", None, set()))
-    return kind if rank in (None, torch.distributed.get_rank()) else ""
+    kind, rank, _ = FAULTS.get(micro_batch, ("", 0, set()))
+    return kind if rank == torch.distributed.get_rank() else ""
 
 
 class Struck(nn.Module):
@@ -220,11 +218,7 @@ class Struck(nn.Module):
         kind = struck_by(len(x))
         if kind == "oom":
             return x + torch.empty(TOO_MUCH).sum()
-        if kind == "oom in backward":
-            x.register_hook(  # type: ignore[no-untyped-call]  # torch does not annotate it
-                lambda gradient: gradient + torch.empty(TOO_MUCH).sum()
-            )
-        elif kind == "killed":
+        if kind == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "hang":
             time.sleep(3600)
@@ -239,26 +233,27 @@ def once_more_on_one_rank(model: nn.Module, batch: torch.Tensor) -> torch.Tensor
     return model(batch).square().mean()
 
 
+@pytest.mark.timeout(600)  # workers are replaced four times
 def test_what_single_ranks_do_is_named_and_the_next_probe_works() -> None:
     strategies = load_strategies(["parallel"])
     workload = Workload(Struck, torch.randn(3, 32), loss_fn=once_more_on_one_rank)
     payloads = {"parallel.mode": UNITS["parallel.mode"]}
     deadlines, target = Deadlines(shortest_s=8.0), Target("cpu", "256MiB", ranks=2)
     with open_prober(workload, strategies, target, deadlines=deadlines) as prober:
-        for size in range(4, 18):
+        for size in range(4, 14):
             # ranks of ddp meet in the last backward of a step alone, and would not see a count
-            mode = "ddp" if size % 4 == 0 and size != 16 else "fsdp2_keep"
+            mode = "ddp" if size % 4 == 0 and size != 12 else "fsdp2_keep"
             plan = Plan(size, accumulation_steps=2, world_size=2, settings={"parallel.mode": mode})
             resolved = ResolvedPlan(plan, payloads if mode != "ddp" else {}, strategies)
             request = ProbeRequest(resolved, expected_seconds=0.01, most_timed_seconds=0.2)
             seen = prober.probe(request).measurement
-            kind, rank, outcomes = FAULTS.get(size, ("", None, {Outcome.OK}))
+            kind, rank, outcomes = FAULTS.get(size, ("", 0, {Outcome.OK}))
             assert seen.outcome in outcomes, (size, seen)
             if kind == "other count":  # of two ranks none is the one to blame
                 assert OTHER_COUNT in (seen.detail or "")
-            elif rank is not None:
+            elif kind:
                 assert seen.failed_rank == rank
-            elif not kind:
+            else:
                 assert len(seen.ranks) == 2
 
 
