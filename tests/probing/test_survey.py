@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import weakref
 from collections.abc import Mapping
@@ -14,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+from autofit.equivalence.comparison import compare_plans
 from autofit.errors import InvalidArgument, NoFeasiblePlan
-from autofit.plan import Dimension, Plan
-from autofit.probing.messages import Call
+from autofit.plan import Dimension, Plan, ResolvedPlan
+from autofit.probing.messages import Call, ProbeRequest
 from autofit.probing.session import Session
 from autofit.probing.survey import Survey, check_weights_fit, take_survey
 from autofit.strategy import Numerics, Phase
@@ -325,3 +327,17 @@ def test_a_model_whose_loss_exists_in_training_only_is_compared_in_training() ->
     survey = _survey_of(session_of(lambda: Workload(Shy(), labelled(), global_batch=8)))
     assert survey.split_gradients is not None
     assert survey.split_gradients.equal
+
+
+def test_one_model_is_alive_at_a_time() -> None:
+    def make() -> Workload:
+        return Workload(_Watched, labelled()[0], global_batch=8)
+
+    session = session_of(make, strategies=[_Curious()])
+    gc.collect()
+    _Watched.counts.clear()
+    survey = _survey_of(session)
+    assert survey.may_change_accumulation
+    session.probe(ProbeRequest(ResolvedPlan(survey.space().baseline), 256 * MIB))
+    compare_plans(session.builder, ResolvedPlan(Plan(4)), ResolvedPlan(Plan.split(4, 2)), 4)
+    assert _Watched.counts == [1] * 4  # the survey's, the probe's, and two that were compared
