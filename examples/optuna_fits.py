@@ -15,7 +15,7 @@ import autofit
 
 GPU, BUDGET = "RTX 4090", 0.95  # of its memory: 22.3 of what is sold as 24 GB
 VOCABULARY, TOKENS, STEPS = 32_000, 512, 20_000
-TRIALS = 20
+TRIALS = 12
 
 
 def build_model(width: int, depth: int) -> nn.Sequential:
@@ -45,8 +45,8 @@ def expected_loss(width: int, depth: int, batch: int) -> float:
 
 
 def suggest(trial: optuna.Trial) -> tuple[int, int, int]:
-    width = trial.suggest_categorical("width", [256, 512, 1024, 2048, 3072])
-    depth = trial.suggest_int("depth", 2, 16, step=2)
+    width = trial.suggest_categorical("width", [512, 1024, 2048, 4096])
+    depth = trial.suggest_int("depth", 2, 8, step=2)
     return width, depth, trial.suggest_int("batch", 4, 64, step=4)
 
 

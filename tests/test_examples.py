@@ -56,8 +56,8 @@ def tunes_settings_of_the_users_own(printed: str, folder: Path) -> None:
 
 
 def proposes_less_that_does_not_fit(printed: str, folder: Path) -> None:
-    free, constrained = re.findall(r"constrained: (\d+) of 20 proposals do not fit", printed)
-    assert 0 <= int(constrained) <= int(free) <= 20
+    free, constrained = re.findall(r"constrained: (\d+) of 12 proposals do not fit", printed)
+    assert 0 <= int(constrained) <= int(free) <= 12
     (spare,) = re.findall(r"(\S+) GiB to spare", printed)
     assert float(spare) >= 0
 
