@@ -1,9 +1,8 @@
 """Compare training steps that start alike: with some settings applied, and without.
 
 A `StepComparer` steps one live training again and again, each time from the same weights, buffers,
-attributes and random numbers, and records the results. Numbers and lengths outside the modules
-(attributes of helper objects and classes, globals of the model's files) are the user's: they are
-not put back, but their changes during a step are compared.
+attributes and random numbers, and records the results. What a forward keeps outside the modules
+(in helper objects, classes, globals) is the user's: it is neither put back nor compared.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -28,7 +26,7 @@ from autofit.equivalence.comparison import (
     compare,
     seed_everything,
 )
-from autofit.errors import InvalidArgument, Unsupported, is_users_class, release_exception
+from autofit.errors import InvalidArgument, Unsupported, release_exception
 from autofit.plan import Plan, ResolvedPlan, Settings
 from autofit.snapshot import process
 from autofit.snapshot.snapshot import Snapshot, generator_access
@@ -145,7 +143,6 @@ class StepComparer:
         self._restore()
         seed_everything(seed)
         training, ran = self._training, set[nn.Module]()
-        outside = _outside(training.model)
 
         def note(module: nn.Module, inputs: Any) -> None:
             ran.add(module)
@@ -157,9 +154,6 @@ class StepComparer:
         finally:
             hook.remove()
         state = dict(state_of(training.model, updated=update))
-        for name, value in _outside(training.model).items():
-            if (added := value - outside.get(name, 0)) != 0:
-                state[name] = added
         names = training.model.named_modules()
         return StepTrace(
             loss, gradients, state=state, ran=frozenset(n for n, module in names if module in ran)
@@ -257,58 +251,6 @@ def _visible(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
         for key, inner in items if depth else ():
             if not isinstance(inner, _PLAIN):
                 yield from _visible(f"{name}[{key!r}]", inner, depth - 1)
-
-
-def _outside(model: nn.Module) -> dict[str, float]:
-    """Return the numbers and lengths outside the modules to which a forward may add.
-
-    Of objects of the user's own that modules hold, or that their hooks belong to, also those
-    within containers.
-    """
-    found: dict[str, float] = {}
-    known: set[int] = set()
-    for path, module in model.named_modules():
-        held = {f"attribute {path}.{name}": v for name, v in vars(module).items()}
-        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        for number, hook in enumerate(hooks):
-            held[f"hook {number} of {path}"] = getattr(hook, "__self__", hook)
-        for name, value in held.items():
-            if _is_helper(value) and id(value) not in known:
-                known.add(id(value))
-                for key, inner in list(vars(value).items()):
-                    found |= _amounts(f"{name}.{key}", inner, _DEEPEST)
-    spaces: dict[int, tuple[str, Mapping[str, Any]]] = {}
-    for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
-        if is_users_class(cls):
-            spaces[id(cls)] = f"class attribute {cls.__qualname__}.", vars(cls)
-            for method in vars(cls).values():
-                if isinstance(method, FunctionType):
-                    spaces[id(method.__globals__)] = "global ", method.__globals__
-    for space, values in spaces.values():
-        for name, value in list(values.items()):
-            if not name.startswith("__"):
-                found |= _amounts(f"{space}{name}", value, 0)
-    return found
-
-
-def _amounts(name: str, value: Any, depth: int) -> dict[str, float]:
-    """Return a number, or the length of a container and the numbers in it."""
-    if isinstance(value, int | float):
-        return {name: value}
-    if not isinstance(value, _CONTAINERS):
-        return {}
-    amounts: dict[str, float] = {name: len(value)}
-    if depth and not isinstance(value, set):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, inner in list(items):
-            amounts |= _amounts(f"{name}[{key!r}]", inner, depth - 1)
-    return amounts
-
-
-def _is_helper(value: Any) -> bool:
-    """Return whether this is an object of the user's own with attributes."""
-    is_code = isinstance(value, type | FunctionType | MethodType | nn.Module)
-    return hasattr(value, "__dict__") and not is_code and is_users_class(type(value))
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -64,7 +64,6 @@ def workload(
     trainer: Any = None,
     sample_batch: Any = None,
     examine: int = MOST_EXAMINED,
-    progress: OnEvent | bool | None = None,
     **more: Any,
 ) -> Workload:
     """Return what a LightningModule trains, as a workload.
@@ -79,7 +78,6 @@ def workload(
         sample_batch: in place of data.
         examine: samples to look at for the longest ones, for some seconds at most; of images and
             the like, which have no length, a few.
-        progress: of that, as for `autofit.search`.
         more: further fields of the `Workload`, such as optimizer, where `configure_optimizers`
             needs a Trainer, or global_batch.
 
@@ -94,7 +92,7 @@ def workload(
             "batch) -> loss for autofit.search"
         )
     if sample_batch is None:
-        sample_batch = longest_batch(_loader(data, trainer), examine, progress=progress)
+        sample_batch = longest_batch(_loader(data, trainer), examine)
     sample_batch = module.on_before_batch_transfer(sample_batch, 0)
     given: dict[str, Any] = {
         "loss_fn": ModuleLoss(precision=_own_precision(trainer)),
@@ -150,7 +148,6 @@ def search(
         trainer=trainer,
         sample_batch=sample_batch,
         examine=examine,
-        progress=progress,
         **{name: value for name, value in given.items() if value is not None},
     )
     device = {} if trainer is None else {"device": str(trainer.strategy.root_device)}

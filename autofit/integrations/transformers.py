@@ -58,7 +58,6 @@ def workload(
     *,
     sample_batch: Any = None,
     examine: int = MOST_EXAMINED,
-    progress: OnEvent | bool | None = None,
     **more: Any,
 ) -> Workload:
     """Return what a Trainer trains, as a workload.
@@ -69,7 +68,6 @@ def workload(
             collator is given the longest of `examine` samples of the training data.
         examine: samples to look at for the longest ones, for some seconds at most; of images and
             the like, which have no length, a few.
-        progress: of that, as for `autofit.search`.
         more: further fields of the `Workload`.
 
     Raises:
@@ -78,7 +76,7 @@ def workload(
     _check_one_device(trainer)
     args = trainer.args
     if sample_batch is None:
-        sample_batch = _longest_batch(trainer, examine, progress)
+        sample_batch = _longest_batch(trainer, examine)
     loss = TrainerLoss(trainer)
     given: dict[str, Any] = {
         "loss_fn": loss,
@@ -124,7 +122,6 @@ def search(
         trainer,
         sample_batch=sample_batch,
         examine=examine,
-        progress=progress,
     )
     with in_training_mode(trainer.model):
         report = search_workload(
@@ -299,7 +296,7 @@ def _check_one_device(trainer: Any) -> None:
         )
 
 
-def _longest_batch(trainer: Any, examine: int, progress: OnEvent | bool | None) -> Any:
+def _longest_batch(trainer: Any, examine: int) -> Any:
     """Return a micro-batch of the Trainer's longest samples, as its collator makes it."""
     if trainer.train_dataset is None:
         raise InvalidArgument(
@@ -309,7 +306,7 @@ def _longest_batch(trainer: Any, examine: int, progress: OnEvent | bool | None) 
     known = len(trainer.accelerator._dataloaders)
     loader = copy.copy(trainer).get_train_dataloader()  # it may keep what it finds out
     del trainer.accelerator._dataloaders[known:]  # what asking for a loader adds
-    return longest_batch(loader, examine, trainer.args.train_batch_size, progress=progress)
+    return longest_batch(loader, examine, trainer.args.train_batch_size)
 
 
 def _optimizer(trainer: Any) -> Any:

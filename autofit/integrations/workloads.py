@@ -9,7 +9,7 @@ import heapq
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -20,7 +20,6 @@ import torch
 from autofit.errors import InvalidArgument
 from autofit.registry import Unnamed, load_strategies
 from autofit.report.report import Report
-from autofit.searching.events import OnEvent, Progress, StageStarted
 from autofit.snapshot import process
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
@@ -36,11 +35,6 @@ _FIRST = 32
 """Samples that tell whether lengths are worth looking for: images have none, and take long."""
 _SECONDS = 10.0
 """As long as a worker takes to start on a busy machine: what has been found by then is taken."""
-_SECONDS_BETWEEN = 1.0
-"""Of two events that say how many were looked at."""
-
-OnExamined = Callable[[int, int], None]
-"""Called with how many were looked at so far, and with how many there are to look at."""
 
 
 def longest_batch(
@@ -49,7 +43,6 @@ def longest_batch(
     batch_size: int | None = None,
     *,
     seconds: float = _SECONDS,
-    progress: OnEvent | bool | None = None,
 ) -> Any:
     """Return a batch of a loader's longest samples.
 
@@ -62,48 +55,25 @@ def longest_batch(
         examine: samples to look at, spread over the data set.
         batch_size: samples of a batch; None: as the loader says.
         seconds: after so many the longest that were found are taken, with a warning.
-        progress: as for `autofit.search`.
 
     Raises:
         InvalidArgument: it delivers nothing.
     """
     states = process.random_states()
     try:
-        with _examining(progress) as on_examined:
-            batch = _longest(loader, examine, batch_size, seconds, on_examined)
+        batch = _longest(loader, examine, batch_size, seconds)
         return dict(batch) if isinstance(batch, Mapping) else batch  # of a tokenizer
     finally:
         process.restore(states)  # data sets that augment their samples draw random numbers
 
 
-@contextmanager
-def _examining(progress: OnEvent | bool | None) -> Iterator[OnExamined]:
-    from autofit.searching.search import showing
-
-    began = time.monotonic()
-    told_at = began - _SECONDS_BETWEEN
-
-    def on_examined(done: int, count: int) -> None:
-        nonlocal told_at
-        now = time.monotonic()
-        if now - told_at >= _SECONDS_BETWEEN:
-            told_at = now
-            stage = f"looking for the longest samples: {done} of {count}"
-            on_event(StageStarted(stage, Progress(0, 0, None, now - began, None, None)))
-
-    with showing(progress) as on_event:
-        yield on_examined
-
-
-def _longest(
-    loader: Any, examine: int, batch_size: int | None, seconds: float, on_examined: OnExamined
-) -> Any:
+def _longest(loader: Any, examine: int, batch_size: int | None, seconds: float) -> Any:
     dataset = getattr(loader, "dataset", None)
     samples = batch_size or getattr(loader, "batch_size", None)
     streams = isinstance(dataset, torch.utils.data.IterableDataset)
     if streams or not samples or not hasattr(dataset, "__getitem__"):
         batches = islice(iter(loader), _BATCHES)
-        found = heapq.nlargest(1, _measured(batches, _BATCHES, seconds, on_examined))
+        found = heapq.nlargest(1, _measured(batches, _BATCHES, seconds))
         if not found:
             raise InvalidArgument("the training data yielded no batch: pass sample_batch=")
         return found[0][-1]
@@ -113,21 +83,18 @@ def _longest(
         raise InvalidArgument("the training dataset is empty: pass sample_batch=")
     places = [place * len(whole) // count for place in range(count)]
     random.Random(0).shuffle(places)  # so that those seen within the time are spread, too
-    measured = _measured((whole[place] for place in places), count, seconds, on_examined)
+    measured = _measured((whole[place] for place in places), count, seconds)
     longest = heapq.nlargest(samples, measured)
     chosen = [sample for *_, sample in longest]
     return loader.collate_fn([chosen[at % len(chosen)] for at in range(samples)])
 
 
-def _measured(
-    found: Iterable[Any], count: int, seconds: float, on_examined: OnExamined
-) -> Iterator[tuple[int, int, Any]]:
+def _measured(found: Iterable[Any], count: int, seconds: float) -> Iterator[tuple[int, int, Any]]:
     """Yield the length of each of these, a number that tells equals apart, and itself."""
     ends_at, varies = time.monotonic() + seconds, False
     for done, one in enumerate(found, start=1):
         yield _length(one), -done, one
         varies = varies or _has_length(one)
-        on_examined(done, count)
         if done < count and time.monotonic() > ends_at:
             warnings.warn(
                 (

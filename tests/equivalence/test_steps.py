@@ -129,32 +129,6 @@ def test_a_step_that_raises_differs_and_says_how() -> None:
         _comparer(Net()).compare(nullcontext, raising, "raising", seed=0, update=False)
 
 
-class Counts(nn.Module):
-    """In the user's own globals."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        global STEPS
-        STEPS += 1
-        loss: torch.Tensor = self.inner(x).square().mean()
-        LOSSES.append(loss.item())
-        return loss
-
-
-def test_what_lies_beside_the_model_is_compared_and_left_alone() -> None:
-    LOSSES[:] = [1.0]
-    began = STEPS
-    comparer = _comparer(Counts())
-    assert _compare(comparer).equal
-    assert LOSSES[0] == 1.0
-    assert len(LOSSES) == 1 + STEPS - began == 3
-    names = {"global STEPS", "global LOSSES"}
-    assert set(_compare(comparer, _twice).differences) == names
-
-
 class Jitters(nn.Module):
     """As with a kernel that adds in any order: no two runs are alike to the bit."""
 
