@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-import autofit
 from autofit.checks.check import check
-from autofit.checks.verdict import Verdict, compare_with, markdown, read_fraction
+from autofit.checks.verdict import Verdict, compare_with, read_fraction
 from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Dimension, Plan
@@ -81,12 +80,6 @@ def test_the_margin_decides_between_required_and_budget() -> None:
     assert just_enough.margin_bytes > 0
 
 
-def test_without_a_budget_it_is_the_gpus_memory() -> None:
-    assert 21 * GIB < check(workload(), gpu="L4").vram_budget_bytes < 24 * GIB
-    half = check(workload(), gpu="L4", vram_budget=0.5).vram_budget_bytes
-    assert 10 * GIB < half < 12 * GIB
-
-
 def test_what_cannot_be_traced_is_undecided() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         loss: torch.Tensor = model(batch[0]).mean()
@@ -112,16 +105,6 @@ def test_a_probe_on_the_cpu_device() -> None:
     assert little.fits is False
 
 
-def test_a_probe_opens_the_device_in_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened_here(name: str | None) -> None:
-        raise AssertionError(f"{name} was opened in the caller's process")
-
-    monkeypatch.setattr("autofit.devices.cuda.open_device", opened_here)
-    verdict = check(workload(), vram_budget=400 * MIB, device="cpu")
-    assert verdict.fits
-    assert verdict.vram_budget_bytes == 400 * MIB
-
-
 def test_a_gpu_and_a_device_are_refused_together() -> None:
     with pytest.raises(InvalidArgument, match=r"gpu='L4'.*device='cpu'"):
         check(workload(), vram_budget="2GiB", gpu="L4", device="cpu")
@@ -145,36 +128,7 @@ def test_a_check_without_a_loss_tells_nothing_unless_it_may(where: Any) -> None:
     assert allowed.fits is True
 
 
-def test_predictions_and_probes_say_what_stood_in_for_a_loss() -> None:
-    made = make_without_loss()
-    predicted = autofit.predict(made, gpu="L4")
-    assert predicted.has_stand_in_loss
-    assert "no loss" in str(predicted)
-    assert predicted.to_dict()["has_stand_in_loss"] is True
-    assert not autofit.predict(workload(), gpu="L4").has_stand_in_loss
-    trial = autofit.probe(made, device="cpu", vram_budget="256MiB")
-    assert "no loss" in str(trial)
-
-
 # -- The forms of a verdict
-
-PARTS = {"weights": 2 * GIB, "optimizer_state": 4 * GIB, "non_torch": GIB // 2}
-FITS = Verdict(True, Plan(8), "predict", 24 * GIB, 20 * GIB, GIB, PARTS)
-LARGE = Verdict(False, Plan(16), "predict", 24 * GIB, 30 * GIB, GIB, PARTS, 11)
-UNKNOWN = Verdict(None, Plan(8), "predict", 24 * GIB, detail="loss.item() in train.py:3")
-
-
-def test_headroom() -> None:
-    assert FITS.headroom_bytes == 4 * GIB
-    assert LARGE.headroom_bytes == -6 * GIB
-    assert UNKNOWN.headroom_bytes is None
-
-
-def test_the_name_of_a_file_stays_one_piece_of_code_in_markdown() -> None:
-    heading, *_ = markdown("a`|\n<img src=x>.py:make", FITS, None).splitlines()
-    _, name, after = heading.split("`")
-    assert name.endswith("<img src=x>.py:make")
-    assert after == " fits"
 
 
 # -- Today's verdict against an earlier one
@@ -261,24 +215,10 @@ def test_bytes_on_the_cpu_are_not_held_against_a_gpus(tmp_path: Path) -> None:
     assert compare_with(replace(now, device="cpu", gpu=None), before, 0.05).passed
 
 
-def test_a_file_that_does_not_say_its_device_can_be_read(tmp_path: Path) -> None:
-    now = replace(verdict("predict", 1000, 900), device="cuda", gpu="L4")
-    older = now.to_dict()
-    for name in ("device", "gpu", "gpu_assumed"):
-        del older[name]
-    regression = compare_with(now, written(tmp_path, older), 0.05)
-    assert (regression.growth, regression.differs) == (0.0, ())
-
-
 def test_nothing_in_common_is_refused(tmp_path: Path) -> None:
     before = written(tmp_path, verdict("predict", 1000, None).to_dict())
     with pytest.raises(InvalidArgument, match="cannot be compared"):
         compare_with(verdict("probe", None, None), before, 0.05)
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"absent\.json"):
-        compare_with(verdict("probe", 1, 1), tmp_path / "absent.json", 0.05)
 
 
 @pytest.mark.parametrize(

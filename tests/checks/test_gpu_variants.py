@@ -19,7 +19,7 @@ from autofit.prediction.predict import predict
 from autofit.strategy import Numerics, Phase
 from autofit.training.workload import Workload
 from autofit.units import GIB, MIB
-from benchmarks.workload_models import GPT, resnet
+from benchmarks.workload_models import GPT
 
 
 def with_memory(name: str, size: int) -> Gpu:
@@ -34,11 +34,6 @@ GPUS = {name: with_memory(name, 8 * GIB + rank) for rank, name in enumerate(NAME
 def decoder(**options: Any) -> Workload:
     ids = torch.randint(0, 5000, (4, 256))
     return Workload(lambda: GPT(5000, 256, 256, 2, 4), {"ids": ids}, **options)
-
-
-def convolutions() -> Workload:
-    batch = torch.randn(8, 3, 64, 64), torch.randint(0, 10, (8,))
-    return Workload(lambda: resnet((16, 32), 1, 10), batch, criterion=nn.CrossEntropyLoss())
 
 
 @pytest.fixture(scope="module")
@@ -81,31 +76,6 @@ def test_the_largest_fits_and_the_next_one_does_not(table: GpuTable) -> None:
             steps = fit.largest.accumulation_steps - 1
             larger = Plan.split(4096, -(-4096 // steps), fit.plan.settings)
             assert not predict(workload, plan=larger, gpu=GPUS[row.gpu]).fits(row.total_bytes)
-
-
-def test_a_plan_that_is_already_the_largest_stays() -> None:
-    little = with_memory("L4", 1340 * MIB)
-    default = predict_gpus(decoder(), gpus=[little], plan=Plan(8), strategies=[])
-    again = default.gpus[0].fits[0].largest
-    assert again is not None
-    assert again.micro_batch > 8
-    found = predict_gpus(decoder(), gpus=[little], plan=again, strategies=[])
-    (fit,) = found.gpus[0].fits
-    assert fit.largest == again
-
-
-def test_layouts_and_types_are_combined() -> None:
-    found = predict_gpus(
-        convolutions(), gpus=[with_memory("A100", 2 * GIB + 1), with_memory("V100", 2 * GIB)]
-    )
-    v100, a100 = found.gpus
-    assert len(a100.fits) == 2 * 4
-    assert len(v100.fits) == 2 * 2
-    for fit in (a100.fits[0], a100.fits[-1]):
-        assert fit.largest is not None
-        assert predict(convolutions(), plan=fit.largest, gpu="A100").fits(2 * GIB)
-        larger = Plan(round(1.01 * fit.largest.micro_batch) + 1, settings=fit.plan.settings)
-        assert not predict(convolutions(), plan=larger, gpu="A100").fits(2 * GIB)
 
 
 def test_settings_of_the_plan_stay() -> None:
@@ -168,13 +138,6 @@ def test_what_is_costly_is_left_out_and_named() -> None:
     found = predict_gpus(decoder(), gpus=["L4"], strategies=[_Costly()])
     assert len(found.gpus[0].fits) == 1
     assert any("costly.mode was left at off" in note for note in found.notes)
-
-
-def test_what_stood_in_for_a_loss_is_said() -> None:
-    made = Workload(lambda: nn.Linear(8, 4), torch.randn(4, 8))
-    assert any("no loss" in note for note in predict_gpus(made, gpus=["L4"]).notes)
-    given = replace(made, loss_fn=lambda model, batch: model(batch).mean())
-    assert not any("no loss" in note for note in predict_gpus(given, gpus=["L4"]).notes)
 
 
 def test_code_that_looks_at_values_cannot_be_told() -> None:

@@ -133,32 +133,6 @@ def test_what_is_kept_late_is_found_on_the_cpu_too(last: int, strayed: str) -> N
     assert any(line.startswith(strayed) for line in held.deviations)
 
 
-def test_a_search_in_a_script_is_soaked_from_the_command_line(
-    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    """The script's classes are of __main__ there, and of the file's module here."""
-    (tmp_path / "train.py").write_text(
-        "import torch\n"
-        "import autofit\n"
-        "class Net(torch.nn.Linear):\n"
-        "    def forward(self, x):\n"
-        "        return super().forward(x).relu()\n"
-        "class Slow(torch.optim.SGD):\n"
-        "    pass\n"
-        "def workload():\n"
-        "    return autofit.Workload(Net(8, 8), torch.randn(4, 8), optimizer=Slow)\n"
-        "if __name__ == '__main__':\n"
-        "    limits = {'vram_budget': '4MiB', 'max_probes': 2}\n"
-        "    autofit.search(workload(), device='cpu', **limits).save('r.json')\n"
-    )
-    assert run_python("train.py", cwd=tmp_path).returncode == 0
-    here = ["--device", "cpu", "--steps", "8"]
-    command = ["-m", "autofit", "probe", "train.py:workload", "--plan-from", "r.json", *here]
-    soaked = run_python(*command, cwd=tmp_path)
-    assert soaked.returncode in (0, 1), soaked.stderr
-    assert "8 steps" in soaked.stdout
-
-
 @pytest.mark.parametrize(
     ("model", "samples", "words"),
     [
@@ -173,11 +147,6 @@ def test_another_workload_is_refused_with_what_differs(
     other = autofit.Workload(model, torch.randn(samples, 32))
     with pytest.raises(InvalidArgument, match=words):
         soak(report.record, other, steps=STEPS)
-
-
-def test_too_few_steps_are_refused(report: autofit.Report, workload: autofit.Workload) -> None:
-    with pytest.raises(InvalidArgument, match=r"\b8\b.*\b3\b"):
-        soak(report.record, workload, steps=3)
 
 
 TOLD = Measurement(
@@ -265,12 +234,6 @@ def test_each_rank_is_held_to_its_own_peak() -> None:
     assert line == "rank 1: peak allocated rose from 1.00 GiB to 1.10 GiB"
     (line,) = compare(TOLD, of_two_ranks(SEEN, 2 * GIB, GIB))  # the ranks' own are not known
     assert line == "peak allocated rose from 1.00 GiB to 2.00 GiB"
-
-
-def test_what_is_slower_names_the_slowest_rank() -> None:
-    slower = of_two_ranks(replace(SEEN, step_times_s=[0.12] * 20), GIB, GIB)
-    (line,) = compare(of_two_ranks(TOLD, GIB, GIB), slower)
-    assert "own step time 80.0 ms to 120 ms (rank 0 slowest)" in line
 
 
 def test_noise_is_no_slowdown() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -54,13 +53,6 @@ def run(*words: str) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-def test_check_says_yes(target: str) -> None:
-    code, said = run("check", target, "--gpu", "L4", "--micro-batch", "8")
-    assert code == 0
-    assert re.search(r"fits.*22\.0 GiB", said)
-    assert "predicted" in said
-
-
 def test_check_says_no_and_what_would_fit(target: str) -> None:
     code, said = run("check", target, "--gpu", "L4", "--micro-batch", "4000000")
     assert code == 1
@@ -72,20 +64,6 @@ def test_check_cannot_tell_what_depends_on_values(target: str) -> None:
     code, said = run("check", target.replace(":make", ":branching"), "--gpu", "L4")
     assert code == 5
     assert "could not be told" in said
-
-
-@pytest.mark.parametrize("forms", [["--junit-xml", "pipe"], []])
-def test_check_does_not_wait_for_a_reader(
-    target: str, tmp_path: Path, forms: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    os.mkfifo("pipe")
-    if not forms:
-        monkeypatch.setenv("GITHUB_STEP_SUMMARY", "pipe")
-    command = ["check", target, "--gpu", "L4", *forms]
-    error = CliRunner().invoke(app, command).exception
-    assert isinstance(error, InvalidArgument)
-    assert re.search("pipe: it is no regular file", str(error))
 
 
 def test_check_writes_junit_and_the_summary_of_the_job(
@@ -124,13 +102,6 @@ def test_check_fails_where_the_need_grew(target: str, tmp_path: Path) -> None:
     assert run(*grown, "--max-regression", "100000%")[0] == 0
 
 
-def test_an_undecided_verdict_cannot_be_compared(target: str, tmp_path: Path) -> None:
-    earlier = tmp_path / "earlier.json"
-    earlier.write_text(run("check", target, "--gpu", "L4", "--json")[1])
-    branching = target.replace(":make", ":branching")
-    assert run("check", branching, "--gpu", "L4", "--baseline", str(earlier))[0] == 5
-
-
 @pytest.mark.parametrize("command", [["check"], ["predict"]])
 def test_a_gpu_that_nobody_named_is_said_to_be_assumed(target: str, command: list[str]) -> None:
     assert re.search("H200.*assumed", run(*command, target)[1])
@@ -138,14 +109,6 @@ def test_a_gpu_that_nobody_named_is_said_to_be_assumed(target: str, command: lis
     said = run(*command, target, "--gpu", "24GiB")[1]
     assert "24.0 GiB" in said
     assert "assumed" not in said
-
-
-def test_predict_shows_the_breakdown(target: str) -> None:
-    code, said = run("predict", target, "--gpu", "24GiB", "--json")
-    assert code == 0
-    prediction = json.loads(said)
-    assert prediction["required_bytes"] >= prediction["breakdown"]["weights"]
-    assert prediction["largest_micro_batch"] > 16
 
 
 @pytest.fixture(scope="module")
@@ -172,15 +135,6 @@ def test_check_of_a_plan_that_was_tuned_on_the_cpu(target: str, report: Path) ->
     code, said = run(*of_report, "--gpu", "L4", "--vram-budget", "20GiB")
     assert (code, json.loads(said)["method"]) == (0, "predict")
     assert json.loads(said)["plan"]["micro_batch"] == made["best"]["plan"]["micro_batch"]
-
-
-@pytest.mark.parametrize("setting", ["level=1", "lvl=0"])
-def test_check_of_a_value_that_only_a_run_could_list(target: str, setting: str) -> None:
-    code, said = run("check", target, "--gpu", "L4", "--set", f"checkpointing.{setting}")
-    assert code == 5
-    assert "checkpointing.level" in said
-    plain = run("check", target, "--gpu", "L4", "--set", "checkpointing.level=0")
-    assert plain[0] == 0
 
 
 def test_check_of_a_tuned_plan_probes_where_it_can(
@@ -230,12 +184,6 @@ def test_several_gpus_give_a_table(target: str) -> None:
     assert re.search(r"^L4 .*precision\.dtype=bfloat16.*yes", said, re.MULTILINE)
     told = json.loads(run("predict", target, "--gpu", "L4", "--gpu", "T4", "--json")[1])
     assert [row["gpu"] for row in told["gpus"]] == ["T4", "L4"]
-
-
-def test_a_table_exits_with_1_where_nothing_fits(target: str) -> None:
-    code, said = run("predict", target, "--gpu", "L4,T4", "--micro-batch", "100000000")
-    assert code == 1
-    assert re.search(r"^L4 .*default.*no ", said, re.MULTILINE)
 
 
 def test_a_table_that_cannot_be_predicted_says_why(

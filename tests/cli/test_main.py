@@ -24,7 +24,6 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from autofit.cli.main import app, main
-from autofit.cli.options import _check_settings
 
 SOURCE = '''
 import os
@@ -50,11 +49,6 @@ def failing():
         raise RuntimeError("the loss is nowhere to be found")
     return Workload(model, torch.randn(4, 8), loss_fn=loss_fn)
 
-def absent():
-    raise LookupError("the weights are nowhere to be found")
-
-unbuilt = Workload(absent, torch.randn(4, 8))
-
 def exits():
     raise SystemExit(0)
 
@@ -62,21 +56,6 @@ def leaving():
     def loss_fn(model, batch):
         raise SystemExit(0)
     return Workload(model, torch.randn(4, 8), loss_fn=loss_fn)
-
-class Unsendable(nn.Linear):
-    def __reduce__(self):
-        raise SystemExit(0)
-
-class Unreadable:
-    def __init__(self):
-        self.state = 1
-
-    def __setstate__(self, state):
-        raise SystemExit(0)
-
-unsendable = Workload(Unsendable(8, 3), torch.randn(4, 8))
-unreadable = Workload(nn.Linear(8, 3), torch.randn(4, 8))
-unreadable.model.extra = Unreadable()
 
 def vanishing():
     """The folder for the report is removed meanwhile."""
@@ -103,16 +82,6 @@ def closing():
 
 def broken():
     return undefined_name
-
-def infinite():
-    return Workload(model, torch.full((4, 8), float("inf")))
-
-def leaking():
-    kept = []
-    def loss_fn(model, batch):
-        kept.append(model(batch))
-        return kept[-1].square().mean()
-    return Workload(model, torch.randn(4, 8), loss_fn=loss_fn)
 
 def unlabelled():
     """Its criterion was forgotten."""
@@ -241,18 +210,6 @@ def test_each_printed_line_runs_as_printed(searched: Ran, folder: Path) -> None:
         (folder / "report.html").unlink(missing_ok=True)
 
 
-def test_each_printed_line_runs_after_a_search_that_wrote_no_file(
-    folder: Path, forked: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    limits = ("--max-probes", "1", "--strategies", "precision")
-    ran = forked("search", "models.py:small", *ON_CPU, *limits)
-    assert ran.code == 0, ran.err
-    applied, in_full = run_each_line(ran, folder)
-    assert "Training" in applied.out, applied.err
-    assert in_full.out.startswith(ran.out), in_full.err
-
-
 def test_progress_and_what_user_code_prints_go_to_standard_error(searched: Ran) -> None:
     assert "the user's module says hello" in searched.err
     (baseline,) = re.findall(
@@ -263,31 +220,11 @@ def test_progress_and_what_user_code_prints_go_to_standard_error(searched: Ran) 
     assert "Warning" not in searched.err
 
 
-def test_progress_begins_with_the_loading(searched: Ran) -> None:
-    shown = [line for line in searched.err.splitlines() if line.startswith("[")]
-    assert shown[0] == "[0:00] loading models.py:small"
-
-
 def test_files_are_written_only_where_it_was_said(searched: Ran, folder: Path) -> None:
     names = {path.name for path in folder.iterdir()} - {"__pycache__"}
     assert names == {"models.py", "report.json", "report.txt", "study.log", "trace.json"}
     assert "traceEvents" in json.loads((folder / "trace.json").read_text())
     assert json.loads((folder / "report.json").read_text())["schema"] == 1
-
-
-def test_a_study_that_is_done_is_shown_again_without_a_probe(
-    searched: Ran, here: Callable[..., Ran], folder: Path
-) -> None:
-    limits = ("--device", "cpu", "--vram-budget", "32MiB", "--max-probes", "3")
-    ran = here(
-        "search", "models.py:small", *limits, "--study", "study.log",
-        "--json",
-    )  # fmt: skip
-    assert ran.code == 0, ran.err
-    before = json.loads((folder / "report.json").read_text())
-    assert ran.json["trials"] == before["trials"]
-    assert ran.json["best"] == before["best"]
-    assert "running" not in ran.err
 
 
 WITHOUT_TORCH = """
@@ -385,12 +322,6 @@ def test_a_probe_without_options_runs_the_baseline(here: Callable[..., Ran]) -> 
     )
 
 
-def test_a_micro_batch_keeps_the_workloads_global_batch(here: Callable[..., Ran]) -> None:
-    ran = here("probe", "models.py:small", *ON_CPU, "--micro-batch", "8", "--json")
-    assert ran.json["plan"]["accumulation_steps"] == 2
-    assert ran.json["plan"]["global_batch"] == 16
-
-
 def test_a_plan_that_does_not_fit_exits_with_1(here: Callable[..., Ran]) -> None:
     ran = here(
         "probe", "models.py:heavy", "--device", "cpu",
@@ -473,25 +404,6 @@ def test_what_cannot_be_meant_is_refused_before_torch_is_imported(folder: Path) 
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--set", "precision.dtype"], "'precision.dtype'"),
-        (["--set", "no.such=1"], "'no'"),
-        (["--set", "precision.such=1"], "'precision.such'"),
-        (["--plan-from", "report.json", "--micro-batch", "8"], "--plan-from sets the whole plan"),
-    ],
-)
-def test_a_plan_that_is_none_exits_with_2(
-    searched: Ran, here: Callable[..., Ran], more: list[str], words: str
-) -> None:
-    assert searched.code == 0
-    ran = here("probe", "models.py:small", *ON_CPU, *more)
-    assert ran.code == 2
-    assert words in ran.err
-    assert "Traceback" not in ran.err
-
-
-@pytest.mark.parametrize(
     ("target", "words"),
     [
         ("models.py:failing", "RuntimeError: the loss is nowhere to be found"),
@@ -517,15 +429,6 @@ def test_a_check_never_ends_with_the_code_of_a_sys_exit_in_the_users_code(
     assert ran.code == 3, ran.err
     assert "SystemExit: 0" in ran.err
     assert "SystemExit" in (folder / "check.xml").read_text()
-
-
-@pytest.mark.parametrize("target", ["unsendable", "unreadable"])
-def test_a_sys_exit_on_the_way_to_the_worker_exits_with_3(
-    forked: Callable[..., Ran], target: str
-) -> None:
-    ran = forked("search", f"models.py:{target}", "--device", "cpu", "--vram-budget", "32MiB")
-    assert ran.code == 3, ran.err
-    assert "SystemExit: 0" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -554,34 +457,6 @@ def test_a_forgotten_criterion_is_reported_from_a_worker_too(forked: Callable[..
     assert ran.err.count("Traceback") == 1
     said, _, _ = ran.err.partition("Traceback")
     assert re.search(r"autofit: your code raised TypeError while probing 4 x 1", said)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("search", "models.py:unbuilt", *ON_CPU),
-        ("search", "models.py:unbuilt", "--device", "cpu"),
-        ("predict", "models.py:unbuilt"),
-        ("predict", "models.py:failing"),
-    ],
-)
-def test_the_users_own_errors_exit_with_3_wherever_they_are_met(
-    here: Callable[..., Ran], command: tuple[str, ...]
-) -> None:
-    ran = here(*command)
-    assert ran.code == 3, ran.err
-    assert "nowhere to be found" in ran.err
-
-
-@pytest.mark.parametrize(
-    ("target", "words"), [("infinite", ": nonfinite: "), ("leaking", ": leak: ")]
-)
-def test_a_workload_that_cannot_be_trained_exits_with_3(
-    here: Callable[..., Ran], target: str, words: str
-) -> None:
-    ran = here("probe", f"models.py:{target}", *ON_CPU)
-    assert ran.code == 3, ran.err
-    assert words in ran.out
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
@@ -674,12 +549,6 @@ def ends_with_a_report(
     assert report["search"]["stopped_because"] == "interrupted"
 
 
-def test_the_version_is_shown(folder: Path) -> None:
-    ran = autofit("--version", cwd=folder)
-    assert ran.code == 0
-    assert re.fullmatch(r"autofit \d+\.\d+\.\d+\n", ran.out)
-
-
 COMMANDS = ("search", "probe", "predict", "check", "report", "doctor", "monitor")
 
 
@@ -703,15 +572,3 @@ def test_there_are_seven_commands_and_at_most_62_options() -> None:
         if p.param_type_name == "option"
     ]
     assert len(options) <= 62
-
-
-@pytest.mark.parametrize(
-    ("texts", "settings"),
-    [
-        (["precision.dtype=bfloat16,checkpointing.level=2"], 2),
-        (["precision.dtype=bfloat16", "checkpointing.level=2"], 2),
-        (["precision.dtype=a,b"], 1),
-    ],
-)
-def test_settings_are_parted_by_commas(texts: list[str], settings: int) -> None:
-    assert len(_check_settings(texts) or ()) == settings

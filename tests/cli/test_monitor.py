@@ -80,12 +80,6 @@ def test_a_command_is_run_and_its_memory_and_processor_time_are_told(tmp_path: P
     assert "peak host memory" in page.read_text()
 
 
-def test_the_duration_is_that_of_the_command_and_not_of_the_looks() -> None:
-    given = monitor("--json", "--every", "5", "--", "sleep", "0.5")
-    ran = subprocess.run(given, capture_output=True, text=True, timeout=SECONDS, check=True)
-    assert json.loads(ran.stdout)["seconds"] >= 0.5
-
-
 @contextmanager
 def lasting() -> Iterator[subprocess.Popen[str]]:
     """A process that runs until it is told to end."""

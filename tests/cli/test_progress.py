@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.cli.console import exit_code
 from autofit.cli.progress import ProgressLine
-from autofit.errors import Unsupported
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan, Settings
 from autofit.searching import wording
@@ -41,18 +39,6 @@ from autofit.searching.wording import EventWords, logged
 
 PLAIN: Settings = {"folding.level": 0, "precision.dtype": "default"}
 FOLDED: Settings = {**PLAIN, "folding.level": 2}
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
-def test_a_full_disk_silences_the_progress_and_nothing_else() -> None:
-    full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115  # closing it fails, too
-    try:
-        with ProgressLine(full) as line:
-            for event in STORY:
-                line(event)
-    finally:
-        with suppress(OSError):
-            full.close()
 
 
 def progress(probes: int, best: Trial | None = None, oom_probes: int = 0) -> Progress:
@@ -247,38 +233,6 @@ def test_a_search_shows_its_progress_in_a_terminal_unless_told_not_to(
     assert "running" not in shown(progress=False)
 
 
-@pytest.mark.parametrize(("between_s", "is_shown"), [(0.0, True), (3600.0, False)])
-def test_a_log_that_nobody_watches_gets_plain_lines_at_a_slow_rhythm(
-    between_s: float,
-    is_shown: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(wording, "SECONDS_BETWEEN", between_s)
-    given: dict[str, Any] = {"device": "cpu", "vram_budget": "16MiB"}
-    autofit.search(nn.Linear(8, 4), torch.randn(4, 8), max_probes=1, **given)
-    lines = capsys.readouterr().err.splitlines()
-    probe = [
-        line for line in lines if re.match(r"autofit: \[\d+:\d\d\] 4 x 1.*: [\d.]+ samples/s", line)
-    ]
-    assert len(probe) == is_shown
-    assert "\x1b" not in "".join(lines)
-
-
-def test_a_log_that_logging_writes_is_not_written_twice(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(wording, "SECONDS_BETWEEN", 0.0)
-    show = logged(None, slowly=True)
-    with caplog.at_level(logging.INFO, logger="autofit"):
-        for event in STORY:
-            show(event)
-    assert len(caplog.records) > 3
-    assert capsys.readouterr().err == ""
-
-
 # -- How results look: color for a terminal, none for a file or where NO_COLOR asks for that
 
 REPORT = Path(__file__).parents[1] / "report" / "tiny_resnet.json"
@@ -324,12 +278,3 @@ def test_text_is_as_wide_as_the_terminal_up_to_100_columns(columns: int, most: i
     unbroken = ("    ", "Apply:", "More:", "Page:")  # code and commands
     bare = [line for line in lines if not line.startswith(unbroken)]
     assert most - 12 <= max(map(len, bare)) <= most
-
-
-def test_a_terminal_without_columns_shows_the_report() -> None:
-    assert "samples/s" in shown(1, NO_COLOR="1").replace("\n", " ")
-
-
-def test_a_probe_of_settings_that_cannot_run_exits_as_a_prediction_of_them_does() -> None:
-    assert exit_code(Outcome.UNSUPPORTED) == Unsupported.exit_code == 2
-    assert exit_code(Outcome.USER_ERROR) == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,9 +12,7 @@ from typing import Any
 import pytest
 
 from autofit.cli.options import load_target
-from autofit.errors import InvalidArgument, StudyError
-from autofit.report.report import load
-from autofit.searching.storage import check_opens
+from autofit.errors import InvalidArgument
 
 SOURCE = """
 import torch
@@ -167,12 +164,6 @@ def test_a_file_without_end_is_no_report(autofit: Any, tmp_path: Path) -> None:
         assert "characters" in ended.stderr
 
 
-@pytest.mark.parametrize("path", [5, b"report.json", None])
-def test_what_is_no_path_is_no_report(path: Any) -> None:
-    with pytest.raises(InvalidArgument, match="path"):
-        load(path)
-
-
 def test_a_report_of_an_unknown_gpu_without_its_memory_asks_for_one(
     autofit: Any, folder: Path
 ) -> None:
@@ -184,45 +175,3 @@ def test_a_report_of_an_unknown_gpu_without_its_memory_asks_for_one(
     ended = autofit(folder, "check", "train.py:make", "--plan-from", report)
     assert ended.returncode == 2, ended.stderr
     assert "gpu=" in ended.stderr
-
-
-@pytest.mark.parametrize(
-    "study",
-    [
-        "~nosuchuser/study.log",
-        "sqlite:///study.db?detect_types=99999999999999999999",
-        "sqlite:///study.db?cached_statements=-99999999999999",
-    ],
-)
-def test_a_study_that_its_driver_cannot_open_is_refused(
-    study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(StudyError):
-        check_opens(study)
-
-
-def test_a_check_of_a_file_whose_name_is_no_unicode_is_written(tmp_path: Path) -> None:
-    name = b"caf\xe9.py"
-    without_unicode = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
-    Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text(TRAINING)
-    ended = spawned(
-        tmp_path, "check", name + b":make", "--gpu", "L4",
-        "--junit-xml", "j.xml",
-        env=os.environ | without_unicode | {"GITHUB_STEP_SUMMARY": "s.md"},
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert b"<testsuite" in (tmp_path / "j.xml").read_bytes()
-    assert (tmp_path / "s.md").read_bytes().strip()
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_standard_error_costs_no_answer(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINING)
-    with open("/dev/full", "w") as full:
-        ended = spawned(
-            tmp_path, "predict", "train.py:make", "--gpu", "L4,T4", "--json",
-            stdout=subprocess.PIPE, stderr=full, capture_output=False,
-        )  # fmt: skip
-    assert ended.returncode == 0
-    assert json.loads(ended.stdout)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from autofit.equivalence.accumulation import SplitGradients, compare_split_gradients
-from autofit.equivalence.ranks import normalizing_apart
 from autofit.equivalence.steps import PlainContext
 from autofit.measurement import ACT
 from autofit.training.workload import Workload
@@ -239,10 +238,3 @@ def test_wrappers_send_statistics_before_a_step_and_sharding_never(
         "zero1 once": [True, False, True, False],
         "fsdp2 once": [True, False, False, False],
     }
-
-
-def test_the_note_tells_whose_statistics_each_way_keeps() -> None:
-    (note,) = normalizing_apart(torch.nn.Sequential(torch.nn.BatchNorm1d(4)))
-    assert "DistributedDataParallel the running statistics are those of rank 0" in note
-    assert "fully_shard each rank keeps its own" in note
-    assert normalizing_apart(torch.nn.Sequential(torch.nn.SyncBatchNorm(4))) == []

@@ -142,17 +142,3 @@ def test_another_precision_than_the_plans_is_refused(
     ):
         pass
     assert integration.arguments(report)["mixed_precision"] == "fp16"
-
-
-def test_precision_that_the_plan_was_not_measured_with_is_warned_of(
-    make_report: Callable[..., Report],
-) -> None:
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    report = make_report(workload_of(model), Plan(8))
-    with (
-        pytest.warns(UserWarning, match="the plan was measured without"),
-        integration.applied(report, accelerator, model, optimizer),
-    ):
-        pass

@@ -97,17 +97,6 @@ def test_a_library_that_is_not_installed_is_named() -> None:
         library("no_such_library.part", "nor_this_one")
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter([torch.ones(length) for length in (2, 2, 5, 5, 3, 3)])
-
-
-def test_of_streamed_data_the_longest_of_the_first_batches_is_taken() -> None:
-    loader = torch.utils.data.DataLoader(Stream(), batch_size=2)
-    assert longest_batch(loader).shape == (2, 5)
-    assert longest_batch([torch.ones(1, 2), torch.ones(1, 3)]).shape == (1, 3)
-
-
 class Counted(torch.utils.data.Dataset[Any]):
     """Counts the samples that are asked of it; each of them draws a random number."""
 
@@ -150,12 +139,6 @@ def test_looking_for_the_longest_ends() -> None:
     assert batch.shape[1] in (7, 8)
     assert texts.asked < 3000
     assert torch.equal(torch.get_rng_state(), states)
-
-
-def test_a_data_set_of_fewer_samples_than_a_batch_is_repeated() -> None:
-    samples: Any = [torch.ones(4), torch.ones(4)]
-    loader: Any = torch.utils.data.DataLoader(samples, batch_size=3)
-    assert longest_batch(loader).shape == (3, 4)
 
 
 @pytest.mark.parametrize("nothing", [[], torch.utils.data.DataLoader([], batch_size=2)])  # type: ignore[arg-type]  # likewise

@@ -102,13 +102,3 @@ def test_deepspeed_config(report: Report, tmp_path: Path) -> None:
     assert config["train_batch_size"] == 12 == 4 * 3
     assert config["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
     assert "checkpointing.level=1 has no place here. In code:" in config["_comment"]
-
-
-@pytest.mark.parametrize("stack", ["transformers", "lightning", "accelerate", "deepspeed"])
-def test_what_an_uneven_split_becomes_is_said(
-    stack: str, make_report: Callable[..., Report]
-) -> None:
-    report = report_with(make_report, Plan.split(12, 5))  # 4 + 4 + 4
-    assert "splits" not in report.export(stack)
-    uneven = report_with(make_report, Plan.split(11, 4)).export(stack)
-    assert "The plan splits 11 samples into 4 + 4 + 3" in uneven

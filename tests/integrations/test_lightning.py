@@ -168,15 +168,6 @@ def test_a_data_module_is_left_for_the_trainer_to_set_up() -> None:
     assert calls[2:] == calls[:2]
 
 
-def test_a_search_tries_what_a_search_of_the_workload_tries() -> None:
-    module, own = Classifier(), trainer_of(precision="32-true")
-    options: Any = {"vram_budget": "64MiB", "max_probes": 1}
-    report = integration.search(module, Data(), trainer=own, **options)
-    plain = autofit.search(integration.workload(module, Data(), trainer=own), **options)
-    in_own_loop_alone = {"optimizer.when"}
-    assert {*report.record.dimensions} == {*plain.record.dimensions} - in_own_loop_alone
-
-
 def test_a_search_keeps_the_trainers_mixed_precision() -> None:
     module, own = Classifier(), trainer_of(precision="bf16-mixed")
     report = integration.search(
@@ -195,32 +186,6 @@ def test_a_search_keeps_the_trainers_mixed_precision() -> None:
     )
     exec(pasted, scope)
     assert len(module.losses) == len(Numbers()) // report.best.plan.micro_batch
-
-
-def test_a_short_micro_batch_that_counts_too_much_is_warned_of(
-    make_report: Callable[..., Report],
-) -> None:
-    """The last of an epoch; in Lightning the mean is one of means."""
-    module = Classifier()
-    report = make_report(integration.workload(module, Data()), Plan(7, accumulation_steps=2))
-    trainer = trainer_of(max_epochs=1, **integration.arguments(report))
-    short = len(Numbers()) % 7
-    with pytest.warns(UserWarning, match=f"of {short} samples counts as much as one of 7"):
-        trainer.fit(module, Data(7))
-
-
-def test_a_callback_of_ones_own_runs_beside_the_plans(make_report: Callable[..., Report]) -> None:
-    began = []
-
-    class Mine(lightning.Callback):  # type: ignore[misc]  # likewise
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            began.append(pl_module)
-
-    module = Classifier()
-    report = make_report(integration.workload(module, Data()), Plan(4))
-    trainer = trainer_of(max_steps=1, **integration.arguments(report, callbacks=[Mine()]))
-    trainer.fit(module, datamodule=Data())
-    assert began == [module]
 
 
 def test_what_cannot_be_searched_is_said(make_report: Callable[..., Report]) -> None:

@@ -200,16 +200,6 @@ def test_three_steps_on_a_gpu_have_the_losses_of_apply(
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_search_tries_what_a_search_of_the_workload_tries(tmp_path: Path) -> None:
-    """But the types of numbers that the arguments have chosen."""
-    trainer = trainer_of(tmp_path, bf16=True)
-    options: Any = {"vram_budget": "64MiB", "max_probes": 1, "device": "cpu"}
-    report = integration.search(trainer, **options)
-    plain = autofit.search(integration.workload(trainer), **options)
-    assert {*report.record.dimensions} == {*plain.record.dimensions} - {"precision.dtype"}
-    assert not any(name.startswith(("compile", "offload")) for name in report.record.dimensions)
-
-
 def adapted(folder: Path) -> Any:
     peft = pytest.importorskip("peft", reason=f"peft is {WANTED}")
     lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn"])
@@ -326,14 +316,6 @@ def test_what_the_arguments_can_say_is_written_there_and_taken_back(
     assert trainer.accelerator.mixed_precision == "no"
     trainer.train()  # without the autocast of before
     assert trainer.model.forward.__func__ is type(trainer.model).forward
-
-
-def test_a_trainer_that_runs_the_plan_already_is_told_so(
-    tmp_path: Path, make_report: Callable[..., Report]
-) -> None:
-    trainer = trainer_of(tmp_path)
-    report = make_report(integration.workload(trainer), Plan(4, accumulation_steps=2))
-    assert "nothing to change" in str(integration.apply(report, trainer))
 
 
 def test_a_trainer_without_data_asks_for_a_batch(tmp_path: Path) -> None:

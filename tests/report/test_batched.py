@@ -47,31 +47,9 @@ def report(request: pytest.FixtureRequest) -> autofit.Report:
     )
 
 
-def gradients_of(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def whole() -> list[torch.Tensor]:
-    model = Positioned()
-    model(**batch_of(SAMPLES)).backward()
-    return gradients_of(model)
-
-
 def test_the_record_says_which_tensors_hold_samples(report: autofit.Report) -> None:
     assert report.best.plan.accumulation_steps > 1
     assert report.to_dict()["workload"]["batched"] == ["['x']"]
-
-
-def test_apply_cuts_no_constant_as_long_as_the_global_batch(report: autofit.Report) -> None:
-    seen: list[list[torch.Tensor]] = []
-    model = Positioned()
-    with report.apply(
-        model,
-        torch.optim.SGD(model.parameters(), 0.0),
-        before_step=lambda model, optimizer: seen.append(gradients_of(model)),
-    ) as training:
-        training.step(batch_of(SAMPLES))
-    torch.testing.assert_close(seen[0], whole())
 
 
 def test_a_report_that_does_not_say_it_asks(report: autofit.Report) -> None:

@@ -16,7 +16,6 @@ from torch import nn
 from autofit.cli.main import app
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan, Scalar
-from autofit.report.record import Record
 from autofit.report.report import Report, load
 from autofit.training.workload import Workload
 from tests.integrations.conftest import report_of
@@ -149,26 +148,6 @@ def test_the_loop_has_the_losses_of_apply(
     assert len(set(expected)) == 3
     weights = zip(model.parameters(), other.parameters(), strict=True)
     assert all(torch.allclose(one, another, rtol=1e-5) for one, another in weights)
-
-
-def test_a_loaded_report_asks_the_installed_strategies_for_its_lines(tmp_path: Path) -> None:
-    make, sample, plan, given = CASES["placement, bfloat16"]
-    report, loaded = reported(make(), sample, plan, given, tmp_path)
-    text = loaded.export("transformers")
-    assert text == report.export("transformers")
-    assert "checkpointed(model" in text
-
-
-def test_a_search_without_a_loss_asks_for_one(tmp_path: Path) -> None:
-    report, _ = reported(model_of(), INPUTS[:5], Plan(5), {}, tmp_path)
-    facts = {**report.record.workload, "lacks_loss": True}
-    text = Report(replace(report.record, workload=facts)).export("pytorch")
-    assert "def train(model, optimizer, batches, loss_fn):" in text
-
-
-def test_another_stack_is_refused(record: Record) -> None:
-    with pytest.raises(InvalidArgument, match="'keras'; there are: pytorch, transformers, "):
-        Report(record).export("keras")
 
 
 def test_the_command_line_prints_and_writes_it(

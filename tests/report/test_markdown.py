@@ -79,22 +79,6 @@ def test_plan_speed_and_bytes_are_in_the_first_line(record: Record, later: Recor
     assert re.search(r" 2(\.\d+)?x \(.*\) the speed, 22\.0 MiB more", back.headline())
 
 
-def test_a_report_against_itself_has_not_changed(record: Record) -> None:
-    same = Changes(record, record)
-    assert re.fullmatch(r"The same plan: 1\.0+x \(.*\) the speed, the same memory", same.headline())
-    assert [row[0] for row in same.rows()] == ["throughput", "memory"]
-    assert list(same.cautions()) == []
-
-
-def test_only_figures_that_changed_are_listed(record: Record, later: Record) -> None:
-    rows = {label: (was, is_now) for label, was, is_now in Changes(record, later).rows()}
-    assert rows["micro-batch"] == ("16", "8")
-    assert rows["accumulation steps"] == ("2", "4")
-    assert rows["memory"] == ("44.0 MiB", "22.0 MiB")
-    assert "VRAM budget" not in rows
-    assert "settings" not in rows
-
-
 def test_what_forbids_to_compare_is_said(record: Record) -> None:
     other = replace(
         record,

@@ -12,7 +12,6 @@ import torch
 
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
 from autofit.registry import load_strategies
-from autofit.report.record import parts_of
 from autofit.searching.result import paste_lines
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
@@ -36,58 +35,11 @@ class Folding:
         return [f"fold({dict(settings)}, {dict(payloads)})"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_with_loss_weight_losses_are_not_weighted_by_samples(ranks: int) -> None:
-    resolved = ResolvedPlan(Plan.split(32, 4, world_size=ranks), {}, [])
-    plain, weighted = paste_lines(resolved), paste_lines(resolved, has_loss_weight=True)
-    assert "loss_weight(micro_batch) / " in "\n".join(weighted)
-    assert not any("loss_factor" in line or "share of the samples" in line for line in weighted)
-    assert "loss_weight(micro_batch)" not in "\n".join(plain)
-
-
 def test_a_strategy_is_given_its_own_settings_and_payloads_and_no_others() -> None:
     plan = Plan(8, settings={"folding.level": 1, "folding_too.level": 2})
     payloads = {"folding.level": ["a"], "folding_too.level": ["b"]}
     lines = paste_lines(ResolvedPlan(plan, payloads, [Folding()]))
     assert lines[1:] == ["fold({'folding.level': 1}, {'folding.level': ['a']})"]
-
-
-class Careless(Folding):
-    """It describes its lines as one text."""
-
-    name = "careless"
-
-    def describe(self, settings: Any, payloads: Any) -> Any:
-        return "import os\nfold(model)"
-
-
-def test_a_text_of_a_strategy_is_taken_as_its_lines() -> None:
-    resolved = ResolvedPlan(Plan(8, settings={"careless.level": 1}), {}, [Careless()])
-    first, *_, last = paste_lines(resolved)
-    assert (first, last) == ("import os", "fold(model)")
-    (part,) = parts_of(resolved, {})
-    assert part.lines == ["import os", "fold(model)"]
-
-
-class Looping(Folding):
-    """Its lines hold a block of their own, and open one for the training."""
-
-    name = "looping"
-
-    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
-        loop = ["for layer in model:", "    layer.looped = True"]
-        return ["import contextlib", *loop, "with contextlib.nullcontext():  # around all"]
-
-
-def test_blocks_within_a_strategys_lines_stay_as_they_are() -> None:
-    plan = Plan(8, settings={"folding.level": 1, "looping.on": True})
-    lines = paste_lines(ResolvedPlan(plan, {}, [Looping(), Folding()]))
-    model = torch.nn.Sequential(torch.nn.ReLU())
-    folded: list[Any] = []
-    exec("\n".join(lines), {"model": model, "fold": lambda *given: folded.append(given)})
-    assert vars(model[0])["looped"] is True
-    assert len(folded) == 1
-    assert lines[-2].startswith("    fold(")
 
 
 PAYLOADS = {"checkpointing.level": {"units": ["0"], "state": []}}
@@ -223,20 +175,3 @@ def test_pasted_lines_of_two_ranks_train_what_apply_does(
     assert [*found] == ["ddp", "ddp_view", "zero1", "fsdp2"]
     for each in found.values():
         assert each["apart"] < 1e-12 < 1e-3 < each["moved"]
-
-
-@pytest.mark.parametrize(
-    ("plan", "shares", "factor"),
-    [
-        (Plan.split(7, 4, world_size=2), "its 4 or 3 of 7 samples", 2 / 7),
-        (Plan.split(12, 2, world_size=3), "its 4 of 12 samples", 3 / 12),
-    ],
-)
-def test_ranks_are_told_their_share_and_what_to_multiply_losses_by(
-    plan: Plan, shares: str, factor: float
-) -> None:
-    scope: dict[str, float] = {}
-    lines = paste_lines(ResolvedPlan(plan))
-    exec("\n".join(lines), scope)
-    assert (scope["accumulation_steps"], scope["loss_factor"]) == (plan.accumulation_steps, factor)
-    assert any(shares in line for line in lines)

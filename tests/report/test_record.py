@@ -93,12 +93,6 @@ def test_every_trial_has_every_key_of_the_contract(record: Record) -> None:
         }
 
 
-def test_what_is_unknown_is_null(record: Record) -> None:
-    out_of_memory = through_json(record)["trials"][1]
-    for name in ("samples_per_second", "peak_allocated_bytes", "allocator_retries"):
-        assert out_of_memory[name] is None
-
-
 def test_what_it_wrote_it_reads(record: Record) -> None:
     again = Record.from_dict(through_json(record))
     assert again.to_dict() == record.to_dict()
@@ -169,17 +163,6 @@ def test_a_confirmation_replaces_the_probe_of_the_same_plan(record: Record) -> N
     assert numbers(frontier(before_confirming)) == [3, 5]
 
 
-def test_the_speed_of_the_comparison_decides_where_it_is_given(record: Record) -> None:
-    """A baseline whose blocks differ is as fast as the final comparison found it."""
-    fastest, lean = frontier(record.trials)
-    reversed_speeds = {fastest.number: 1.0, lean.number: 2.0}
-
-    def speed_of(trial: Trial) -> float:
-        return reversed_speeds.get(trial.number, 0.5)
-
-    assert numbers(frontier(record.trials, speed_of)) == [lean.number]
-
-
 def test_of_two_as_lean_only_the_faster_stays() -> None:
     def ran(number: int, seconds: float, held: int) -> Trial:
         measurement = Measurement(Outcome.OK, step_times_s=[seconds], peak_reserved_bytes=held)
@@ -188,17 +171,6 @@ def test_of_two_as_lean_only_the_faster_stays() -> None:
     fast, slow, lean = ran(7, 0.1, 500), ran(7, 0.5, 500), ran(0, 0.9, 100)
     slow = replace(slow, number=8, plan=Plan(9))
     assert numbers(frontier([slow, lean, fast])) == [7, 0]
-
-
-def test_what_did_not_run_is_never_on_it(record: Record) -> None:
-    failures = [trial for trial in record.trials if not trial.ok]
-    assert len(failures) == 3
-    assert frontier(failures) == ()
-
-
-def test_a_vetoed_repetition_does_not_replace_the_confirmation(record: Record) -> None:
-    repeated = replace(record.trials[3], number=7, kind=TrialKind.VETOED)
-    assert numbers(frontier([*record.trials, repeated])) == [6, 5]
 
 
 def test_the_factor_is_that_of_the_final_comparison_alone(record: Record) -> None:
@@ -211,12 +183,6 @@ def test_the_factor_is_that_of_the_final_comparison_alone(record: Record) -> Non
     assert blocks.factor == pytest.approx(400 / 190)
     even = with_blocks(record, best_ms=[100, 400], baseline_ms=[210])
     assert even.factor == pytest.approx(210 / 200)  # the arithmetic mean of speeds: 1.31
-
-
-def test_a_block_that_does_not_fit_has_no_part_in_the_factor(record: Record) -> None:
-    over = replace(record.trials[7].measurement, outcome=Outcome.OVER_BUDGET)
-    failed = replace(record.trials[7], measurement=over)
-    assert replace(record, trials=(*record.trials[:7], failed)).factor is None
 
 
 WHOLE = {

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ import pytest
 import torch
 
 from autofit.errors import InvalidArgument
-from autofit.plan import Dimension, Plan
+from autofit.plan import Dimension
 from autofit.report.record import Record
 from autofit.report.report import Report, load
 from autofit.strategy import Context, Numerics, Phase, TrainingView
@@ -45,12 +43,6 @@ def test_the_suffix_chooses_the_form(record: Record, tmp_path: Path) -> None:
     assert list(table["number"]) == list(range(8))
 
 
-def test_another_suffix_is_refused(record: Record, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"\.json, \.html, \.md, \.txt, \.csv"):
-        Report(record).save(tmp_path / "report.yaml")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_file_that_cannot_be_written_is_named_and_nothing_is_left_behind(
     record: Record, tmp_path: Path
 ) -> None:
@@ -74,46 +66,6 @@ def test_a_link_to_a_report_stays_a_link_and_its_file_keeps_its_mode(
     assert link.is_symlink()
     assert load(real).best == load(link).best
     assert real.stat().st_mode & 0o777 == 0o640
-
-
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
-def test_what_is_no_file_is_neither_waited_for_nor_written(
-    record: Record, tmp_path: Path, kind: str
-) -> None:
-    path = tmp_path / "report.json"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/null")
-    with pytest.raises(InvalidArgument, match=r"report\.json.*no regular file"):
-        Report(record).save(path)
-
-
-def test_a_name_that_no_file_can_have_is_refused(record: Record) -> None:
-    with pytest.raises(InvalidArgument, match="cannot write"):
-        Report(record).save("a\0.json")
-
-
-def test_two_that_save_at_once_leave_a_whole_report(record: Record, tmp_path: Path) -> None:
-    path, failed = tmp_path / "r.json", []
-
-    def save() -> None:
-        try:
-            for _ in range(10):
-                Report(record).save(path)
-        except Exception as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=save) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
-    assert load(path).best == Report(record).best
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_dataframe_has_a_row_a_trial_and_a_column_a_setting(record: Record) -> None:
@@ -143,18 +95,6 @@ def test_what_is_no_report_is_refused(tmp_path: Path, content: str | bytes, word
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(InvalidArgument, match=words):
         load(path)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"gone\.json"):
-        load(tmp_path / "gone.json")
-
-
-def test_a_loaded_report_asks_for_the_functions_that_the_search_was_given(record: Record) -> None:
-    model = torch.nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(InvalidArgument, match=r"criterion=.*apply"):
-        Report(record).apply(model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -279,12 +219,6 @@ def test_more_samples_than_the_plans_are_warned_of_once(record: Record, own_loop
     assert re.search(r"\b40\b.*4 x 8.*\b32\b.*10 micro-batches", warned)
 
 
-def test_fewer_samples_are_warned_of_at_first_only(record: Record) -> None:
-    assert _step(record, _labelled(32), _labelled(7)) == []
-    (warned,) = _step(record, _labelled(7), _labelled(32))
-    assert re.search(r"\b7\b.*\b32\b", warned)
-
-
 def test_samples_longer_than_the_sample_batchs_are_warned_of_once(record: Record) -> None:
     inputs, target = _labelled(32)
     shapes = {"[0]": "float32[4, 6, 8]", "[1]": "int64[4]"}
@@ -310,19 +244,3 @@ def test_micro_batches_that_ignore_unequal_shares_are_warned_of_once(record: Rec
     allowed = replace(record, workload={**record.workload, **given})
     assert _step(allowed, _padded(0, 0, 5, 5)) == []
     assert _step(record, _padded(0, 0, 5, 5), loss_weight=lambda batch: len(batch[0])) == []
-
-
-def test_its_representation_is_one_a_notebook_can_show(record: Record) -> None:
-    free = Plan(99, settings=record.best.plan.settings)
-    trials = (*record.trials[:6], replace(record.trials[6], plan=free))
-    assert "\n" not in repr(Report(replace(record, trials=trials)))
-    shown = repr(Report(record))
-    assert "2.11" in shown
-    assert len(shown) < 200
-
-
-def test_a_plan_said_anew_leaves_plain_settings_out(record: Record) -> None:
-    tuned, plain = record, replace(record, best_number=0)
-    assert dict(tuned.best_plan_to_rerun.settings) == {"folding.level": 1}
-    assert dict(plain.best_plan_to_rerun.settings) == {}
-    assert plain.best_plan_to_rerun.micro_batch == plain.best.plan.micro_batch

@@ -101,13 +101,6 @@ def test_the_numbers_come_first_best_beside_baseline(record: Record) -> None:
     assert "7 probes (1 out of memory) in 12.5 s" in render(record).splitlines()[0]
 
 
-def test_the_target_is_named(record: Record) -> None:
-    named = replace(record, workload={**record.workload, "target": "train.py:make"})
-    assert render(named).startswith("make on cpu, torch 2.13: ")
-    modelled = replace(record, workload={**record.workload, "model": "GPT"})
-    assert render(modelled).startswith("GPT on cpu")
-
-
 def test_every_factor_has_its_range_which_noise_makes_wider(record: Record) -> None:
     widths = []
     for low, high in ((188, 192), (171, 209), (114, 266)):
@@ -133,32 +126,6 @@ def test_what_is_not_decided_gives_both_ranges_and_no_factor(record: Record) -> 
         assert "No faster plan" not in render(noisy)
         assert noisy.factor is None
         assert not Record.from_dict(noisy.to_dict()).search.is_decided
-
-
-def test_a_third_plan_that_may_be_faster_leaves_the_factor_over_the_baseline(
-    record: Record,
-) -> None:
-    search = replace(record.search, is_decided=False, is_factor_decided=True)
-    third = replace(record, search=search)
-    assert rows(third) == rows(record)
-    assert third.factor == record.factor
-    assert FACTOR.search(render(third))
-    assert any("Not decided" in warning for warning in summary(third).warnings)
-    kept = replace(third, best_number=third.baseline_number)
-    assert not FACTOR.search(render(kept))
-
-
-def test_probes_of_the_baseline_that_disagree_give_no_factor_before_the_end(
-    record: Record,
-) -> None:
-    """The baseline's block was three times as fast as its probe, at another moment."""
-    search = replace(record.search, comparison_ended=False, stopped_because="interrupted")
-    cut = replace(record, search=search, trials=record.trials[:6], best_number=3)
-    assert re.fullmatch(r"2\.1x \(.*\), not confirmed", rows(cut)["speedup"][0])
-    assert "interrupted" in render(cut)
-    assert cut.factor is None
-    apart = replace(compared(record, baseline=[130]), search=search, best_number=3)
-    assert rows(apart)["speedup"][0] == "not decided"
 
 
 def test_a_changed_global_batch_is_the_first_message(record: Record) -> None:
@@ -193,11 +160,6 @@ def test_the_baseline_as_the_best_plan_stands_beside_the_next_one(record: Record
     assert "next best" not in render(alone)
 
 
-def test_a_slower_plan_says_what_memory_it_saves(record: Record) -> None:
-    lean = replace(compared(record, other=[405, 405], baseline=[400, 400]), best_number=6)
-    assert "needs 4.00 MiB less" in render(lean)
-
-
 def test_what_to_act_on_stands_above_remarks(record: Record) -> None:
     notes = (f"{NOT_TRIED}compile", "a remark", f"{ACT}Pass loss_weight=")
     lines = render(replace(record, notes=notes)).splitlines()
@@ -208,14 +170,6 @@ def test_what_to_act_on_stands_above_remarks(record: Record) -> None:
     assert "4e-07" in lines[remark]
     assert not any("a remark" in line for line in lines)
     assert "a remark" in in_full(replace(record, notes=notes))
-
-
-def test_no_warning_gives_way_to_the_length_of_another(record: Record) -> None:
-    notes = tuple(f"{ACT}Do thing {number}: {'word ' * 40}" for number in range(3))
-    text = render(replace(record, notes=notes), 100)
-    assert text.count("! Do thing") == 3
-    assert len(text.splitlines()) <= MOST_LINES
-    assert "warning" not in render(replace(record, notes=notes[:1]), 100).splitlines()[-5]
 
 
 def test_what_has_no_room_is_counted(record: Record) -> None:
@@ -287,42 +241,6 @@ def test_a_start_that_takes_time_is_said_with_the_steps_that_pay_for_it(record: 
     assert never.steps is None
     assert "! The best plan takes 50.0 s to start" in render(slower)
     assert pay_off(replace(slower, best_number=0)) is None
-
-
-def test_a_start_is_seen_against_the_fastest_plan_even_where_that_was_not_compared(
-    record: Record,
-) -> None:
-    """A baseline in the final comparison is no measure of what compiling gains."""
-    final = started(compared(record, best=[200], baseline=[400]), 50.0)
-    searched = final.trials[3]
-    plain = replace(
-        searched,
-        plan=Plan.split(32, 16, {"folding.level": 0}),
-        measurement=replace(
-            searched.measurement, step_times_s=[t * 1.07 for t in searched.measurement.step_times_s]
-        ),
-    )
-    found = pay_off(replace(final, trials=(*final.trials[:4], plain, *final.trials[4:])))
-    assert found is not None
-    assert found.beside == plain.plan
-    saved_s = 0.07 * 32 / (searched.samples_per_second or 1.0)
-    assert found.steps == pytest.approx(50.0 / saved_s, rel=0.01)
-
-
-def test_a_bottleneck_of_the_loader_is_to_be_acted_on(record: Record) -> None:
-    loader = {
-        "own_workers": 0,
-        "consumed_samples_per_second": 168.0,
-        "delivered": [{"num_workers": 2, "samples_per_second": 60.0}],
-        "num_workers": 2,
-        "bottleneck": "loader",
-        "keeps_workers": False,
-        "warnings": [],
-    }
-    text = render(replace(record, findings={"loader": loader}), 200)
-    assert "! The loader is slower than the device, and fastest with num_workers=2" in text
-    kept = replace(record, findings={"loader": {**loader, "bottleneck": "device"}})
-    assert "loader" not in render(kept, 200)
 
 
 def test_every_trial_has_its_line_failures_included(record: Record) -> None:
