@@ -145,18 +145,6 @@ class Fit:
     largest_required_bytes: int | None = None
     detail: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
-            "settings": dict(self.plan.settings),
-            "required_bytes": self.required_bytes,
-            "margin_bytes": self.margin_bytes,
-            "fits": self.fits,
-            "largest": to_json(self.largest) if self.largest else None,
-            "largest_required_bytes": self.largest_required_bytes,
-            "detail": self.detail,
-        }
-
 
 @dataclass(frozen=True)
 class GpuRow:
@@ -173,15 +161,6 @@ class GpuRow:
     total_bytes: int
     fits: tuple[Fit, ...]
     detail: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
-            "gpu": self.gpu,
-            "total_bytes": self.total_bytes,
-            "variants": [fit.to_dict() for fit in self.fits],
-            "detail": self.detail,
-        }
 
 
 @dataclass(frozen=True)
@@ -202,11 +181,8 @@ class GpuTable:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return {
-            "plan": to_json(self.plan),
-            "gpus": [row.to_dict() for row in self.gpus],
-            "notes": list(self.notes),
-        }
+        written: dict[str, Any] = to_json(self)
+        return written
 
     def __str__(self) -> str:
         head = ("GPU", "memory", "settings", "needs", "fits", "largest")

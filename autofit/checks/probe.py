@@ -268,12 +268,8 @@ def compare(expected: Measurement, measured: Measurement, *, busy: bool = False)
     """
     if not measured.ok:
         return (f"it ended with {measured.outcome.value}: {measured.detail or 'no detail'}",)
-    lines = [
-        *_peaks(expected, measured),
-        *([] if busy else [_speed(expected, measured), _drift(measured)]),
-        _loss(expected, measured),
-    ]
-    return tuple(line for line in lines if line is not None)
+    speeds = () if busy else _speeds(expected, measured)
+    return (*_peaks(expected, measured), *speeds, *_losses(expected, measured))
 
 
 def _peaks(expected: Measurement, measured: Measurement) -> Iterator[str]:
@@ -288,30 +284,21 @@ def _peaks(expected: Measurement, measured: Measurement) -> Iterator[str]:
             yield f"{whose}peak allocated rose from {format_bytes(before)} to {format_bytes(after)}"
 
 
-def _speed(expected: Measurement, measured: Measurement) -> str | None:
-    interval, now = expected.step_time_interval_s, measured.step_time_s
-    if (
-        interval is None
-        or now is None
-        or not _is_slower(expected.step_times_s, measured.step_times_s)
-    ):
-        return None
-    return (
-        f"the median step took {format_seconds(now)}, where the report has "
-        f"{format_seconds(interval[0])} to {format_seconds(interval[1])}"
-    )
+def _speeds(expected: Measurement, measured: Measurement) -> Iterator[str]:
+    """Yield how steps were slower than in the report, and slowed down.
 
-
-def _drift(measured: Measurement) -> str | None:
-    """Compare the first and last quarter: throttling and fragmentation show late."""
-    quarter = len(measured.step_times_s) // QUARTER
-    if quarter < _FEWEST_COMPARED:
-        return None
-    first, last = measured.step_times_s[:quarter], measured.step_times_s[-quarter:]
-    if not _is_slower(first, last):
-        return None
-    slowed = [format_seconds(statistics.median(times)) for times in (first, last)]
-    return f"steps slowed down from {slowed[0]} to {slowed[1]}"
+    The last quarter is compared with the first: throttling and fragmentation show late.
+    """
+    times, interval = measured.step_times_s, expected.step_time_interval_s
+    if interval and times and _is_slower(expected.step_times_s, times):
+        yield (
+            f"the median step took {format_seconds(measured.step_time_s)}, where the report has "
+            f"{format_seconds(interval[0])} to {format_seconds(interval[1])}"
+        )
+    quarter = len(times) // QUARTER
+    if quarter >= _FEWEST_COMPARED and _is_slower(times[:quarter], times[-quarter:]):
+        first, last = (statistics.median(part) for part in (times[:quarter], times[-quarter:]))
+        yield f"steps slowed down from {format_seconds(first)} to {format_seconds(last)}"
 
 
 def _is_slower(before: Sequence[float], now: Sequence[float]) -> bool:
@@ -327,24 +314,20 @@ def _scatter(seconds: Sequence[float]) -> float:
     return math.sqrt(statistics.fmean(math.log(one / middle) ** 2 for one in seconds))
 
 
-def _loss(expected: Measurement, measured: Measurement) -> str | None:
-    """Compare losses: on a single batch a longer training should not end higher.
+def _losses(expected: Measurement, measured: Measurement) -> Iterator[str]:
+    """Yield how the loss rose: on a single batch a longer training should not end higher.
 
     The loss of one step says little where dropout or sampling scatters it, so the end is the
     median of the last quarter, and the scatter there is allowed to the report's loss.
     """
-    if (
-        expected.loss is None
-        or measured.loss is None
-        or len(measured.step_times_s) < len(expected.step_times_s)
-    ):
-        return None
+    is_longer = len(measured.step_times_s) >= len(expected.step_times_s)
+    if expected.loss is None or measured.loss is None or not is_longer:
+        return
     losses = measured.losses or (measured.loss,)
     end = statistics.median(losses[-max(1, len(losses) // QUARTER) :])
     allowed = max(LOSS_TOLERANCE * abs(expected.loss), _NOISE * _deviation(losses))
-    if end <= expected.loss + allowed:
-        return None
-    return f"the loss rose from {expected.loss:.4g} to {end:.4g}"
+    if end > expected.loss + allowed:
+        yield f"the loss rose from {expected.loss:.4g} to {end:.4g}"
 
 
 def _deviation(losses: Sequence[float]) -> float:

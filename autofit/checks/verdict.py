@@ -104,10 +104,12 @@ class Verdict:
             needs += f" + NCCL, not known: leave {room} for it, or measure on the ranks"
         return needs
 
-    def _rows(self) -> list[tuple[str, str]]:
+    def rows(self) -> list[tuple[str, str]]:
+        """Return (what, figure): how it was found, and bytes by kind."""
         sizes: list[tuple[str, int | None]] = [("required", self.required_bytes)]
         sizes += [("margin", self.margin_bytes)] if self.margin_bytes else []
-        sizes += [("allowed", self.vram_budget_bytes), *(self.breakdown or {}).items()]
+        sizes += [("allowed", self.vram_budget_bytes), ("headroom", self.headroom_bytes)]
+        sizes += (self.breakdown or {}).items()
         rows = [(name.replace("_", " "), format_bytes(size)) for name, size in sizes]
         if self.evaluation_bytes is not None:
             rows.append(("evaluation", format_bytes(self.evaluation_bytes)))
@@ -116,12 +118,12 @@ class Verdict:
 
     def explain(self) -> str:
         """Return the verdict and a table of required, allowed and broken-down bytes."""
-        lines = [f"  {name:<16}{size:>12}" for name, size in self._rows()]
+        lines = [f"  {name:<16}{size:>12}" for name, size in self.rows()]
         return "\n".join([str(self), *lines])
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
-        return shown([str(self)], self._rows())
+        return shown([str(self)], self.rows())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -317,18 +319,9 @@ def markdown(name: str, verdict: Verdict, regression: Regression | None) -> str:
     word = {True: "fits", False: "does not fit", None: "could not be told"}[verdict.fits]
     if verdict.fits and not passed:
         word = "fits, and needs more than before"
-    rows = {
-        "required": verdict.required_bytes,
-        "margin": verdict.margin_bytes or None,
-        "VRAM budget": verdict.vram_budget_bytes,
-        "headroom": verdict.headroom_bytes,
-        **(verdict.breakdown or {}),
-    }
     shown = " ".join(name.split()).replace("`", "'")  # in one line of code, whatever it holds
     lines = [f"### autofit check: `{shown}` {word}", "", str(verdict), ""]
     if regression is not None:
         lines += [f"Against the earlier one: {regression}", ""]
-    lines += ["| | |", "|---|---:|"]
-    lines += [f"| method | {METHODS.get(verdict.method, verdict.method)} |"]
-    lines += [f"| {label} | {format_bytes(size)} |" for label, size in rows.items() if size]
+    lines += ["| | |", "|---|---:|", *(f"| {name} | {cell} |" for name, cell in verdict.rows())]
     return "\n".join(lines) + "\n"

@@ -13,12 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from textwrap import shorten
 from types import FrameType
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -35,8 +37,8 @@ from autofit.report.page import page_of_charts
 from autofit.report.report import write
 from autofit.units import format_bytes, format_clock
 
-_MOST_ROWS = 4000
-"""Kept for the page; beyond it two neighbours become one."""
+_MOST_DRAWN = 2000
+"""Points of a line; beyond it, the most of some neighbours is drawn."""
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -234,7 +236,7 @@ def watch(pid: int, gpus: Sequence[Nvml]) -> Iterator[Row]:
 
 @dataclass
 class Timeline:
-    """What was seen, in bounded memory; each row is written to tables at once.
+    """What was seen; each row is written to tables at once.
 
     Attributes:
         what: was watched.
@@ -242,8 +244,7 @@ class Timeline:
         gpus: names of the GPUs.
         seconds: the duration.
         began: date and time, in words.
-        rows: for the page; of many neighbours one, with the most of each column.
-        totals: the most of each column of bytes, and the mean of each of percents.
+        rows: in order.
     """
 
     what: str
@@ -252,44 +253,38 @@ class Timeline:
     seconds: float = 0.0
     began: str = field(default_factory=lambda: f"{datetime.now():%Y-%m-%d %H:%M}")
     rows: list[Row] = field(default_factory=list)
-    totals: dict[str, float] = field(default_factory=dict)
-    _seen: int = 0
-    _joined: int = 1
-    _counts: dict[str, int] = field(default_factory=dict)
 
-    def fill(self, rows: Iterator[Row], rest: Callable[[], None]) -> None:
-        """Add what is seen, with a rest between two looks."""
+    def fill(self, rows: Iterable[Row], rest: Callable[[], None]) -> None:
+        """Add what is seen, with a rest between two looks; a kill of this process loses no row."""
         for row in rows:
-            self.add(row)
+            for path in self.tables:
+                with path.open("a" if self.rows else "w", encoding="utf-8") as file:
+                    if not self.rows:
+                        print(*row, sep=",", file=file)
+                    print(*map(_cell, row.values()), sep=",", file=file)
+            self.rows.append(row)
+            self.seconds = row["seconds"] or 0.0
             rest()
 
-    def add(self, row: Row) -> None:
-        """Add the next row; nothing of it is lost where this process is killed."""
-        for path in self.tables:
-            with path.open("a" if self.rows else "w", encoding="utf-8") as file:
-                if not self.rows:
-                    print(*row, sep=",", file=file)
-                print(*map(_cell, row.values()), sep=",", file=file)
-        self.seconds = row["seconds"] or 0.0
-        if self._seen % self._joined:
-            self.rows[-1] = _most(self.rows[-1], row)
-        else:
-            self.rows.append(row)
-        self._seen += 1
-        if len(self.rows) == _MOST_ROWS:
-            self.rows = list(map(_most, self.rows[::2], self.rows[1::2]))
-            self._joined *= 2
-        for name, value in row.items():
-            if value is not None and name != "seconds":
-                count = self._counts[name] = self._counts.get(name, 0) + 1
-                total = self.totals.get(name, value)
-                mean = total + (value - total) / count
-                self.totals[name] = mean if name.endswith("_percent") else max(total, value)
+    @cached_property
+    def totals(self) -> dict[str, float]:
+        """The most of each column of bytes, and the mean of each of percents."""
+        names = [name for name in (self.rows[0] if self.rows else ()) if name != "seconds"]
+        known = {n: [v for row in self.rows if (v := row[n]) is not None] for n in names}
+        return {
+            name: fmean(values) if name.endswith("_percent") else max(values)
+            for name, values in known.items()
+            if values
+        }
 
-    def page(self) -> str:
-        """Return an HTML page with a chart of each GPU that was used, and one of the host."""
-        about, charts = f"{self.began}, {format_clock(self.seconds)}", list(self._charts())
-        return page_of_charts(self.what, about, self.numbers(), charts, version("torch-autofit"))
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form: the most bytes and the mean percents."""
+        about = {"what": self.what, "began": self.began, "seconds": self.seconds}
+        return {**about, "gpus": list(self.gpus), **self.totals}
+
+    def __str__(self) -> str:
+        rows = [f"  {number:<12}{words}" for number, words in self.numbers()]
+        return "\n".join([f"{self.what}: {format_clock(self.seconds)}", *rows])
 
     def numbers(self) -> Iterator[tuple[str, str]]:
         """Yield (number, what it is), those of the GPUs first."""
@@ -306,35 +301,37 @@ class Timeline:
                 is_percent = name.endswith("_percent")
                 yield f"{total:.0f} %" if is_percent else format_bytes(total), what
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: the most bytes and the mean percents."""
-        about = {"what": self.what, "began": self.began, "seconds": self.seconds}
-        return {**about, "gpus": list(self.gpus), **self.totals}
-
-    def __str__(self) -> str:
-        rows = [f"  {number:<12}{words}" for number, words in self.numbers()]
-        return "\n".join([f"{self.what}: {format_clock(self.seconds)}", *rows])
+    def page(self) -> str:
+        """Return an HTML page with a chart of each GPU that was used, and one of the host."""
+        charts = [
+            self._chart(
+                f"Memory of {self.gpus[at]}: the process, and all of them",
+                {"held-line": f"gpu{at}_process_bytes", "all-line": f"gpu{at}_used_bytes"},
+            )
+            for at in self._used_gpus()
+        ]
+        charts.append(self._chart("Host memory", {"held-line": "resident_bytes"}))
+        about = f"{self.began}, {format_clock(self.seconds)}"
+        return page_of_charts(self.what, about, self.numbers(), charts, version("torch-autofit"))
 
     def _used_gpus(self) -> list[int]:
         """Return the GPUs on which the process was seen; all, where it was seen on none."""
         every = range(len(self.gpus))
         return [at for at in every if f"gpu{at}_process_bytes" in self.totals] or list(every)
 
-    def _charts(self) -> Iterator[Chart]:
-        for at in self._used_gpus():
-            lines = {"held-line": f"gpu{at}_process_bytes", "all-line": f"gpu{at}_used_bytes"}
-            yield self._chart(f"Memory of {self.gpus[at]}: the process, and all of them", lines)
-        yield self._chart("Host memory", {"held-line": "resident_bytes"})
-
     def _chart(self, title: str, columns: Mapping[str, str]) -> Chart:
-        """Return columns of bytes over time, by the class of their line."""
+        """Return the most bytes of columns over time, by the class of their line."""
         most = max((self.totals.get(column, 0.0) for column in columns.values()), default=0.0)
         unit, size = scale_for(most)
         plot = Plot(title, height=170, x_end=self.seconds, y_end=1.1 * most / size)
         plot.axes("seconds", f"memory, {unit}")
+        together = -(-len(self.rows) // _MOST_DRAWN) or 1
         for kind, column in columns.items():
-            held = [(row["seconds"] or 0.0, row[column]) for row in self.rows]
-            plot.line([(at, bytes_ / size) for at, bytes_ in held if bytes_ is not None], kind)
+            held = [
+                (r["seconds"] or 0.0, v / size) for r in self.rows if (v := r[column]) is not None
+            ]
+            parts = (held[at : at + together] for at in range(0, len(held), together))
+            plot.line([(part[-1][0], max(value for _, value in part)) for part in parts], kind)
         return Chart(title, "", plot.drawn())
 
 
@@ -343,9 +340,3 @@ def _cell(value: float | None) -> str:
     if value is None:
         return ""
     return str(value) if isinstance(value, int) else f"{value:.3f}"
-
-
-def _most(one: Row, other: Row) -> Row:
-    """Return the most of each column of two rows."""
-    known = {name: [v for v in (one[name], other[name]) if v is not None] for name in other}
-    return {name: max(values, default=None) for name, values in known.items()}

@@ -30,11 +30,9 @@ KINDS: Mapping[str, str] = {
 }
 """Kind of the memory -> its name; the class of its colour is "kind-" and the kind."""
 _WIDE_BUDGET = 3.0
-"""A budget so many times what any plan held lies beyond the axis, or all points lie at one edge."""
-_BUDGET_AT = 86.0
-"""Percent of the width where the budget stands; what did not fit lies to its right."""
-_BREAK_AT = 78.0
-"""Percent of the width of an axis that ends before the budget."""
+"""A budget so many times what any plan held is not drawn, or all points would lie at one edge."""
+_BUDGET_SHARE = 0.9
+"""Of the width: where the budget stands."""
 _LEAST_SHARE = 0.14
 """Of the width that a phase needs for its name."""
 _UNITS = {"TiB": TIB, "GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
@@ -72,18 +70,16 @@ def frontier_chart(record: Record) -> Chart:
     plot = Plot(
         f"Speed against memory: {counted(len(fits), 'plan')} that fit",
         height=300,
-        x_end=(budget if is_near else 1.1 * most) / size,
+        x_end=(budget / _BUDGET_SHARE if is_near else 1.1 * most) / size,
         y_end=1.15 * max(record.speed_of(trial) or 0.0 for trial in fits),
-        x_share=_BUDGET_AT if is_near else _BREAK_AT,
     )
     plot.axes(f"memory, {unit}", "samples/s")
     edge = sorted((_held(t) / size, record.speed_of(t) or 0.0) for t in record.frontier)
     plot.line(_steps(edge), "frontier")
-    plot.upright(_BUDGET_AT, "budget")
-    arrow = "" if is_near else " \N{RIGHTWARDS ARROW}"
-    plot.text(_BUDGET_AT, -10, f"VRAM budget {format_bytes(budget)}{arrow}", "budget-words end")
-    if failed:
-        plot.text(99.5, plot.height - 8, f"{failed} did not fit", "budget-words end")
+    if is_near:
+        plot.upright(100 * _BUDGET_SHARE, "budget")
+    words = f"VRAM budget {format_bytes(budget)}, {failed} did not fit"
+    plot.text(99.5, -10, words, "budget-words end")
     _draw_plans(plot, fits, size, record)
     return Chart(
         "Speed against memory",
@@ -186,20 +182,16 @@ class Plot:
         title: for those who cannot see it.
         height: of the plot, in pixels.
         x_end, y_end: largest values.
-        x_share: percent of the width that lie below `x_end`; the rest is beyond the axis.
     """
 
-    def __init__(
-        self, title: str, *, height: int, x_end: float, y_end: float, x_share: float = 100.0
-    ) -> None:
+    def __init__(self, title: str, *, height: int, x_end: float, y_end: float) -> None:
         self._title = title
         self.height, self._x_end, self._y_end = height, x_end or 1.0, y_end or 1.0
-        self._x_share = x_share
         self._parts: list[str] = []
 
     def across(self, x: float) -> float:
         """Return where a value lies, in percent of the width."""
-        return self._x_share * x / self._x_end
+        return 100 * x / self._x_end
 
     def down(self, y: float) -> float:
         """Return where a value lies, in pixels from the top."""

@@ -11,7 +11,7 @@ import math
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,23 +52,29 @@ class Place:
     @property
     def report(self) -> str:
         """The report, in Python."""
-        if self.program is None or self.path is None:
-            return "report"
-        return f"autofit.load({json.dumps(self.path, ensure_ascii=False)})"
+        path = json.dumps(self.path, ensure_ascii=False)
+        return f"autofit.load({path})" if self.is_shell else "report"
 
     @property
     def more(self) -> str:
         """What shows all of the report."""
-        if self.program is None or self.path is None:
-            return "print(report.to_text(verbose=True))"
-        return f"{self.program} report {shlex.quote(self.path)} -v"
+        in_python = "print(report.to_text(verbose=True))"
+        return f"{self._command} -v" if self.is_shell else in_python
 
     @property
     def page(self) -> str:
         """What writes the page with the charts."""
-        if self.program is None or self.path is None:
-            return 'report.save("report.html")'
-        return f"{self.program} report {shlex.quote(self.path)} --out report.html"
+        in_python = 'report.save("report.html")'
+        return f"{self._command} --out report.html" if self.is_shell else in_python
+
+    @property
+    def is_shell(self) -> bool:
+        """Whether a shell is there, and a file that holds the report."""
+        return self.program is not None and self.path is not None
+
+    @property
+    def _command(self) -> str:
+        return f"{self.program} report {shlex.quote(self.path or '')}"
 
 
 IN_PYTHON = Place()
@@ -100,31 +106,25 @@ class Summary:
     def messages(self, width: int, most_lines: int) -> list[str]:
         """Return warnings, which begin with "! ", and remarks in at most so many lines.
 
-        A message takes two lines, or one where that leaves room for more warnings; what has no room
-        is counted.
+        A message takes two lines, or one where that leaves room for more; what has no room is
+        counted.
         """
-        warnings = [f"{ACT}{text}" for text in self.warnings]
-        room = most_lines - 1  # for the count
-        long = self._wrapped(warnings, width, 2)
-        if sum(map(len, long)) > room:
-            long = self._wrapped(warnings, width, 1)
-        blocks = [*long, *self._wrapped(self.remarks, width, 2 if most_lines > 2 else 1)]
-        lines: list[str] = []
-        for at, block in enumerate(blocks):
-            is_last = at == len(blocks) - 1
-            if len(lines) + len(block) > most_lines - (not is_last):
-                unseen = max(0, len(warnings) - at)
-                words = [counted(unseen, "warning")] * (unseen > 0)
-                words += [counted(len(blocks) - at - unseen, "note")]
-                return [*lines, f"{' and '.join(words)} more: see More"]
-            lines += block
-        return lines
-
-    def _wrapped(self, texts: Iterable[str], width: int, most: int) -> list[list[str]]:
-        return [
-            textwrap.wrap(text, width, subsequent_indent="  ", max_lines=most, placeholder=" ...")
-            for text in texts
-        ]
+        texts = [*(f"{ACT}{text}" for text in self.warnings), *self.remarks]
+        for most in (2, 1):
+            wrapped = (
+                textwrap.wrap(
+                    text, width, subsequent_indent="  ", max_lines=most, placeholder=" ..."
+                )
+                for text in texts
+            )
+            lines = [line for block in wrapped for line in block]
+            if len(lines) <= most_lines:
+                return lines
+        unseen = len(lines) - most_lines + 1
+        notes = min(unseen, len(self.remarks))
+        words = [counted(unseen - notes, "warning")] * (unseen > notes)
+        words += [counted(notes, "note")] * (notes > 0)
+        return [*lines[:-unseen], f"{' and '.join(words)} more: see More"]
 
 
 def summary(record: Record, place: Place = IN_PYTHON) -> Summary:
@@ -167,23 +167,20 @@ def describe(plan: Plan, record: Record) -> str:
 
 
 def speed_words(trial: Trial, record: Record) -> str:
-    """Return the speed of the trial's plan with its range: "381 samples/s (375-388)"."""
-    speed, (low, high) = record.speed_of(trial), speed_ends(trial, record)
+    """Return the speed of the trial's plan with its range: "381 samples/s (375-388)".
+
+    The range is its 95 % interval; where that decides nothing, all that was seen, alone.
+    """
+    speed, (low, high) = record.speed_of(trial), record.speed_range(trial)
     if not low or not high:
         return format_rate(speed)
-    if not record.search.is_factor_decided:
-        return f"{range_words(low, high)} samples/s"
-    rate = format_rate(speed, spread_of(low, high) * (speed or 0.0))
-    return f"{rate} ({range_words(low, high)})"
-
-
-def speed_ends(trial: Trial, record: Record) -> tuple[float | None, float | None]:
-    """Return the range of a plan's speed: its 95 % interval, or all that was seen if undecided."""
     if record.search.is_factor_decided:
-        return record.speed_range(trial)
+        rate = format_rate(speed, spread_of(low, high) * (speed or 0.0))
+        return f"{rate} ({range_words(low, high)})"
     ran = [t for t in probes_of(record.trials) if t.plan == trial.plan and t.samples_per_second]
-    ends = [(t.samples_per_second_low or 0.0, t.samples_per_second_high or 0.0) for t in ran]
-    return min((low for low, _ in ends), default=None), max((h for _, h in ends), default=None)
+    low = min(t.samples_per_second_low or 0.0 for t in ran)
+    high = max(t.samples_per_second_high or 0.0 for t in ran)
+    return f"{range_words(low, high)} samples/s"
 
 
 def range_words(low: float, high: float, decimals: int | None = None) -> str:
