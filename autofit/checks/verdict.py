@@ -79,8 +79,10 @@ class Verdict:
         return self.vram_budget_bytes - self.required_bytes
 
     def __str__(self) -> str:
+        name = self.gpu or self.device
+        where = "" if name is None else f" on {name}{ASSUMED * self.gpu_assumed}"
         answer = {True: "fits", False: "does not fit", None: "could not be told"}[self.fits]
-        line = f"{self.plan} {answer} in {format_bytes(self.vram_budget_bytes)}{self._where()}"
+        line = f"{self.plan} {answer} in {format_bytes(self.vram_budget_bytes)}{where}"
         if self.required_bytes is not None:
             line += f": {self._needs()}"
         elif self.detail:
@@ -88,10 +90,6 @@ class Verdict:
         if self.fits is False and self.largest_micro_batch:
             line += f"; the largest micro-batch that fits is {self.largest_micro_batch}"
         return line
-
-    def _where(self) -> str:
-        name = self.gpu or self.device
-        return "" if name is None else f" on {name}{ASSUMED * self.gpu_assumed}"
 
     def _needs(self) -> str:
         how = "measured" if self.method == "probe" else "predicted"
@@ -209,11 +207,26 @@ def read_earlier(path: str | os.PathLike[str]) -> tuple[Verdict, Settings]:
     """
     content = read_json(path)
     try:
-        return _earlier(content)
+        if "best" not in content:
+            return from_json(content, Verdict, "the verdict"), {}
+        record = Record.from_dict(content)
     except InvalidArgument as error:
         raise InvalidArgument(
             f"{os.fspath(path)} is neither a report nor output of `autofit check --json`: {error}"
         ) from error
+
+    best = record.best
+    verdict = Verdict(
+        True,
+        best.plan,
+        "probe",
+        record.vram_budget_bytes,
+        best.measurement.held_bytes,
+        peak_allocated_bytes=best.measurement.peak_allocated_bytes,
+        device=record.environment["device"].partition(":")[0],
+        gpu=record.environment.get("gpu"),
+    )
+    return verdict, record.default_settings
 
 
 def read_fraction(text: str) -> float:
@@ -231,24 +244,6 @@ def read_fraction(text: str) -> float:
             f"{match[1]} could mean {match[1]}% or {100 * number:g}%: write one of them"
         )
     return number / (100 if percent else 1)
-
-
-def _earlier(content: dict[str, Any]) -> tuple[Verdict, Settings]:
-    if "best" not in content:
-        return from_json(content, Verdict, "the verdict"), {}
-    record = Record.from_dict(content)
-    best = record.best
-    verdict = Verdict(
-        True,
-        best.plan,
-        "probe",
-        record.vram_budget_bytes,
-        best.measurement.needed_bytes,
-        peak_allocated_bytes=best.measurement.peak_allocated_bytes,
-        device=record.environment["device"].partition(":")[0],
-        gpu=record.environment.get("gpu"),
-    )
-    return verdict, record.default_settings
 
 
 def _differences(before: Verdict, now: Verdict, defaults: Settings) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shlex
@@ -171,17 +170,11 @@ def print_result(text: str) -> None:
     try:
         print(shown, flush=True)
     except OSError as error:
-        _discard_output()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what was not taken
         if not isinstance(error, BrokenPipeError):
             raise AutofitError(
                 f"cannot write the result to standard output: {error.strerror}"
             ) from error
-
-
-def _discard_output() -> None:
-    """Let what a full or closed standard output did not take go nowhere, also at the exit."""
-    with suppress(OSError), open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def say(line: str) -> None:
@@ -195,7 +188,6 @@ def _print_error(text: str) -> None:
         print(for_terminal(text), file=sys.stderr, flush=True)
 
 
-_OUTPUT_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)
 _INTERRUPTED = 128 + signal.SIGINT
 """The exit code of a process ended by Ctrl-C; typer turns a KeyboardInterrupt into it."""
 
@@ -256,10 +248,6 @@ def _show_error(error: BaseException) -> int:
     if isinstance(error, AutofitError):
         _print_error(f"autofit: {error}")
         return error.exit_code
-    if not is_users(error) and getattr(error, "errno", None) in _OUTPUT_FAULTS:
-        _discard_output()
-        _print_error(f"autofit: cannot write: {error}")
-        return 4
     _show_traceback(error)
     return 3 if is_users(error) else 4
 

@@ -125,7 +125,7 @@ def compare_split_gradients(
             f"{noise.gradient:.1%}, so split and whole gradients cannot be compared"
         )
         return _kept(why, split.comparison)
-    return _kept(_why_by_split(split), split.comparison, way_out=_way_out(split, workload))
+    return _kept_by(split, workload)
 
 
 def _kept(
@@ -252,20 +252,15 @@ def _why_by_state(carried: _Compared) -> str:
     )
 
 
-def _why_by_split(split: _Compared) -> str:
-    comparison = split.comparison
+def _kept_by(split: _Compared, workload: Workload) -> SplitGradients:
+    """Return the decision where split gradients differ from whole ones."""
+    comparison, way_out = split.comparison, "allow_accumulation_change"
     what = "which normalize over the batch" if comparison.normalizes_over_batch else "most of all"
     where = f" (in {', '.join(comparison.modules)}, {what})" if comparison.modules else ""
-    return f"Split gradients differ from whole ones by {split.by()}{'' if split.apart else where}"
-
-
-def _way_out(split: _Compared, workload: Workload) -> str:
-    if split.comparison.normalizes_over_batch or workload.loss_weight is not None:
-        return "allow_accumulation_change"
-    return (
-        "allow_accumulation_change, or loss_weight where the loss is a mean over something other "
-        "than samples"
-    )
+    if not comparison.normalizes_over_batch and workload.loss_weight is None:
+        way_out += ", or loss_weight where the loss is a mean over something other than samples"
+    why = f"Split gradients differ from whole ones by {split.by()}{'' if split.apart else where}"
+    return _kept(why, comparison, way_out=way_out)
 
 
 # Samples altered as padding alters them.

@@ -379,17 +379,12 @@ def _accumulate_in_range(training: Training, batch: Batch, seed: int) -> float:
         training.zero_grad()
         loss = float(training.accumulate(batch))
         scaler = training.scaler
-        if scaler is None or scaler.get_scale() <= 1 or _are_finite(training.model):
+        if scaler is None or scaler.get_scale() <= 1:
+            return loss
+        gradients = (p.grad for p in training.model.parameters() if p.grad is not None)
+        if all(bool(_on_host(gradient).isfinite().all()) for gradient in gradients):
             return loss
         scaler.update(scaler.get_scale() / 16)
-
-
-def _are_finite(model: torch.nn.Module) -> bool:
-    return all(
-        bool(_on_host(parameter.grad).isfinite().all())
-        for parameter in model.parameters()
-        if parameter.grad is not None
-    )
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any
 
-from autofit.measurement import ACT, RankUse, Trial, TrialKind, spread_of
+from autofit.measurement import ACT, Trial, TrialKind, spread_of
 from autofit.plan import BOUNDS
 from autofit.report.rates import rate_rows
 from autofit.report.record import Record
@@ -78,7 +78,11 @@ def sections(record: Record, place: Place = IN_PYTHON) -> Iterator[Section]:
 def _findings(record: Record) -> Iterator[Section]:
     """Yield what was found beside the answer."""
     if ranks := record.best.measurement.ranks:
-        yield Section("Ranks of the best plan", table=rank_table(ranks))
+        held = [
+            (str(rank), format_bytes(use.held_bytes), format_seconds(use.step_time_s))
+            for rank, use in enumerate(ranks)
+        ]
+        yield Section("Ranks of the best plan", table=[("rank", "held", "own step time"), *held])
     if evaluation := record.findings.get("evaluation"):
         why = [f"Not tried to the end: {evaluation['failed']}"] if "failed" in evaluation else []
         yield Section("Evaluation", [evaluation_words(record), *why])
@@ -98,8 +102,8 @@ def _findings(record: Record) -> Iterator[Section]:
         yield Section("Data loading", lines, [("num_workers", "delivered"), *rates])
     yield from _bounds(record.findings.get("bounds") or {})
     if modules := record.memory.get("best", {}).get("modules"):
-        held = [(sum(part["bytes"].values()), part) for part in modules]
-        largest = sorted(held, key=lambda each: -each[0])[:_MOST_MODULES]
+        sizes = [(sum(part["bytes"].values()), part) for part in modules]
+        largest = sorted(sizes, key=lambda each: -each[0])[:_MOST_MODULES]
         rows = [
             (f"{part['name']} {part['class']} x {part['count']}".strip(), format_bytes(total))
             for total, part in largest
@@ -115,15 +119,6 @@ def _bounds(bounds: Mapping[str, Any]) -> Iterator[Section]:
     why = [f"Not profiled: {bounds['failed']}"] if "failed" in bounds else []
     if table or why:
         yield Section("What a step is spent on", why, table)
-
-
-def rank_table(ranks: Sequence[RankUse]) -> Table:
-    """Return what each rank held and its own step time."""
-    rows = [
-        (str(rank), format_bytes(use.held_bytes), format_seconds(use.step_time_s))
-        for rank, use in enumerate(ranks)
-    ]
-    return [("rank", "held", "own step time"), *rows]
 
 
 def figures(record: Record) -> list[tuple[str, str, str]]:

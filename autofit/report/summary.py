@@ -207,8 +207,11 @@ def speedup_words(record: Record, of: Trial | None = None, over: Trial | None = 
     speed, other = record.speed_of(of), record.speed_of(over)
     if not speed or not other:
         return None
-    if not record.is_confirmed and any(_disagrees(each.plan, record) for each in (of, over)):
-        return "not decided"
+    for plan in () if record.is_confirmed else (of.plan, over.plan):
+        ran = [t for t in probes_of(record.trials) if t.plan == plan and t.samples_per_second]
+        speeds = [trial.samples_per_second or 0.0 for trial in ran]
+        if max(speeds) > _DISAGREE * min(speeds):
+            return "not decided"
     words = ratio_words(speed / other, record.speed_range(of), record.speed_range(over))
     return words if record.is_confirmed else f"{words}, not confirmed"
 
@@ -452,9 +455,3 @@ def pay_off(record: Record) -> PayOff | None:
         speeds = [record.searched_speed(plan) for plan in (beside, best)]
     saved_s = best.samples_per_step * (1 / (speeds[0] or math.inf) - 1 / (speeds[1] or math.inf))
     return PayOff(start_s, beside, math.ceil(start_s / saved_s) if saved_s > 0 else None)
-
-
-def _disagrees(plan: Plan, record: Record) -> bool:
-    ran = [trial for trial in probes_of(record.trials) if trial.plan == plan]
-    speeds = [speed for trial in ran if (speed := trial.samples_per_second)]
-    return max(speeds) > _DISAGREE * min(speeds)
