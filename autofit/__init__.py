@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from autofit.searching.options import SearchOptions as SearchOptions
     from autofit.searching.search import search as search
     from autofit.strategy import Numerics as Numerics, Phase as Phase, Strategy as Strategy
+    from autofit.training.lengths import Lengths as Lengths
     from autofit.training.training import Training as Training
     from autofit.training.workload import Workload as Workload
 
@@ -73,6 +74,7 @@ _HOMES = {
     "autofit.searching.options": ("SearchOptions",),
     "autofit.searching.search": ("search",),
     "autofit.strategy": ("Numerics", "Phase", "Strategy"),
+    "autofit.training.lengths": ("Lengths",),
     "autofit.training.training": ("Training",),
     "autofit.checks.verdict": ("Verdict",),
     "autofit.training.workload": ("Workload",),

@@ -142,6 +142,8 @@ class Measurement:
         evaluation_peak_bytes: most bytes held by the caching allocator in an evaluation beside the
             training, whose cache was released before; None: the workload has none, or it did not
             run. With the non-torch bytes it is within the budget too.
+        new_shape_s: where lengths vary, the seconds that the first timed step of each shorter
+            length took beyond a later one, such as for a recompilation; the shortest first.
         notes: what the plan's strategies have to say of the run.
         failed_rank: the rank that is to blame for the outcome; None: none, or one device ran alone.
         ranks: of each rank, what it held and its own step time; empty where one device ran alone.
@@ -162,12 +164,13 @@ class Measurement:
     busy_percent: Amount | None = None
     start_up_s: Wait | None = None
     evaluation_peak_bytes: Amount | None = None
+    new_shape_s: Sequence[Wait] = ()
     notes: Sequence[str] = ()
     failed_rank: Amount | None = None
     ranks: Sequence[RankUse] = ()
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "step_times_s", "losses", "notes"):
+        for name in ("ranks", "step_times_s", "losses", "new_shape_s", "notes"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
@@ -331,6 +334,9 @@ class Trial:
         notes = "".join(f"; {note}" for note in measured.notes)
         if measured.evaluation_held_bytes is not None:
             notes = f"; an evaluation held {format_bytes(measured.evaluation_held_bytes)}{notes}"
+        if measured.new_shape_s:
+            seconds = format_seconds(max(measured.new_shape_s))
+            notes = f"; the first step of another length took up to {seconds} more{notes}"
         return (
             f"{self.plan}: {self.speed_words}, "
             f"{format_seconds(measured.step_time_s)} an optimizer step, "

@@ -54,24 +54,29 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
     plan, device, workload = request.plan, builder.device, builder.fresh_workload()
     places = micro_batches_to_run(workload, plan, full_accumulation=request.full_accumulation)
     short = micro_batches_to_run(workload, plan, full_accumulation=False)
-    batch = samples_on(builder, workload, plan, places)
+    mix = _mix_on(builder, workload, plan, places)
+    batch = mix[-1][1]
     first = batch if short == places else samples_on(builder, workload, plan, short)
     foreign_before = device.foreign_bytes()
     with ExitStack() as applied:
         with device.accounting():
             began = perf_counter()
             training = applied.enter_context(builder.training(workload, request.resolved))
-            steps = _Steps(training, device, stands_for(plan, places))
+            steps = _Steps(training, device, stands_for(plan, places), mix)
             steps.warm_up(first)
             del first
             warm_up_s = perf_counter() - began
             warm_up_steps = steps.warm_up_steps * len(short) / len(places)
+        steps.meet_shorter()
+        with device.accounting():
+            for _, shorter in mix[:-1] if device.tracked_steps else ():
+                steps.run_tracked(shorter, 1)
             before = device.read()
             if device.tracked_steps:  # a long training is tracked all along, and shows what is late
                 steps.run_tracked(batch, max(device.tracked_steps, request.steps or 0))
         while not enough_steps(steps.times_s, request) and math.isfinite(steps.loss):
             left = STEPS_PER_BLOCK if request.steps is None else request.steps - len(steps.times_s)
-            steps.time(batch, min(STEPS_PER_BLOCK, left))
+            steps.time(min(STEPS_PER_BLOCK, left))
         busy_percent = device.busy_percent()
         after = device.read()
         growth = _growth(device, steps)
@@ -111,7 +116,8 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         contended=has_moved(foreign_before, foreign, total_bytes=device.total_bytes),
         busy_percent=busy_percent,
         evaluation_peak_bytes=evaluated.peak_reserved_bytes if evaluated else None,
-        start_up_s=start_up_s(warm_up_s, warm_up_steps, steps.as_run_s),
+        start_up_s=start_up_s(warm_up_s, warm_up_steps, steps.as_run_s[-1]),
+        new_shape_s=steps.new_shape_s,
         notes=notes,
         ranks=[] if training.ranks is None else [own],
     )
@@ -123,6 +129,15 @@ def samples_on(
     """Return samples on the device for those micro-batches of a plan's optimizer step."""
     sizes = plan.micro_batch_sizes_of(builder.world.rank)
     return map_tensors(builder.device.stage, workload.batch(sum(sizes[at] for at in places)))
+
+
+def _mix_on(
+    builder: TrainingBuilder, workload: Workload, plan: Plan, places: Sequence[int]
+) -> list[tuple[float, Batch]]:
+    """Return such samples of each length, with its share of the steps; the longest is the last."""
+    sizes = plan.micro_batch_sizes_of(builder.world.rank)
+    mix = workload.mix(sum(sizes[at] for at in places))
+    return [(share, map_tensors(builder.device.stage, batch)) for share, batch in mix]
 
 
 def evaluation_peak(
@@ -186,9 +201,12 @@ class _Steps:
     Attributes:
         training, device: what steps, and on what.
         counts: how many of its size in the plan each micro-batch of a timed step stands for.
+        mix: a batch of each length with its share of the steps. A timed step is one of each, and
+            its seconds are their mean.
         times_s: seconds of each whole timed step; of several ranks, of the slowest in it.
         own_times_s: those of this process.
-        as_run_s: its seconds with no more micro-batches than it ran.
+        as_run_s: of each length, the seconds with no more micro-batches than it ran.
+        first_s: of each but the longest, those of its first step.
         end_bytes: allocated at the end of each step.
         losses: one of each block of steps.
         loss: the last one.
@@ -198,9 +216,11 @@ class _Steps:
     training: Training
     device: Device
     counts: Sequence[float]
+    mix: Sequence[tuple[float, Batch]]
     times_s: list[float] = field(default_factory=list)
     own_times_s: list[float] = field(default_factory=list)
-    as_run_s: list[float] = field(default_factory=list)
+    as_run_s: list[list[float]] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
     end_bytes: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     loss: float = math.nan
@@ -213,6 +233,20 @@ class _Steps:
         self.warm_up_steps = len(self.end_bytes)
         del self.end_bytes[:-WARM_UP_STEPS]
 
+    def meet_shorter(self) -> None:
+        """Time the first step of each length but the longest: its shapes are new."""
+        for _, batch in self.mix[:-1]:
+            _, marks = _step(self.training, self.device, batch)
+            self.device.synchronize()
+            self.first_s.append(self.device.seconds_between(marks[0], marks[-1]))
+        self.as_run_s = [[] for _ in self.mix]
+
+    @property
+    def new_shape_s(self) -> list[float]:
+        """What these took beyond the median later step of the same length."""
+        later = zip(self.first_s, self.as_run_s, strict=False)
+        return [max(0.0, first - statistics.median(run)) for first, run in later if run]
+
     def run_tracked(self, batch: Batch, count: int) -> None:
         """Run steps that the device accounts for and nobody times."""
         for _ in range(count):
@@ -222,23 +256,32 @@ class _Steps:
         self.loss = float(_step(self.training, self.device, batch)[0])
         self.end_bytes.append(self.device.allocated_bytes())
 
-    def time(self, batch: Batch, count: int) -> None:
-        """Time so many steps between two looks at the clock."""
+    def time(self, count: int) -> None:
+        """Time so many steps, of each length one, between two looks at the clock."""
         block = []
         for _ in range(count):
-            loss, marks = _step(self.training, self.device, batch)
-            block.append(marks)
+            ran = [_step(self.training, self.device, batch) for _, batch in self.mix]
+            loss, _ = ran[-1]
+            block.append([marks for _, marks in ran])
             if not self.device.tracked_steps:
                 self.end_bytes.append(self.device.allocated_bytes())
         self.device.synchronize()
         self.loss = float(loss)
         self.losses.append(self.loss)
-        times_s = [_seconds(self.device, marks, self.counts) for marks in block]
+        times_s = [self._mean_seconds(each) for each in block]
         self.own_times_s += times_s
-        self.as_run_s += [self.device.seconds_between(marks[0], marks[-1]) for marks in block]
+        for length, ran_s in enumerate(self.as_run_s):
+            ran_s += [
+                self.device.seconds_between(each[length][0], each[length][-1]) for each in block
+            ]
         # By the slowest rank's times all of them decide alike whether to go on
         ranks = self.training.ranks
         self.times_s += times_s if ranks is None else ranks.largest(times_s)
+
+    def _mean_seconds(self, of_lengths: Sequence[Sequence[Any]]) -> float:
+        """Return the mean over the lengths, by their shares, from the marks of a step of each."""
+        seconds = [_seconds(self.device, marks, self.counts) for marks in of_lengths]
+        return sum(share * s for (share, _), s in zip(self.mix, seconds, strict=True))
 
 
 def start_up_s(

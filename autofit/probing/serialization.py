@@ -308,6 +308,7 @@ def write_payload(payload: Payload, path: Path, loader_path: Path | None = None)
         workload = replace(workload, loader=SentLoader(str(loader_path)))
     if not workload.makes_batches:
         workload = replace(workload, sample_batch=map_tensors(_own_storage, workload.sample_batch))
+    workload = replace(workload, eval_batch=map_tensors(_own_storage, workload.eval_batch))
     contents = replace(payload, workload=workload, strategies=tuple(payload.strategies))
     _write(contents, path, "workload")
 

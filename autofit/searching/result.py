@@ -22,9 +22,11 @@ from autofit.probing.survey import Survey
 from autofit.registry import resolve
 from autofit.report.record import Record, SearchSummary, Skipped, lines_of
 from autofit.strategy import Strategy
+from autofit.training.batch import describe
+from autofit.training.lengths import Lengths, padding_share
 from autofit.training.loss import LossSource
 from autofit.training.workload import Workload
-from autofit.units import format_bytes, round_up_shown
+from autofit.units import format_bytes, format_seconds, round_up_shown
 
 if TYPE_CHECKING:
     from autofit.probing.session import Session
@@ -143,7 +145,7 @@ def record_of(
             )
             for trial in result.trials
         },
-        notes=(*survey.notes, *_notes_on(survey, result)),
+        notes=(*survey.notes, *_notes_on(survey, result), *_of_lengths(workload, result.best)),
         difference=difference,
         memory=memory,
         # What the baseline's probe on a GPU teaches later predictions
@@ -193,6 +195,20 @@ def _notes_on(survey: Survey, result: SearchResult) -> Iterator[str]:
     if result.with_more_time is not None:
         left = result.with_more_time.without(result.spec.space.default_settings)
         yield f"{NOT_TRIED}{left}, because time ran out"
+
+
+def _of_lengths(workload: Workload, best: Trial) -> Iterator[str]:
+    """Yield notes on the lengths of samples: their mix, the price of a new one, the padding."""
+    given = workload.sample_batch
+    if isinstance(given, Lengths):
+        shares = [f"{share:.0%} {next(iter(describe(b).values()))}" for share, b in given.mix]
+        yield f"The speed is that of steps of {len(shares)} lengths: {', '.join(shares)}"
+    if new_shape_s := best.measurement.new_shape_s:
+        seconds = format_seconds(max(new_shape_s))
+        yield f"The first step of another length took up to {seconds} more than later ones"
+    padding = None if workload.makes_batches else padding_share(given)
+    if padding is not None:
+        yield f"{padding:.0%} of the tokens of the sample batch are padding, by its attention mask"
 
 
 def paste_lines(resolved: ResolvedPlan, *, has_loss_weight: bool = False) -> list[str]:

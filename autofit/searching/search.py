@@ -85,8 +85,8 @@ def search(
         model: the module; a function of no arguments that builds one; or a `Workload`, alone,
             which also takes what this signature leaves out: loss_weight, clip_grad_norm,
             before_step, training_step, loader, eval_step and eval_batch.
-        sample_batch: any pytree of tensors, as long as the longest the training will see; or a
-            function n -> batch of n samples.
+        sample_batch: any pytree of tensors, as long as the longest the training will see; a
+            function n -> batch of n samples; or `autofit.Lengths`, where lengths vary.
         criterion: (output, target) -> scalar tensor; the batch is then (input, target).
         loss_fn: (model, batch) -> scalar tensor, the mean over samples.
         optimizer: parameters -> Optimizer; or a live Optimizer.

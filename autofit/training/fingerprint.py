@@ -63,9 +63,11 @@ def fingerprint(
         computing: flags that change how torch computes there, such as TF32, with their values.
     """
     kind, size = environment.device.partition(":")[0], workload.sample_batch_size
+    *others, (_, longest) = workload.mix(size)
+    shorter = [f"{share:g} {describe(batch)}" for share, batch in others]
     parts: dict[str, Iterable[str]] = {
         "model": _model_lines(model),
-        "samples": [f"{workload.global_batch} {size} {describe(workload.batch(size))}"],
+        "samples": [f"{workload.global_batch} {size} {describe(longest)}", *shorter],
         "optimizer": _optimizer_lines(optimizer),
         "functions": _function_lines(workload),
         "torch": [environment.torch],

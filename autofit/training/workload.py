@@ -22,6 +22,7 @@ from autofit.training.batch import (
     tensors_of,
 )
 from autofit.training.evaluation import EvalStep, check_evaluation
+from autofit.training.lengths import Lengths
 from autofit.training.loader import Loader, check_loader
 from autofit.training.loss import Recipe
 from autofit.training.optimizers import (
@@ -44,8 +45,8 @@ class Workload:
 
     Attributes:
         model: the module, or a function of no arguments that builds one.
-        sample_batch: any pytree of tensors, as long as the longest the training will see; or a
-            function n -> batch of n samples.
+        sample_batch: any pytree of tensors, as long as the longest the training will see; a
+            function n -> batch of n samples; or `Lengths`, where lengths vary.
         loss_fn, criterion, loss_weight, before_step, clip_grad_norm, training_step: see `Recipe`.
         optimizer: parameters -> Optimizer; or a live Optimizer, rebuilt with its groups and state
             for each probe; or, with training_step, a mapping of either. A function in a mapping
@@ -64,7 +65,7 @@ class Workload:
     """
 
     model: torch.nn.Module | Callable[[], torch.nn.Module]
-    sample_batch: Batch | BatchMaker
+    sample_batch: Batch | BatchMaker | Lengths
     _: KW_ONLY
     criterion: Callable[[Any, Any], torch.Tensor] | None = None
     loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor] | None = None
@@ -88,9 +89,10 @@ class Workload:
         if self.global_batch is not None:
             object.__setattr__(self, "global_batch", check_count("global_batch", self.global_batch))
         if not self.makes_batches:
-            check_batched_dimension(self.sample_batch)
-            if self.criterion is not None:
-                check_target(self.sample_batch)
+            for _, batch in self._mix:
+                check_batched_dimension(batch)
+                if self.criterion is not None:
+                    check_target(batch)
         if self.global_batch is not None:
             Plan.split(self.global_batch, self.sample_batch_size)  # refuses a zero too many
         if self.loader is not None:
@@ -109,6 +111,26 @@ class Workload:
         return callable(self.sample_batch) and not isinstance(self.sample_batch, torch.Tensor)
 
     @property
+    def longest_batch(self) -> Batch | BatchMaker:
+        """The sample batch; of several lengths, the longest."""
+        given = self.sample_batch
+        return given.longest if isinstance(given, Lengths) else given
+
+    @property
+    def _mix(self) -> list[tuple[float, Batch]]:
+        given = self.sample_batch
+        return given.mix if isinstance(given, Lengths) else [(1.0, given)]
+
+    def mix(self, samples: int) -> list[tuple[float, Batch]]:
+        """Return a batch of that many samples of each length, with its share of the steps.
+
+        The longest is the last; where lengths do not vary, it is the only one.
+        """
+        if self.makes_batches:
+            return [(1.0, self.batch(samples))]
+        return [(share, resize(batch, samples)) for share, batch in self._mix]
+
+    @property
     def recipe(self) -> Recipe:
         """The functions of the training loop."""
         return Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
@@ -119,12 +141,12 @@ class Workload:
 
         BatchNorm refuses to normalize over one value a channel.
         """
-        return 2 if self.makes_batches else batch_size(self.sample_batch)
+        return 2 if self.makes_batches else batch_size(self.longest_batch)
 
     @cached_property
     def samples(self) -> Samples:
         """Which of the batch's tensors hold samples; a function makes two small batches for it."""
-        return Samples.made_by(self.batch) if self.makes_batches else Samples.of(self.sample_batch)
+        return Samples.made_by(self.batch) if self.makes_batches else Samples.of(self.longest_batch)
 
     def batch(self, samples: int) -> Batch:
         """A batch of that many samples.
@@ -133,9 +155,9 @@ class Workload:
             InvalidArgument: the user's function returned another number of samples.
         """
         if not self.makes_batches:
-            return resize(self.sample_batch, samples)
+            return resize(self.longest_batch, samples)
         with users_code():
-            made = self.sample_batch(samples)
+            made = self.longest_batch(samples)
         if batch_size(made) != samples:
             raise InvalidArgument(
                 f"the sample batch function was asked for {samples} samples but returned "

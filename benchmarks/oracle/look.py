@@ -18,14 +18,15 @@ import torch
 from torch.amp import grad_scaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autofit.devices.base import MemoryReading
 from autofit.errors import release_exception
 from autofit.measurement import Outcome
 from autofit.memory.replay import STEADY_STEPS
 from autofit.plan import ResolvedPlan
 from autofit.prediction.cuda.values import asking_line, is_an_optimizer, passes_on
 from autofit.probing.faults import fault_of
-from autofit.probing.measure import micro_batches_to_run, warm_up
-from autofit.training.batch import map_tensors
+from autofit.probing.measure import evaluation_peak, micro_batches_to_run, samples_on, warm_up
+from autofit.training import evaluation
 from emulated_gpu import estimates, reads_watched
 
 if TYPE_CHECKING:
@@ -50,13 +51,14 @@ class ValuesAsked(Exception):
 def _asked_by_torch() -> bool:
     """Return whether torch reads a value now that changes no allocation.
 
-    A gradient scaler asks whether gradients overflowed, and is told that they did not.
+    A gradient scaler asks whether gradients overflowed, and is told that they did not; autofit asks
+    whether an evaluation changed the model.
     """
     frame = sys._getframe()
     while frame.f_back is not None and _is_between(frame.f_code.co_filename):
         frame = frame.f_back
     asker = frame.f_code.co_filename
-    return asker == grad_scaler.__file__ or is_an_optimizer(asker)
+    return asker in (grad_scaler.__file__, evaluation.__file__) or is_an_optimizer(asker)
 
 
 def _is_between(file: str) -> bool:
@@ -73,6 +75,8 @@ class Look:
         peak_allocated_bytes, peak_reserved_bytes: as the allocator counts them.
         non_torch_bytes: what the process holds outside the allocator.
         estimates: which sizes it was told are not NVIDIA's.
+        evaluation_peak_bytes: reserved by an evaluation after the steps; None: the workload has
+            none.
     """
 
     failure: str | None
@@ -81,6 +85,7 @@ class Look:
     peak_reserved_bytes: int
     non_torch_bytes: int
     estimates: tuple[str, ...]
+    evaluation_peak_bytes: int | None = None
 
     @property
     def is_steady(self) -> bool:
@@ -116,14 +121,14 @@ def look(
     failure, retries = None, [before.allocator_retries]
     with nullcontext() if values else _values_refused():
         try:
-            _train(session, resolved, retries, values=values)
+            after, evaluated = _train(session, resolved, retries, values=values)
         except Exception as error:
             fault = fault_of(error)
             if fault.outcome is not Outcome.OOM:
                 raise
             failure = fault.detail
             release_exception(error)
-    after = device.read()
+            after, evaluated = device.read(), None
     session.builder.reclaim_or_not()
     return Look(
         failure,
@@ -132,6 +137,7 @@ def look(
         after.peak_reserved_bytes,
         after.non_torch_bytes,
         estimates(),
+        evaluated.peak_reserved_bytes if evaluated else None,
     )
 
 
@@ -141,16 +147,19 @@ def _train(
     retries: list[int],
     *,
     values: bool,
-) -> None:
-    """Run the steps; note the allocator's retries at the end of each."""
+) -> tuple[MemoryReading, MemoryReading | None]:
+    """Run the steps; note the allocator's retries at the end of each.
+
+    Returns:
+        The memory counters after the last step, and those of an evaluation that follows.
+    """
     builder, plan = session.builder, resolved.plan
     device, workload = builder.device, builder.fresh_workload()
     if not values:
         with _Unfilled():  # type: ignore[no-untyped-call]  # torch's own hook
             workload = replace(workload, model=workload.build_model())
     places = micro_batches_to_run(workload, plan, full_accumulation=False)
-    samples = sum(plan.micro_batch_sizes[place] for place in places)
-    batch = map_tensors(device.stage, workload.batch(samples))
+    batch = samples_on(builder, workload, plan, places)
     with builder.training(workload, resolved) as training:
 
         def step() -> None:
@@ -162,6 +171,8 @@ def _train(
             step()
         for _ in range(STEADY_STEPS):
             step()
+        after = device.read()
+        return after, evaluation_peak(builder, workload, training, workload.eval_samples)
 
 
 class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook

@@ -1,0 +1,118 @@
+"""Batches of several lengths: memory is that of the longest, speed that of the mix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autofit.errors import InvalidArgument
+from autofit.training.batch import (
+    Batch,
+    batch_size,
+    check_batched_dimension,
+    describe,
+    tensors_of,
+)
+
+MASK = "attention_mask"
+"""The name by which transformers and their tokenizers tell tokens from padding."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Sample batches of several lengths, as a training sees them in turn.
+
+    Not a plain list, since a batch may be one. A plan must hold the longest, the batch with most
+    elements a sample; its speed is that of the mix: the mean time of a step over the lengths.
+
+    Attributes:
+        batches: one of each length, with the same tensors.
+        weights: how often each comes, in any unit; None: all as often. 0 for a batch that bounds
+            the memory alone.
+
+    Raises:
+        InvalidArgument: there is no batch; their tensors differ in name, type or number of
+            dimensions; or the weights are not a number of 0 or more for each, some above 0.
+    """
+
+    batches: Sequence[Batch]
+    weights: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.batches, (list, tuple)) or not self.batches:
+            raise InvalidArgument(
+                f"Lengths takes a list of batches, one of each length, got {str(self.batches)[:80]}"
+            )
+        for batch in self.batches:
+            check_batched_dimension(batch)
+        _check_alike(self.batches)
+        count = len(self.batches)
+        weights = [1.0] * count if self.weights is None else list(self.weights)
+        if len(weights) != count or not all(map(_is_weight, weights)) or not any(weights):
+            raise InvalidArgument(
+                f"the weights of Lengths must be {count} numbers of 0 or more, one for each batch "
+                f"and some above 0, got {self.weights!r}"
+            )
+        object.__setattr__(self, "batches", tuple(self.batches))
+        object.__setattr__(self, "weights", tuple(weights))
+
+    @property
+    def longest(self) -> Batch:
+        """The batch with most elements a sample."""
+        return self.mix[-1][1]
+
+    @property
+    def mix(self) -> list[tuple[float, Batch]]:
+        """Each batch with its share of the steps, the shortest first."""
+        weights = self.weights or ()
+        ordered = sorted(zip(weights, self.batches, strict=True), key=lambda each: _length(each[1]))
+        return [(weight / sum(weights), batch) for weight, batch in ordered]
+
+
+def _length(batch: Batch) -> float:
+    """Return the elements of a sample."""
+    return sum(tensor.numel() for tensor in tensors_of(batch)) / batch_size(batch)
+
+
+def _is_weight(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 <= value < math.inf
+
+
+def _check_alike(batches: Sequence[Batch]) -> None:
+    first, *others = (_kinds(batch) for batch in batches)
+    for place, kinds in enumerate(others, start=1):
+        if kinds != first:
+            unlike = sorted({*first.items()} ^ {*kinds.items()})
+            told = ", ".join(dict.fromkeys(name for name, _ in unlike))
+            raise InvalidArgument(
+                f"the batches of Lengths must have the same tensors, but batch {place} differs "
+                f"from the first in {told}: give batches that differ in their lengths alone"
+            )
+
+
+def _kinds(batch: Batch) -> dict[str, tuple[str, int]]:
+    """Return the type and the number of dimensions of each tensor, by name."""
+    tensors = tensors_of(batch)
+    return {
+        name: (str(tensor.dtype), tensor.dim())
+        for name, tensor in zip(describe(batch), tensors, strict=True)
+    }
+
+
+def padding_share(sample_batch: Batch | Lengths) -> float | None:
+    """Return the share of tokens that are padding, by an attention mask; None: there is none.
+
+    Of several lengths, in the mix of their steps with as many samples each.
+    """
+    mix = sample_batch.mix if isinstance(sample_batch, Lengths) else [(1.0, sample_batch)]
+    tokens = padding = 0.0
+    for share, batch in mix:
+        for name, tensor in zip(describe(batch), tensors_of(batch), strict=True):
+            if MASK in name and tensor.dim() == 2 and not tensor.is_meta:
+                each = share / tensor.shape[0]
+                tokens += each * tensor.numel()
+                padding += each * int((tensor == 0).sum())
+    return padding / tokens if tokens else None

@@ -1,0 +1,117 @@
+"""`autofit.Lengths` as a user gives it: batches of several lengths on the CPU device."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+from autofit.errors import InvalidArgument
+from autofit.training.lengths import padding_share
+
+HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "64MiB", "strategies": []}
+SLOW_S = 0.02
+
+
+class Tagger(nn.Module):
+    """Notes the length of each batch; takes time by it, and much more at a length that is new."""
+
+    def __init__(self, seen: Path) -> None:
+        super().__init__()
+        self.seen, self.known = seen, set[int]()
+        self.layers = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        length = ids.shape[1]
+        with self.seen.open("a") as file:
+            print(length, file=file)
+        time.sleep(SLOW_S * (10 if length not in self.known else length // 8))
+        self.known.add(length)
+        return self.layers(ids).square().mean()
+
+
+def tokens(length: int, samples: int = 4) -> torch.Tensor:
+    return torch.arange(samples * length).reshape(samples, length) % 64
+
+
+def workload(tmp_path: Path, batch: Any) -> autofit.Workload:
+    return autofit.Workload(Tagger(tmp_path / "seen"), batch)
+
+
+def test_memory_is_of_the_longest_and_speed_of_the_mix(tmp_path: Path) -> None:
+    longest, shortest = tokens(64), tokens(8)
+    mixed = autofit.Lengths([longest, shortest], weights=[1, 9])
+    long = autofit.probe(workload(tmp_path, longest), **HERE).measurement
+    mix = autofit.probe(workload(tmp_path, mixed), **HERE).measurement
+    assert mix.peak_allocated_bytes == long.peak_allocated_bytes
+    assert long.new_shape_s == ()
+    assert mix.step_time_s is not None
+    assert long.step_time_s is not None
+    # the longest sleeps for 8 units and the shortest for one: 0.1 * 8 + 0.9 * 1 against 8
+    assert SLOW_S * 1.7 <= mix.step_time_s < long.step_time_s
+    (new_shape_s,) = mix.new_shape_s
+    assert new_shape_s > SLOW_S * 2  # the first step sleeps for ten units, others for one
+
+
+def test_three_lengths_take_no_more_probes_than_the_longest(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"device": "cpu", "vram_budget": "2MiB", "strategies": []}
+    lengths = [tokens(16), tokens(32), tokens(64)]
+    report = autofit.search(workload(tmp_path, autofit.Lengths(lengths)), max_probes=3, **given)
+    assert "int64[4, 64]" in str(report)  # it holds up to the longest
+    text = report.to_text(verbose=True)
+    assert "3 lengths" in text
+    assert "first step of another length" in " ".join(text.split())
+    shapes = set((tmp_path / "seen").read_text().split())
+    assert shapes == {"16", "32", "64"}
+    model = Tagger(tmp_path / "own")
+    with report.apply(model, torch.optim.SGD(model.parameters())) as training:
+        training.step(tokens(32, report.plan.samples_per_step))
+
+
+def test_a_prediction_is_of_the_longest() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 256))
+
+    longest = tokens(512)
+    lengths = autofit.Lengths([longest, tokens(8, samples=16)])
+    one, several = (
+        autofit.predict(autofit.Workload(build, batch), gpu="L4") for batch in (longest, lengths)
+    )
+    assert one.plan == several.plan
+    assert one.required_bytes == several.required_bytes
+
+
+@pytest.mark.parametrize(
+    ("batches", "weights", "words"),
+    [
+        ([], None, "list of batches"),
+        (tokens(8), None, "list of batches"),
+        ([{"ids": tokens(8)}, {"ids": tokens(16), "mask": tokens(16)}], None, "batch 1.*mask"),
+        ([tokens(8), tokens(8).float()], None, "same tensors"),
+        ([tokens(8), tokens(8)[0]], None, "same tensors"),
+        ([tokens(8)], [1, 2], "weights"),
+        ([tokens(8), tokens(16)], [0, 0], "weights"),
+        ([tokens(8), tokens(16)], [1, -1], "weights"),
+        ([tokens(8), tokens(16)], ["often", 1], "weights"),
+    ],
+)
+def test_lengths_of_different_structure_are_refused(batches: Any, weights: Any, words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        autofit.Lengths(batches, weights)
+
+
+def test_the_share_of_padding_is_told_by_the_attention_mask() -> None:
+    def batch(length: int, padding: int) -> dict[str, torch.Tensor]:
+        mask = torch.ones(4, length, dtype=torch.int64)
+        mask[:, length - padding :] = 0
+        return {"input_ids": tokens(length), "attention_mask": mask}
+
+    assert padding_share(tokens(8)) is None
+    assert padding_share(batch(8, 2)) == 0.25
+    mixed = autofit.Lengths([batch(8, 8), batch(24, 0)], weights=[3, 1])
+    assert padding_share(mixed) == 0.5  # 3 * 8 of 3 * 8 + 24
