@@ -12,7 +12,7 @@ from torch import nn
 
 import autofit
 from autofit.errors import InvalidArgument
-from autofit.training.lengths import padding_share
+from autofit.training.tokens import tokens_of_mix
 
 HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "64MiB", "strategies": []}
 SLOW_S = 0.02
@@ -105,13 +105,16 @@ def test_lengths_of_different_structure_are_refused(batches: Any, weights: Any, 
         autofit.Lengths(batches, weights)
 
 
-def test_the_share_of_padding_is_told_by_the_attention_mask() -> None:
+def test_tokens_and_padding_are_those_of_the_mix() -> None:
     def batch(length: int, padding: int) -> dict[str, torch.Tensor]:
         mask = torch.ones(4, length, dtype=torch.int64)
         mask[:, length - padding :] = 0
         return {"input_ids": tokens(length), "attention_mask": mask}
 
-    assert padding_share(tokens(8)) is None
-    assert padding_share(batch(8, 2)) == 0.25
+    names = {"['input_ids']", "['attention_mask']"}
     mixed = autofit.Lengths([batch(8, 8), batch(24, 0)], weights=[3, 1])
-    assert padding_share(mixed) == 0.5  # 3 * 8 of 3 * 8 + 24
+    found = tokens_of_mix(mixed.mix, names)
+    assert found is not None
+    assert found.per_sample == 12  # 3/4 of 8 and 1/4 of 24
+    assert found.padding_share == 0.5  # 3 * 8 of 3 * 8 + 24
+    assert tokens_of_mix([(1.0, torch.randn(4, 8))], {"batch"}) is None

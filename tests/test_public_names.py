@@ -31,6 +31,7 @@ CALLED_BY_USERS: list[Callable[..., Any]] = [
     autofit.check,
     autofit.load,
     autofit.Workload,
+    autofit.Lengths,
     autofit.Plan,
     autofit.Plan.split,
     autofit.Dimension,

@@ -115,7 +115,8 @@ def profile_plan(
             device.synchronize()
         if trace is not None:
             profiler.export_chrome_trace(trace)
-        flops = _flops_of_a_step(training, batch) if counts_flops else 0.0
+        mix = workload.mix(sum(sizes)) if counts_flops else []
+        flops = sum(share * _flops_of_a_step(training, each) for share, each in mix)
     builder.reclaim_or_not()
     events = [each for each in profiler.events() or () if each.device_type.name == "CPU"]
     begins = sorted(event.time_range.start for event in events if event.name == _STEP)

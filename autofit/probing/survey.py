@@ -34,7 +34,7 @@ from autofit.torch_private import gone_in
 from autofit.training.batch import describe
 from autofit.training.fingerprint import fingerprint
 from autofit.training.loss import LossSource
-from autofit.training.tokens import Tokens, tokens_of
+from autofit.training.tokens import Tokens, tokens_of_mix
 from autofit.training.training import TrainingBuilder
 from autofit.training.workload import Workload, compiled_in_place, compiled_part
 from autofit.units import counted, format_bytes
@@ -278,7 +278,7 @@ def take_survey(
         busy=busy,
         world_size=world.size,
         accumulation_kept=compared.why_kept,
-        tokens=tokens_of(sample_batch, workload.samples.batched),
+        tokens=tokens_of_mix(workload.mix(workload.sample_batch_size), workload.samples.batched),
     )
 
 

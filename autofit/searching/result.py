@@ -23,7 +23,7 @@ from autofit.registry import resolve
 from autofit.report.record import Record, SearchSummary, Skipped, lines_of
 from autofit.strategy import Strategy
 from autofit.training.batch import describe
-from autofit.training.lengths import Lengths, padding_share
+from autofit.training.lengths import Lengths
 from autofit.training.loss import LossSource
 from autofit.training.workload import Workload
 from autofit.units import format_bytes, format_seconds, round_up_shown
@@ -198,7 +198,7 @@ def _notes_on(survey: Survey, result: SearchResult) -> Iterator[str]:
 
 
 def _of_lengths(workload: Workload, best: Trial) -> Iterator[str]:
-    """Yield notes on the lengths of samples: their mix, the price of a new one, the padding."""
+    """Yield notes on the lengths of samples: their mix, and the price of a new one."""
     given = workload.sample_batch
     if isinstance(given, Lengths):
         shares = [f"{share:.0%} {next(iter(describe(b).values()))}" for share, b in given.mix]
@@ -206,9 +206,6 @@ def _of_lengths(workload: Workload, best: Trial) -> Iterator[str]:
     if new_shape_s := best.measurement.new_shape_s:
         seconds = format_seconds(max(new_shape_s))
         yield f"The first step of another length took up to {seconds} more than later ones"
-    padding = None if workload.makes_batches else padding_share(given)
-    if padding is not None:
-        yield f"{padding:.0%} of the tokens of the sample batch are padding, by its attention mask"
 
 
 def paste_lines(resolved: ResolvedPlan, *, has_loss_weight: bool = False) -> list[str]:

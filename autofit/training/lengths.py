@@ -16,9 +16,6 @@ from autofit.training.batch import (
     tensors_of,
 )
 
-MASK = "attention_mask"
-"""The name by which transformers and their tokenizers tell tokens from padding."""
-
 
 @dataclass(frozen=True)
 class Lengths:
@@ -100,19 +97,3 @@ def _kinds(batch: Batch) -> dict[str, tuple[str, int]]:
         name: (str(tensor.dtype), tensor.dim())
         for name, tensor in zip(describe(batch), tensors, strict=True)
     }
-
-
-def padding_share(sample_batch: Batch | Lengths) -> float | None:
-    """Return the share of tokens that are padding, by an attention mask; None: there is none.
-
-    Of several lengths, in the mix of their steps with as many samples each.
-    """
-    mix = sample_batch.mix if isinstance(sample_batch, Lengths) else [(1.0, sample_batch)]
-    tokens = padding = 0.0
-    for share, batch in mix:
-        for name, tensor in zip(describe(batch), tensors_of(batch), strict=True):
-            if MASK in name and tensor.dim() == 2 and not tensor.is_meta:
-                each = share / tensor.shape[0]
-                tokens += each * tensor.numel()
-                padding += each * int((tensor == 0).sum())
-    return padding / tokens if tokens else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ class Tokens:
 
     Attributes:
         counted: where the tensor stands in the batch that holds their ids.
-        per_sample: its length, padding included.
+        per_sample: its length, padding included; of several lengths, the mean.
         padding_share: of those; None: no attention mask tells.
     """
 
@@ -50,6 +50,27 @@ def tokens_of(batch: Batch, batched: Collection[str]) -> Tokens | None:
     ]
     padding = float((masks[0] == 0).double().mean()) if masks else None
     return Tokens(ids, named[ids].shape[1], padding)
+
+
+def tokens_of_mix(mix: Sequence[tuple[float, Batch]], batched: Collection[str]) -> Tokens | None:
+    """Return the mean tokens of a sample over several lengths; None: one of them has none.
+
+    Args:
+        mix: a batch of each length, with its share of the steps.
+        batched: names of the tensors that hold samples.
+    """
+    found = [(share, tokens_of(batch, batched)) for share, batch in mix]
+    known = [(share, tokens) for share, tokens in found if tokens is not None]
+    if len(known) < len(found):
+        return None
+    mean = sum(share * tokens.per_sample for share, tokens in known)
+    told = [
+        share * tokens.per_sample * tokens.padding_share
+        for share, tokens in known
+        if tokens.padding_share is not None
+    ]
+    padding_share = sum(told) / mean if len(told) == len(known) else None
+    return Tokens(known[-1][1].counted, round(mean), padding_share)
 
 
 def _is_of_tokens(tensor: torch.Tensor) -> bool:
