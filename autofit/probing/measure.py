@@ -158,7 +158,12 @@ def evaluation_peak(
     if samples is None or workload.eval_step is None:
         return None
     device, batch = builder.device, workload.evaluation_batch(samples)
-    builder.reclaim()
+    collect_garbage()
+    device.synchronize()
+    if device.torch_device.type == "cuda":
+        torch.cuda.empty_cache()  # cuBLAS's workspaces stay, as in a training
+    else:
+        device.release_cache()
     device.reset_peaks()
     with device.accounting():
         evaluate(training, workload.eval_step, training.placed(batch), samples)
