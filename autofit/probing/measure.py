@@ -51,13 +51,69 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
     Raises:
         Exception: whatever the device or the user's code raises.
     """
-    plan, device, workload = request.plan, builder.device, builder.fresh_workload()
+    device, workload = builder.device, builder.fresh_workload()
+    foreign_before = device.foreign_bytes()
+    ran = _run(builder, workload, request)
+    device.synchronize()  # a dead device is to show while this frame holds the pinned batch
+    foreign = device.foreign_bytes()
+    available = device.total_bytes - max(foreign or 0, foreign_before or 0)
+    outcome, detail = _verdict(ran, vram_budget_bytes, available, workload.eval_samples)
+    steps, peak, evaluated = ran.steps, ran.peak, ran.evaluated
+    return Measurement(
+        outcome,
+        detail,
+        step_times_s=steps.times_s,
+        peak_allocated_bytes=peak.peak_allocated_bytes,
+        peak_reserved_bytes=peak.peak_reserved_bytes,
+        non_torch_bytes=peak.non_torch_bytes,
+        allocator_retries=ran.retries,
+        loss=steps.loss if math.isfinite(steps.loss) else None,
+        losses=[loss for loss in steps.losses if math.isfinite(loss)],
+        micro_batches_run=ran.micro_batches,
+        contended=has_moved(foreign_before, foreign, total_bytes=device.total_bytes),
+        busy_percent=ran.busy_percent,
+        evaluation_peak_bytes=evaluated.peak_reserved_bytes if evaluated else None,
+        start_up_s=ran.start_up_s,
+        new_shape_s=steps.new_shape_s,
+        notes=ran.notes,
+        ranks=[] if steps.training.ranks is None else [_use_of(ran)],
+    )
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """The steps of a probe, which hold its batches, and what was read after them.
+
+    Attributes:
+        steps: that ran.
+        micro_batches: that a timed step ran.
+        peak: the memory counters after the timed steps.
+        retries: of the allocator, in the timed steps.
+        growth: of allocated memory from step to step; None: too few steps to tell.
+        busy_percent: how busy the device was in the timed steps; None: not known.
+        start_up_s: see `start_up_s`.
+        notes: of strategies, on what they did.
+        evaluated: the memory counters of an evaluation; None: there is none.
+    """
+
+    steps: _Steps
+    micro_batches: int
+    peak: MemoryReading
+    retries: int
+    growth: Growth | None
+    busy_percent: int | None
+    start_up_s: float | None
+    notes: tuple[str, ...]
+    evaluated: MemoryReading | None
+
+
+def _run(builder: TrainingBuilder, workload: Workload, request: ProbeRequest) -> _Ran:
+    plan, device = request.plan, builder.device
     places = micro_batches_to_run(workload, plan, full_accumulation=request.full_accumulation)
     short = micro_batches_to_run(workload, plan, full_accumulation=False)
     mix = _mix_on(builder, workload, plan, places)
     batch = mix[-1][1]
     first = batch if short == places else samples_on(builder, workload, plan, short)
-    foreign_before = device.foreign_bytes()
     with ExitStack() as applied:
         with device.accounting():
             began = perf_counter()
@@ -77,49 +133,28 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         while not enough_steps(steps.times_s, request) and math.isfinite(steps.loss):
             left = STEPS_PER_BLOCK if request.steps is None else request.steps - len(steps.times_s)
             steps.time(min(STEPS_PER_BLOCK, left))
-        busy_percent = device.busy_percent()
-        after = device.read()
-        growth = _growth(device, steps)
-        run = len(places) if training.has_split else 1  # a training_step may take all at once
-        notes = training.notes()
-        evaluated = evaluation_peak(builder, workload, training, workload.eval_samples)
-    device.synchronize()  # a dead device is to show while this frame holds the pinned batch
-    foreign = device.foreign_bytes()
-    available = device.total_bytes - max(foreign or 0, foreign_before or 0)
-    held = after.peak_held_bytes
-    retries = after.allocator_retries - before.allocator_retries
-    own = RankUse(
-        after.peak_allocated_bytes,
-        after.peak_reserved_bytes,
-        after.non_torch_bytes,
-        statistics.median(steps.own_times_s) if steps.own_times_s else None,
-    )
-    outcome, detail = _verdict(steps.loss, growth, retries, held, vram_budget_bytes, available)
-    in_evaluation = evaluated.peak_held_bytes if evaluated else 0
-    if outcome is Outcome.OK and in_evaluation > vram_budget_bytes:
-        outcome = Outcome.OVER_BUDGET
-        detail = (
-            f"{IN_EVALUATION}{counted(workload.eval_samples or 0, 'sample')}: held "
-            f"{format_bytes(in_evaluation)} of {format_bytes(vram_budget_bytes)} allowed"
+        busy_percent, peak = device.busy_percent(), device.read()
+        return _Ran(
+            steps,
+            # A training_step may take all at once
+            micro_batches=len(places) if training.has_split else 1,
+            peak=peak,
+            retries=peak.allocator_retries - before.allocator_retries,
+            growth=_growth(device, steps),
+            busy_percent=busy_percent,
+            start_up_s=start_up_s(warm_up_s, warm_up_steps, steps.as_run_s[-1]),
+            notes=training.notes(),
+            evaluated=evaluation_peak(builder, workload, training, workload.eval_samples),
         )
-    return Measurement(
-        outcome,
-        detail,
-        step_times_s=steps.times_s,
-        peak_allocated_bytes=after.peak_allocated_bytes,
-        peak_reserved_bytes=after.peak_reserved_bytes,
-        non_torch_bytes=after.non_torch_bytes,
-        allocator_retries=retries,
-        loss=steps.loss if math.isfinite(steps.loss) else None,
-        losses=[loss for loss in steps.losses if math.isfinite(loss)],
-        micro_batches_run=run,
-        contended=has_moved(foreign_before, foreign, total_bytes=device.total_bytes),
-        busy_percent=busy_percent,
-        evaluation_peak_bytes=evaluated.peak_reserved_bytes if evaluated else None,
-        start_up_s=start_up_s(warm_up_s, warm_up_steps, steps.as_run_s[-1]),
-        new_shape_s=steps.new_shape_s,
-        notes=notes,
-        ranks=[] if training.ranks is None else [own],
+
+
+def _use_of(ran: _Ran) -> RankUse:
+    own_times_s = ran.steps.own_times_s
+    return RankUse(
+        ran.peak.peak_allocated_bytes,
+        ran.peak.peak_reserved_bytes,
+        ran.peak.non_torch_bytes,
+        statistics.median(own_times_s) if own_times_s else None,
     )
 
 
@@ -172,28 +207,31 @@ def evaluation_peak(
 
 
 def _verdict(
-    loss: float,
-    growth: Growth | None,
-    retries: int,
-    held_bytes: int,
-    vram_budget_bytes: int,
-    available_bytes: int,
+    ran: _Ran, vram_budget_bytes: int, available_bytes: int, eval_samples: int | None
 ) -> tuple[Outcome, str | None]:
     """Return how steps that all ran ended, and in words what is to say of it."""
+    held_bytes, growth, loss = ran.peak.peak_held_bytes, ran.growth, ran.steps.loss
     headroom = vram_budget_bytes - held_bytes
     if not math.isfinite(loss):
         return Outcome.NONFINITE, f"the loss became {loss}"
     if growth is not None and growth.is_leak(headroom):
         return Outcome.LEAK, growth.words(headroom)
     if held_bytes > vram_budget_bytes:
-        words = f"held {format_bytes(held_bytes)} of {format_bytes(vram_budget_bytes)} allowed"
-        return Outcome.OVER_BUDGET, words
-    if retries > 0:
-        flushed = f"the allocator flushed its cache {counted(retries, 'time')} in the timed steps"
-        return Outcome.RETRIES, flushed
+        return Outcome.OVER_BUDGET, _held_of(held_bytes, vram_budget_bytes)
+    if ran.retries > 0:
+        flushed = f"the allocator flushed its cache {counted(ran.retries, 'time')}"
+        return Outcome.RETRIES, f"{flushed} in the timed steps"
     if (words_of_spill := spilled(held_bytes, available_bytes)) is not None:
         return Outcome.OVER_BUDGET, words_of_spill
+    if ran.evaluated is not None and ran.evaluated.peak_held_bytes > vram_budget_bytes:
+        samples = counted(eval_samples or 0, "sample")
+        held = _held_of(ran.evaluated.peak_held_bytes, vram_budget_bytes)
+        return Outcome.OVER_BUDGET, f"{IN_EVALUATION}{samples}: {held}"
     return Outcome.OK, growth.words(headroom) if growth is not None and growth.collectable else None
+
+
+def _held_of(held_bytes: int, vram_budget_bytes: int) -> str:
+    return f"held {format_bytes(held_bytes)} of {format_bytes(vram_budget_bytes)} allowed"
 
 
 @dataclass

@@ -244,8 +244,7 @@ def take_survey(
     one, world = _OneModel(session.builder), session.builder.world
     builder = _BuilderOfOne(one.workload, session.builder.device, session.builder.seed, world)
     model = _model_facts(builder, one.model)
-    compiled = compiled_part(one.model)
-    if compiled is not None:
+    if (compiled := compiled_part(one.model)) is not None:
         session.on_stage(f"{LOOKING}: {compiled}")
     loss = _loss_source(session, builder)
     dimensions, notes = _dimensions(session, builder, left_out, sparing)
@@ -259,7 +258,6 @@ def take_survey(
         most_samples=workload.sample_batch_size if SPLIT_GRADIENTS in sparing else None,
         lost=left_out.get(SPLIT_GRADIENTS),
     )
-    sample_batch = workload.batch(workload.sample_batch_size)
     return Survey(
         environment=builder.device.environment,
         vram_budget_bytes=vram_budget_bytes,
@@ -268,7 +266,7 @@ def take_survey(
         parameter_bytes=model.parameter_bytes,
         loss=loss,
         sample_batch_size=workload.sample_batch_size,
-        sample_shapes=describe(sample_batch),
+        sample_shapes=describe(workload.batch(workload.sample_batch_size)),
         batched=sorted(workload.samples.batched),
         global_batch=workload.global_batch,
         split_gradients=compared.comparison,

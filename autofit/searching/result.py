@@ -106,7 +106,6 @@ def record_of(
     """
     space = result.spec.space
     non_torch_bytes = result.baseline.measurement.non_torch_bytes
-    model = workload.model
     return Record(
         version=version("torch-autofit"),
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -114,23 +113,7 @@ def record_of(
             **asdict(survey.environment),
             **({"world_size": survey.world_size} if survey.world_size > 1 else {}),
         },
-        workload={
-            "model": str(getattr(model, "__name__", type(model).__name__)),
-            "fingerprint": survey.fingerprint,
-            "parameters": survey.parameters,
-            "parameter_bytes": survey.parameter_bytes,
-            "global_batch": survey.global_batch,
-            "sample_batch_size": survey.sample_batch_size,
-            "may_change_accumulation": survey.may_change_accumulation,
-            "allow_accumulation_change": survey.allow_accumulation_change,
-            "loss": survey.loss,
-            "lacks_loss": survey.loss == LossSource.STAND_IN,
-            "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],
-            "clip_grad_norm": workload.clip_grad_norm,
-            "sample_shapes": dict(survey.sample_shapes),
-            "batched": survey.batched,
-            **({"tokens": asdict(survey.tokens)} if survey.tokens else {}),
-        },
+        workload=_workload_facts(workload, survey),
         vram_budget_bytes=result.spec.vram_budget_bytes,
         search=_summary_of(result, survey, session_seconds),
         dimensions=space.dimensions,
@@ -155,6 +138,27 @@ def record_of(
             else {"non_torch_bytes": non_torch_bytes}
         ),
     )
+
+
+def _workload_facts(workload: Workload, survey: Survey) -> dict[str, Any]:
+    model = workload.model
+    return {
+        "model": str(getattr(model, "__name__", type(model).__name__)),
+        "fingerprint": survey.fingerprint,
+        "parameters": survey.parameters,
+        "parameter_bytes": survey.parameter_bytes,
+        "global_batch": survey.global_batch,
+        "sample_batch_size": survey.sample_batch_size,
+        "may_change_accumulation": survey.may_change_accumulation,
+        "allow_accumulation_change": survey.allow_accumulation_change,
+        "loss": survey.loss,
+        "lacks_loss": survey.loss == LossSource.STAND_IN,
+        "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],
+        "clip_grad_norm": workload.clip_grad_norm,
+        "sample_shapes": dict(survey.sample_shapes),
+        "batched": survey.batched,
+        **({"tokens": asdict(survey.tokens)} if survey.tokens else {}),
+    }
 
 
 def _summary_of(

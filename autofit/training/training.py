@@ -160,32 +160,41 @@ class Training(AbstractContextManager["Training"]):
         self._ended = False
         self._is_in_training_step = False
         self._applied = ExitStack()
+        self.optimizer: Optimizers = None  # type: ignore[assignment]  # until it is made
+        self.ranks: Ranks | None = None
         with ExitStack() as stack:
-            self.optimizer: Optimizers = None  # type: ignore[assignment]  # until it is made
-            applied = list(resolved.by_strategy())
-            is_parallel = any(strategy.phase is Phase.PARALLEL for strategy, _, _ in applied)
-            self.ranks: Ranks | None = None
-            if is_parallel and world.size > 1:
-                from autofit.training.ranks import Ranks  # most trainings are of one device
-
-                self.ranks = Ranks(world, device)
-            if not is_parallel:
-                self.place_model()
-                self.optimizer = self._made(optimizer)
-            for strategy, settings, payloads in applied:
-                if strategy.phase > Phase.PARALLEL:
-                    self._make_ready(optimizer)
-                on_host = strategy.phase is Phase.MODEL and self._place_model is not None
-                with self.in_host_memory() if on_host else nullcontext():
-                    applying = strategy.apply(self, settings, payloads)
-                    if not isinstance(applying, AbstractContextManager):
-                        raise InvalidArgument(
-                            f"the strategy {strategy.name!r} must return a context manager from "
-                            f"apply, got {kind_of(applying)}"
-                        )
-                    stack.enter_context(applying)
-            self._make_ready(optimizer)
+            self._apply(resolved, optimizer, stack)
             self._applied = stack.pop_all()
+
+    def _apply(
+        self,
+        resolved: ResolvedPlan,
+        optimizer: Optimizers | Callable[..., Optimizers],
+        stack: ExitStack,
+    ) -> None:
+        """Apply the strategies in the order of their phases, and make the optimizer between."""
+        applied = list(resolved.by_strategy())
+        is_parallel = any(strategy.phase is Phase.PARALLEL for strategy, _, _ in applied)
+        if is_parallel and self.world.size > 1:
+            from autofit.training.ranks import Ranks  # most trainings are of one device
+
+            self.ranks = Ranks(self.world, self.device)
+        if not is_parallel:
+            self.place_model()
+            self.optimizer = self._made(optimizer)
+        for strategy, settings, payloads in applied:
+            if strategy.phase > Phase.PARALLEL:
+                self._make_ready(optimizer)
+            on_host = strategy.phase is Phase.MODEL and self._place_model is not None
+            with self.in_host_memory() if on_host else nullcontext():
+                applying = strategy.apply(self, settings, payloads)
+                if not isinstance(applying, AbstractContextManager):
+                    raise InvalidArgument(
+                        f"the strategy {strategy.name!r} must return a context manager from "
+                        f"apply, got {kind_of(applying)}"
+                    )
+                stack.enter_context(applying)
+        self._make_ready(optimizer)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a training_step uses model and optimizer, and replaces neither.
