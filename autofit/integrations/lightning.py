@@ -177,7 +177,11 @@ def predict(
     """Predict the memory of a LightningModule's training on a GPU, without a GPU.
 
     Args:
-        module, data, trainer, sample_batch, examine: see `workload`.
+        module: see `workload`.
+        data: see `workload`.
+        trainer: see `workload`.
+        sample_batch: see `workload`.
+        examine: see `workload`.
         more: further arguments of `autofit.predict` (gpu, plan, world_size, strategies).
 
     Raises:
@@ -202,7 +206,11 @@ def check(
     """Check whether a LightningModule's training fits a VRAM budget.
 
     Args:
-        module, data, trainer, sample_batch, examine: see `workload`.
+        module: see `workload`.
+        data: see `workload`.
+        trainer: see `workload`.
+        sample_batch: see `workload`.
+        examine: see `workload`.
         more: further arguments of `autofit.check` (vram_budget, gpu, device, plan, ...).
 
     Raises:

@@ -175,7 +175,9 @@ def check(
     """Check whether this Trainer fits a VRAM budget, as its arguments have it.
 
     Args:
-        trainer, sample_batch, examine: as for `predict`.
+        trainer: as for `predict`.
+        sample_batch: as for `predict`.
+        examine: as for `predict`.
         more: further arguments of `autofit.check` (vram_budget, gpu, device, plan, ...).
 
     Raises:

@@ -127,7 +127,8 @@ class Store:
                     "with those, or use another study"
                 )
         with self._writing():
-            self.study.set_user_attr(trial_codec.SPEC, spec.to_json())
+            if stored is None or stored.to_json() != spec.to_json():
+                self.study.set_user_attr(trial_codec.SPEC, spec.to_json())
             if stored is not None and stored.planned_samples != spec.planned_samples:
                 self.study.set_user_attr(_ENDED, None)
         self.spec = spec

@@ -167,7 +167,7 @@ def test_the_json_tells_what_the_table_tells(table: GpuTable) -> None:
     read = json.loads(json.dumps(table.to_dict()))
     assert [row["gpu"] for row in read["gpus"]] == list(GPUS)
     for told, row in zip(read["gpus"], table.gpus, strict=True):
-        assert [each["required_bytes"] for each in told["variants"]] == [
+        assert [each["required_bytes"] for each in told["fits"]] == [
             fit.required_bytes for fit in row.fits
         ]
     assert str(table).count("\nL4 ") == len(table.gpus[1].fits)

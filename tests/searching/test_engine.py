@@ -362,7 +362,7 @@ def test_a_plan_that_no_longer_fits_when_confirmed_is_not_returned(device: Simul
                 return ProbeResult(Measurement(Outcome.OOM))
             return self._inner.probe(request)
 
-    result = run_search(_Shrinking(device, at=99), device.spec(), max_probes=20)
+    result = run_search(_Shrinking(device, at=99), device.spec(), max_probes=40)
     assert result.best.plan.micro_batch <= 10
     assert result.best.kind is TrialKind.CONFIRMATION
 
