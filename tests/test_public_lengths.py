@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import autofit
 from autofit.errors import InvalidArgument
@@ -58,7 +61,7 @@ def test_memory_is_of_the_longest_and_speed_of_the_mix(tmp_path: Path) -> None:
     assert new_shape_s > SLOW_S * 2  # the first step sleeps for ten units, others for one
 
 
-def test_three_lengths_take_no_more_probes_than_the_longest(tmp_path: Path) -> None:
+def test_a_plan_found_with_three_lengths_holds_the_longest(tmp_path: Path) -> None:
     given: dict[str, Any] = {"device": "cpu", "vram_budget": "2MiB", "strategies": []}
     lengths = [tokens(16), tokens(32), tokens(64)]
     report = autofit.search(workload(tmp_path, autofit.Lengths(lengths)), max_probes=3, **given)
@@ -118,3 +121,57 @@ def test_tokens_and_padding_are_those_of_the_mix() -> None:
     assert found.per_sample == 12  # 3/4 of 8 and 1/4 of 24
     assert found.padding_share == 0.5  # 3 * 8 of 3 * 8 + 24
     assert tokens_of_mix([(1.0, torch.randn(4, 8))], {"batch"}) is None
+
+
+class Texts(Dataset[torch.Tensor]):
+    """Texts of 1 to 64 tokens; counts those that are read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __len__(self) -> int:
+        return 640
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read += 1
+        return tokens(1 + 7 * index % 64, samples=1)[0]
+
+
+def padded(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"input_ids": nn.utils.rnn.pad_sequence(samples, batch_first=True)}
+
+
+def test_a_loader_tells_three_lengths_and_is_left_as_it_was() -> None:
+    texts = Texts()
+    loader = DataLoader(texts, batch_size=4, shuffle=True, collate_fn=padded)
+    state = torch.get_rng_state()
+    lengths = autofit.from_loader(loader, 320)
+    assert torch.equal(torch.get_rng_state(), state)
+    shapes = [tuple(batch["input_ids"].shape) for _, batch in lengths.mix]
+    assert [samples for samples, _ in shapes] == [4, 4, 4]
+    short, typical, longest = (length for _, length in shapes)
+    assert short < typical < longest
+    assert longest == 63  # of the even places, which are 320
+    assert [share for share, _ in lengths.mix] == [0.5, 0.5, 0.0]
+    assert texts.read == 320 + 3 * 4
+
+
+def test_a_loader_that_never_ends_is_looked_at_for_a_while() -> None:
+    def endless() -> Iterator[torch.Tensor]:
+        for length in itertools.count(1):
+            yield tokens(length)
+
+    lengths = autofit.from_loader(endless(), 10)
+    assert lengths.longest.shape == (4, 10)
+    with pytest.raises(InvalidArgument, match="no batch"):
+        autofit.from_loader([])
+    with pytest.raises(InvalidArgument, match="DataLoader"):
+        autofit.from_loader(7)
+
+
+def test_samples_without_a_length_make_one_batch() -> None:
+    images = [torch.ones(3, 8, 8)] * 1000
+    lengths = autofit.from_loader(DataLoader(images, batch_size=4))  # type: ignore[arg-type]
+    ((share, batch),) = lengths.mix
+    assert share == 1.0
+    assert batch.shape == (4, 3, 8, 8)

@@ -22,6 +22,7 @@ CALLED_BY_USERS: list[Callable[..., Any]] = [
     autofit.search,
     autofit.find_batch_size,
     autofit.checkpoint_to_budget,
+    autofit.from_loader,
     autofit.probe,
     autofit.predict,
     autofit.estimate_memory,

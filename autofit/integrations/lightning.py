@@ -26,14 +26,10 @@ import torch
 
 from autofit.errors import InvalidArgument
 from autofit.integrations.applied import Division, divide, library, on_model
-from autofit.integrations.workloads import (
-    MOST_EXAMINED,
-    longest_batch,
-    own_autocast,
-    search_workload,
-)
+from autofit.integrations.workloads import own_autocast, search_workload
 from autofit.report.report import Report
 from autofit.searching.events import OnEvent
+from autofit.searching.loader_batches import MOST_EXAMINED, longest_batch
 from autofit.strategy import Strategy
 from autofit.training.batch import batch_size
 from autofit.training.workload import Workload

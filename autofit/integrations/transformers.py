@@ -25,16 +25,11 @@ import torch
 
 from autofit.errors import InvalidArgument
 from autofit.integrations.applied import Applied, Division, divide, library, on_model
-from autofit.integrations.workloads import (
-    MOST_EXAMINED,
-    in_training_mode,
-    longest_batch,
-    own_autocast,
-    search_workload,
-)
+from autofit.integrations.workloads import in_training_mode, own_autocast, search_workload
 from autofit.plan import Scalar
 from autofit.report.report import Report
 from autofit.searching.events import OnEvent
+from autofit.searching.loader_batches import MOST_EXAMINED, longest_batch
 from autofit.strategy import Strategy
 from autofit.training.batch import batch_size, tensors_of
 from autofit.training.workload import Workload

@@ -12,8 +12,8 @@ from torch import nn
 
 from autofit.errors import InvalidArgument
 from autofit.integrations.applied import library, on_model
-from autofit.integrations.workloads import longest_batch
 from autofit.plan import Dimension, Plan, ResolvedPlan
+from autofit.searching.loader_batches import longest_batch
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 
