@@ -21,7 +21,7 @@ import typer.main
 from torch.distributed.run import get_args_parser
 
 from autofit.cli.main import app
-from benchmarks.numbers import PAGES as NUMBERED, filled, value, without_result
+from benchmarks.stated_numbers import PAGES as NUMBERED, filled, value, without_result
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -132,7 +132,7 @@ def test_examples_of_a_page_run(name: str, tmp_path: Path, run: Callable[[str], 
 def test_numbers_of_pages_are_those_of_the_newest_results() -> None:
     pages = {page: page.read_text() for page in NUMBERED}
     assert {page: filled(text) for page, text in pages.items()} == pages, (
-        "python -m benchmarks.numbers"
+        "python -m benchmarks.stated_numbers"
     )
     assert sum("<!-- numbers: " in text for text in pages.values()) >= 2
 

@@ -1,6 +1,6 @@
 import sys
 
-from benchmarks.numbers import PAGES, ROOT, filled
+from benchmarks.stated_numbers import PAGES, ROOT, filled
 
 
 def main() -> int:
