@@ -1,7 +1,7 @@
 """Puts measured numbers into README and docs, from the newest results.
 
-    python -m benchmarks.stated_numbers            writes the pages
-    python -m benchmarks.stated_numbers --check    exits with 1 where a page is not as the results have it
+    python -m benchmarks.stated_numbers           writes the pages
+    python -m benchmarks.stated_numbers --check   exits with 1 where a page differs from the results
 
 What stands in a page between `<!-- numbers: NAME -->` and `<!-- end -->` is the text NAME.md of
 this folder. There `{RESULT > KEY > ... > FORMAT}` is a value of the newest
