@@ -7,6 +7,7 @@ kernels ran (NVML). Nothing is added to the process, and torch is not imported.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -80,7 +81,7 @@ def monitor(
     """
     if bool(command) == (pid is not None):
         raise InvalidArgument("give either a command after -- or the --pid of a running process")
-    if every != every:  # NaN, which older versions of click take for within any range
+    if math.isnan(every):  # older versions of click take it for within any range
         raise InvalidArgument("--every must be a number of seconds, got nan")
     for path in out or ():
         check_writable(path, (".csv", ".html"), "a timeline")

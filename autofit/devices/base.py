@@ -127,8 +127,12 @@ class Device(Protocol):
     def reset_peaks(self) -> None:
         """Restart the peaks at the current values."""
 
-    def release_cache(self) -> None:
-        """Return unused cached memory to the device."""
+    def release_cache(self, *, workspaces: bool = True) -> None:
+        """Return unused cached memory to the device.
+
+        Args:
+            workspaces: with those that libraries keep from call to call.
+        """
 
     def check_health(self) -> None:
         """Compute something small and check it; raise what the device raises if it is gone."""

@@ -73,7 +73,7 @@ class TracedDevice:
     def reset_peaks(self) -> None:
         self._allocator.reset_peaks()
 
-    def release_cache(self) -> None:
+    def release_cache(self, *, workspaces: bool = True) -> None:
         self._allocator.empty_cache()
 
     def foreign_bytes(self) -> int | None:

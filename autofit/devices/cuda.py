@@ -205,9 +205,10 @@ class CudaDevice:
     def reset_peaks(self) -> None:
         self._statistics.restart_peaks()
 
-    def release_cache(self) -> None:
+    def release_cache(self, *, workspaces: bool = True) -> None:
         """Return cached segments to the driver, and cuBLAS's workspaces (32 MiB each on sm_90)."""
-        torch._C._cuda_clearCublasWorkspaces()  # torch has no public function for it
+        if workspaces:
+            torch._C._cuda_clearCublasWorkspaces()  # torch has no public function for it
         torch.cuda.empty_cache()
 
     def check_health(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from autofit.errors import InvalidArgument, NoFeasiblePlan, hides_own_frames
 from autofit.integrations.applied import on_model
 from autofit.measurement import Measurement, Trial, TrialKind
-from autofit.plan import Dimension, ResolvedPlan
+from autofit.plan import ResolvedPlan
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
@@ -93,18 +93,22 @@ class _Placements:
 
     def fewest(self) -> tuple[ResolvedPlan, Trial]:
         """Return the first that fits; raises as `checkpoint_to_budget` does."""
-        (setting, dimension), *_ = [*self.survey.dimensions.items(), ("", Dimension([0]))]
-        values, probed = dimension.values, {}
+        settings = [
+            {name: value}
+            for name, dimension in self.survey.dimensions.items()
+            for value in dimension.values
+        ] or [{}]
+        probed: dict[int, tuple[ResolvedPlan, Trial]] = {}
 
         def fits(place: int) -> bool:
-            probed[place] = self._probe({setting: values[place]} if setting else {})
+            probed[place] = self._probe(settings[place])
             return probed[place][1].measurement.ok
 
-        good, bad = len(values) - 1, 0
+        good, bad = len(settings) - 1, 0
         if fits(0):
             return probed[0]
         if good == 0 or not fits(good):
-            raise self._nothing_fits(probed[good][1], len(values))
+            raise self._nothing_fits(probed[good][1], len(settings))
         while good - bad > 1:
             middle = (good + bad) // 2
             good, bad = (middle, bad) if fits(middle) else (good, middle)

@@ -195,10 +195,7 @@ def evaluation_peak(
     device, batch = builder.device, workload.evaluation_batch(samples)
     collect_garbage()
     device.synchronize()
-    if device.torch_device.type == "cuda":
-        torch.cuda.empty_cache()  # cuBLAS's workspaces stay, as in a training
-    else:
-        device.release_cache()
+    device.release_cache(workspaces=False)  # cuBLAS keeps its own through a training
     device.reset_peaks()
     with device.accounting():
         evaluate(training, workload.eval_step, training.placed(batch), samples)

@@ -408,7 +408,7 @@ class Training(AbstractContextManager["Training"]):
             return
         if len(sizes) == 1:
             self._announce(is_last=True)
-            yield map_tensors(self._place, batch), 1.0
+            yield self.placed(batch), 1.0
             return
         weights = self._weights(batch, sizes)
         if not any(weights):  # the unsplit batch would have the same 0 / 0
@@ -418,7 +418,7 @@ class Training(AbstractContextManager["Training"]):
         for index, piece in enumerate(self._cut(batch, sizes)):
             if weights[index]:
                 self._announce(is_last=index == last)
-                yield map_tensors(self._place, piece), weights[index] / whole
+                yield self.placed(piece), weights[index] / whole
 
     def _micro_batches_of_ranks(
         self, batch: Batch, sizes: tuple[int, ...], ranks: Ranks
@@ -438,7 +438,7 @@ class Training(AbstractContextManager["Training"]):
             self._announce(is_last=index == steps - 1)
             chosen = index if weight else heaviest
             piece = list(self._cut(batch, sizes))[chosen]
-            yield map_tensors(self._place, piece), weight * ranks.world.size / whole
+            yield self.placed(piece), weight * ranks.world.size / whole
 
     def _gathered(self, ranks: Ranks, *numbers: float) -> list[list[float]]:
         with self.in_host_memory():
@@ -551,7 +551,7 @@ class Training(AbstractContextManager["Training"]):
         self._is_in_training_step = True
         try:
             with self.context():
-                loss = scalar(training_step(self, map_tensors(self._place, batch)), "training_step")
+                loss = scalar(training_step(self, self.placed(batch)), "training_step")
         finally:
             self._is_in_training_step = False
         if self.scaler is not None and not self._loss_scale.was_used:
