@@ -71,6 +71,14 @@ def test_the_users_own_loop_holds_less_and_learns_the_same() -> None:
     )
 
 
+def test_no_more_is_recomputed_than_the_budget_asks_for() -> None:
+    with autofit.checkpoint_to_budget(deep(), BATCH, "72MiB", **HERE) as trial:
+        held = trial.measurement.held_bytes
+    # Plain it holds 88 MiB, and with most recomputed 48
+    assert held is not None
+    assert 60 * MIB < held <= 72 * MIB
+
+
 def test_nothing_is_recomputed_where_all_fits() -> None:
     with autofit.checkpoint_to_budget(deep(), BATCH, "400MiB", **HERE) as trial:
         assert trial.plan.settings[SETTING] == 0

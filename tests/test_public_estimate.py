@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.checks import estimate
 from autofit.units import GIB
 
 LOSS: dict[str, Any] = {"criterion": nn.CrossEntropyLoss()}
@@ -25,11 +25,16 @@ def batch(samples: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(samples, 64), torch.zeros(samples, dtype=torch.long)
 
 
-def dry_runs(ask: Callable[[], object]) -> int:
-    """How many dry runs a question takes."""
-    before = len(estimate._known)
-    ask()
-    return len(estimate._known) - before
+@dataclass
+class Noted:
+    """A criterion that leaves a mark in a file each time it runs, in whichever process."""
+
+    file: Path
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with self.file.open("a") as file:
+            file.write(".")
+        return nn.functional.cross_entropy(output, target)
 
 
 def test_an_estimate_has_the_parts_and_says_what_fits() -> None:
@@ -67,21 +72,26 @@ def test_nothing_of_the_users_changes() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_an_equal_question_is_answered_without_another_dry_run() -> None:
-    def ask(width: int = 768, samples: int = 24, **given: Any) -> Callable[[], bool]:
-        return lambda: autofit.fits(net(width), batch(samples), "2GiB", **LOSS, **given)
+def test_an_equal_question_is_answered_without_another_dry_run(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    marks.touch()
 
-    assert dry_runs(ask()) == 1
-    assert dry_runs(ask()) == 0  # other weights, other inputs
-    for other in (
-        ask(width=769),
-        ask(samples=25),
-        ask(optimizer=torch.optim.SGD),
-        ask(settings={"precision.dtype": "bfloat16"}),
-        ask(gpu="T4"),
-        ask(global_batch=48),
-    ):
-        assert dry_runs(other) == 1
+    def runs(width: int = 768, samples: int = 24, **given: Any) -> bool:
+        before = marks.stat().st_size
+        autofit.fits(net(width), batch(samples), "2GiB", criterion=Noted(marks), **given)
+        return marks.stat().st_size > before
+
+    assert runs()
+    assert not runs()  # other weights, other inputs
+    others: list[dict[str, Any]] = [
+        {"width": 769},
+        {"samples": 25},
+        {"optimizer": torch.optim.SGD},
+        {"settings": {"precision.dtype": "bfloat16"}},
+        {"gpu": "T4"},
+        {"global_batch": 48},
+    ]
+    assert all(runs(**other) for other in others)
 
 
 class Repeating(nn.Module):

@@ -164,6 +164,19 @@ def test_more_than_the_budget_is_over_budget_with_both_numbers() -> None:
     assert measured.step_times_s
 
 
+def test_an_evaluation_over_the_budget_is_told_from_the_training() -> None:
+    make = _plain(eval_step=lambda model, batch: model(batch), eval_batch=4096)
+    free = _measured(make, Plan(16))
+    trained, evaluated = free.held_bytes, free.evaluation_held_bytes
+    assert trained is not None
+    assert evaluated is not None
+    assert evaluated > trained + MIB
+    measured = _measured(make, Plan(16), budget=trained)
+    assert measured.outcome is Outcome.OVER_BUDGET
+    assert measured.is_of_evaluation
+    assert measured.step_times_s
+
+
 def test_a_loss_that_is_not_finite_is_reported_and_kept_out_of_json() -> None:
     steps: list[int] = []
 
