@@ -65,7 +65,7 @@ class ProbeRequest:
     full_accumulation: bool = False
     expected_seconds: float | None = None
     seconds_left: float | None = None
-    most_timed_seconds: float = 5.0
+    most_timed_seconds: float = 2.0
     steps: int | None = None
 
     @property

@@ -5,17 +5,19 @@
     python -m benchmarks.versus --place cuda --steps 200 gpt2_small=24GiB      a real one
 
 Each tool runs in a process of its own as its users run it; batch-size finders twice, at float32 and
-in the precision a user would choose by hand. Probes and OOMs are counted by the user's own loss and
-by the allocator, in any process. A judge trains by each answer in a process of its own: does it
-live, what does it hold, and, where time means something, how fast is it, as a share of the fastest
-of the exhaustive grid. A tool that is not installed gets a row that says so: the extra `bench` has
-them.
+in the precision a user would choose by hand. An answer that changes the user's global batch has a
+second row, in which accumulation by hand makes up for it. Probes and OOMs are counted by the user's
+own loss and by the allocator, in any process. A judge trains by each answer in a process of its
+own: does it live, what does it hold, and, where time means something, how fast is it, as a share of
+the fastest of the exhaustive grid. A tool that is not installed gets a row that says so: the extra
+`bench` has them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import signal
@@ -41,6 +43,7 @@ class Bench:
     """Where one workload's processes run, how long the judge trains, and how long a tool may take.
 
     Attributes:
+        steps, timed_steps: that the judge trains to see an answer live, and to time it.
         limit_s: a tool that takes longer is ended, with the processes that it started.
     """
 
@@ -48,6 +51,7 @@ class Bench:
     environment: dict[str, str]
     folder: Path
     steps: int
+    timed_steps: int
     repeats: int
     limit_s: float
 
@@ -88,7 +92,8 @@ class Bench:
 
     def row(self, name: str, peer: Peer, precision: str) -> Row:
         """Let one tool search, and judge whether its answer lives."""
-        own = self.folder / f"{name} {precision}".replace("/", " ")
+        shown = precision if peer.finder else "own"
+        own = self._folder_of(name, shown)
         own.mkdir()
         (own / "task.json").write_text(json.dumps(self.task | {"precision": precision}))
         log = own / "log.jsonl"
@@ -101,25 +106,54 @@ class Bench:
         answer = found.get("answer")
         verdict = None
         if answer:
-            (own / "answer.json").write_text(json.dumps(answer))
-            verdict = self.judged("survive", own / "answer.json", self.steps, precision=precision)
+            verdict = self._verdict(own, answer, precision)
             answer["report"] = answer["report"] and Path(answer["report"]).name
         probes = (answer or {}).get("probes") or sizes_tried(events)
         refusals, ooms = (sum(e["event"] == kind for e in events) for kind in ("refusal", "oom"))
-        shown = precision if peer.finder else "own"
         return Row(name, shown, found, probes, refusals, ooms, verdict)
 
+    def with_accumulation(self, row: Row, global_batch: int) -> Row | None:
+        """Return the row of its answer with accumulation added by hand; None: nothing to add."""
+        answer = row.found.get("answer")
+        if answer is None or answer["report"] or answer["micro_batch"] < 1:
+            return None
+        if answer["micro_batch"] * (answer["accumulation_steps"] or 1) == global_batch:
+            return None
+        steps = math.ceil(global_batch / answer["micro_batch"])
+        sizes = {"micro_batch": math.ceil(global_batch / steps), "accumulation_steps": steps}
+        name, answer = f"{row.peer}, accumulation by hand", answer | sizes
+        own = self._folder_of(name, row.precision)
+        own.mkdir()
+        precision = row.precision.replace("own", "float32")
+        verdict = self._verdict(own, answer, precision)
+        return replace(row, peer=name, found=row.found | {"answer": answer}, verdict=verdict)
+
+    def _folder_of(self, name: str, precision: str) -> Path:
+        return self.folder / f"{name} {precision}".replace("/", " ")
+
+    def _verdict(self, own: Path, answer: dict[str, Any], precision: str) -> Any:
+        (own / "answer.json").write_text(json.dumps(answer))
+        return self.judged("survive", own / "answer.json", self.steps, precision=precision)
+
     def rated(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows with speeds; answers that live take turns."""
-        rates: list[list[float]] = [[] for _ in rows]
+        """Return the rows with speeds: equal answers share theirs, others take turns."""
+        alike: dict[str, list[int]] = {}
+        for at, row in enumerate(rows):
+            if row.verdict and row.verdict["survives"]:
+                answer = row.found["answer"]
+                told = [answer["micro_batch"], answer["accumulation_steps"] or 1]
+                own = row.peer if answer["report"] else answer["precision"]
+                alike.setdefault(json.dumps([*told, own]), []).append(at)
+        rates: dict[str, list[float]] = {key: [] for key in alike}
         for _ in range(self.repeats):
-            for row, its in zip(rows, rates, strict=True):
-                if row.verdict and row.verdict["survives"]:
-                    precision = row.precision.replace("own", "float32")
-                    path = self.folder / f"{row.peer} {precision}".replace("/", " ") / "answer.json"
-                    told = self.judged("speed", path, self.steps)["samples_per_second"]
-                    its.append(statistics.median(told))
-        return [replace(row, rates=its) for row, its in zip(rows, rates, strict=True)]
+            for key, (first, *_) in alike.items():
+                row = rows[first]
+                path = self._folder_of(row.peer, row.precision) / "answer.json"
+                precision = row.precision.replace("own", "float32")
+                told = self.judged("speed", path, self.timed_steps, precision=precision)
+                rates[key].append(statistics.median(told["samples_per_second"]))
+        of_row = {at: rates[key] for key, places in alike.items() for at in places}
+        return [replace(row, rates=of_row.get(at, [])) for at, row in enumerate(rows)]
 
 
 def sizes_tried(events: Sequence[dict[str, Any]]) -> int:
@@ -130,19 +164,18 @@ def sizes_tried(events: Sequence[dict[str, Any]]) -> int:
 
 @contextmanager
 def bench(
-    workload: str, budget_bytes: int, place: str, steps: int, repeats: int, limit_s: float
+    task: dict[str, Any], steps: int, timed_steps: int, repeats: int, limit_s: float
 ) -> Iterator[Bench]:
     """Make the place: for an emulated one a card that ends at the budget."""
     environment = dict(os.environ)
-    task = {"workload": workload, "place": place, "budget_bytes": budget_bytes}
     with ExitStack() as held:
-        if place == "emulated":
+        if task["place"] == "emulated":
             machine = emulated_gpu.new_machine()
             held.callback(machine.remove)
-            cards = [emulated_gpu.find_card(memory=budget_bytes)]
+            cards = [emulated_gpu.find_card(memory=task["budget_bytes"])]
             environment = emulated_gpu.environment(cards, machine=machine, values=False)
         folder = held.enter_context(tempfile.TemporaryDirectory())
-        yield Bench(task, environment, Path(folder), steps, repeats, limit_s)
+        yield Bench(task, environment, Path(folder), steps, timed_steps, repeats, limit_s)
 
 
 def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comparison:
@@ -154,7 +187,7 @@ def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comp
     best, by_hand = None, precisions[-1]
     if at.timed:
         grids = {
-            name: at.judged("grid", size, at.steps, precision=name)
+            name: at.judged("grid", size, at.timed_steps, precision=name)
             for name, size in largest.items()
             if size
         }
@@ -166,6 +199,8 @@ def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comp
         for precision in dict.fromkeys(["float32", by_hand] if peer.finder else ["float32"]):
             rows.append(at.row(name, peer, precision))
             print(f"{at.task['workload']}: {rows[-1]}", file=sys.stderr, flush=True)
+    if global_batch:
+        rows += [r for row in rows if (r := at.with_accumulation(row, global_batch)) is not None]
     if at.timed:
         rows = at.rated(rows)
     return Comparison(
@@ -187,12 +222,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tasks", nargs="+", metavar="WORKLOAD=BUDGET")
     parser.add_argument("--place", choices=("cpu", "emulated", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=200, help="that an answer has to survive")
+    parser.add_argument("--timed-steps", type=int, default=60, help="of an answer, each repeat")
     parser.add_argument(
         "--repeats", type=int, default=3, help="of the timing of an answer; 0: none"
     )
     parser.add_argument(
         "--limit", type=float, default=900, metavar="S", help="a tool that takes longer is ended"
     )
+    parser.add_argument("--seconds", type=float, default=60, help="of Optuna's searches")
     parser.add_argument("--precisions", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--only", nargs="+", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--json", type=Path)
@@ -201,8 +238,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = []
     for text in given.tasks:
         workload, _, budget = text.partition("=")
-        where = workload, parse_bytes(budget), given.place
-        with bench(*where, given.steps, given.repeats, given.limit) as at:
+        task = {"workload": workload, "place": given.place, "budget_bytes": parse_bytes(budget)}
+        task["seconds"] = given.seconds
+        with bench(task, given.steps, given.timed_steps, given.repeats, given.limit) as at:
             found.append(compared(at, names, given.precisions))
         print("\n".join(markdown(found[-1])), end="\n\n", flush=True)
         if given.json:

@@ -31,7 +31,6 @@ STEPS = 3
 """Optimizer steps of a trial, where the tool leaves that to its user."""
 FIRST = 128
 """The first guess, where the user has no global batch: the default of accelerate."""
-OPTUNA_TRIALS = 20
 SEARCH = "VERSUS_SEARCH"
 """The variable with further arguments of autofit.search, as JSON: a test has little time."""
 
@@ -280,7 +279,7 @@ def optuna_search(task: Task, live: Live, folder: Path, *, sampler: str) -> Answ
     optuna = import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     memory = task.bounded()
-    precisions = ["float32", "bfloat16", *(["float16"] if task.device == "cuda" else [])]
+    precisions = [task.precision, *(["bfloat16", "float16"] if task.device == "cuda" else [])]
 
     def objective(trial: Any) -> float:
         memory.release()
@@ -292,10 +291,10 @@ def optuna_search(task: Task, live: Live, folder: Path, *, sampler: str) -> Answ
         direction="maximize", sampler=getattr(optuna.samplers, sampler)(seed=0)
     )
     study.optimize(
-        objective, n_trials=OPTUNA_TRIALS, catch=(torch.OutOfMemoryError,), gc_after_trial=True
+        objective, timeout=task.seconds, catch=(torch.OutOfMemoryError,), gc_after_trial=True
     )
     best = study.best_params
-    return Answer(best["micro_batch"], best["precision"], probes=OPTUNA_TRIALS)
+    return Answer(best["micro_batch"], best["precision"], probes=len(study.trials))
 
 
 def autofit_batch_size(task: Task, live: Live, folder: Path) -> Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Peer:
 
     tool: str
     packages: tuple[str, ...] = ()
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     finder: bool = True
     timed: bool = False
     card_only: bool = False
@@ -47,6 +48,9 @@ PEERS: Mapping[str, Peer] = {
     ),
     "autofit find_batch_size": Peer("autofit_batch_size", ("torch-autofit",), timed=True),
     "autofit": Peer("autofit_search", ("torch-autofit",), finder=False, timed=True),
+    "autofit, 5,000 steps planned": Peer(
+        "autofit_search", ("torch-autofit",), {"planned_steps": 5000}, finder=False, timed=True
+    ),
     "autofit, exact arithmetic": Peer(
         "autofit_search", ("torch-autofit",), {"numerics": "exact"}, finder=False, timed=True
     ),

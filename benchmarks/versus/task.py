@@ -37,12 +37,14 @@ class Task:
         place: "cpu", "cuda", or "emulated".
         budget_bytes: of device memory.
         precision: that the user has chosen: float32, or autocast to bfloat16 or float16.
+        seconds: that a tool searches whose user decides that.
     """
 
     workload: str
     place: str
     budget_bytes: int
     precision: str = "float32"
+    seconds: float = 60.0
 
     @property
     def device(self) -> str:

@@ -234,7 +234,8 @@ SCATTERED = [0.9, 1.0, 1.1]
 
 
 def beside(rate: float | None) -> ProbeRequest:
-    return ProbeRequest(ResolvedPlan(PLAN), incumbent_samples_per_second=rate)
+    resolved = ResolvedPlan(PLAN)
+    return ProbeRequest(resolved, incumbent_samples_per_second=rate, most_timed_seconds=5.0)
 
 
 @pytest.mark.parametrize(
