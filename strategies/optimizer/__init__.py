@@ -1,4 +1,3 @@
-"""How the optimizer updates the parameters: by which kernels, when, and from what state."""
+"""How the optimizer updates the parameters: by which kernels, and when."""
 
-from .state import state_in_bfloat16 as state_in_bfloat16
 from .strategy import OptimizerImplementation as OptimizerImplementation
