@@ -1,20 +1,13 @@
-"""torch.compile over the model's call, or over its repeated blocks.
+"""torch.compile over the model's call.
 
 `compile.mode` starts at "off". "default" has the model's calls compiled by inductor, with static
 shapes; loss functions and the optimizer stay as they are. The model keeps its class, its names and
-its parameters: only its call is another one while the settings are in force. On a GPU there are two
-modes more: "reduce-overhead" replays the calls as CUDA graphs, which saves launches and holds
-memory of its own, and "max-autotune-no-cudagraphs" times several kernels for each product and
-convolution, which takes longest. On a CPU inductor has neither.
+its parameters: only its call is another one while the setting is in force. On a GPU there is one
+mode more: "reduce-overhead" replays the calls as CUDA graphs, which saves launches and holds memory
+of its own. On a CPU inductor has none.
 
 CUDA graphs write the gradients of a replay over those of the one before, which torch reports or not
 (pytorch issues 169545 and 96693), so "reduce-overhead" is for one micro-batch alone.
-
-`compile.region` is "model", or "blocks": what repeats in the model is compiled once for all of its
-kind, which takes less time and leaves the rest as it is; of several ranks, under
-`DistributedDataParallel` alone. `compile.memory_budget` is the share of the activations that the
-partitioner may keep for the backward, and computes again beyond that (1.0: as it likes): under
-compile it stands in for the levels of checkpointing.
 
 A compilation takes many seconds and depends on every other setting and on the micro-batch, so each
 value says what trying it costs. What it did is in the notes of the measurement: how many graphs,
@@ -35,50 +28,32 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.errors import Unsupported
-from autofit.plan import CostHint, Dimension, Scalar
+from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
-if TYPE_CHECKING:
-    from .uncompiled_step import UncompiledStep
-
-MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
-OFF, MODEL, BLOCKS = "off", "model", "blocks"
-DEFAULT, GRAPHS, AUTOTUNED = "default", "reduce-overhead", "max-autotune-no-cudagraphs"
-# By the type of the device: those of `torch._inductor.list_mode_options` that differ there. Both
-# others speak to Triton and CUDA alone, but for batched products, which a CPU may autotune too.
-_MODES = {"cpu": (DEFAULT,), "cuda": (DEFAULT, GRAPHS, AUTOTUNED)}
-# As measured on a decoder on a CPU; there 0.0, at which all is computed again, held no less than
-# 1.0, since it is computed at once (benchmarks/results/compile-2026-11-22.md).
-_BUDGETS: dict[Scalar, CostHint] = {0.5: CostHint(bytes_per_sample=0.75, seconds_per_sample=1.08)}
+MODE = "compile.mode"
+OFF, DEFAULT, GRAPHS = "off", "default", "reduce-overhead"
+# By the type of the device.
+_MODES = {"cpu": (DEFAULT,), "cuda": (DEFAULT, GRAPHS)}
 # Units that are checkpointed one by one break the model's call up: under compile the partitioner
 # chooses what is kept.
 _PLAIN_CALLS = {"checkpointing.level": (0, None)}
-# The modes of several ranks under which blocks are compiled. `fully_shard` hooks into the calls of
-# blocks; in a run on gloo with torch 2.13 nothing of them was compiled.
-_REPLICATED = {"parallel.mode": ("ddp", "ddp_view", "zero1")}
 _SAMPLES = 2
 _CPU_COST_S = (15.0, 0.07)
 # Seconds of a compilation: fixed, and for each operator of forward and backward. On a CPU as in
 # benchmarks/results/compile-2026-11-22.md; on a GPU a guess within 20 to 45 s for GPT-2-small and
 # ResNet-50.
 _CUDA_COST_S = (10.0, 0.03)
-# Seconds of a processor that compile and time the kernels of a product
-# (benchmarks/results/compile-2026-11-22.md).
-_PRODUCT_COST_S = 60.0
-# Processes that inductor compiles in, at most (`torch._inductor.config.compile_threads`).
-_MOST_WORKERS = 32
 # The attribute of a module that `Module.__call__` prefers to its own call.
 _CALL = "_compiled_call_impl"
 _MARKS = "_dynamo"
-# Least share of a compilation's time that compiling blocks alone must save to be offered.
-_LEAST_SAVED = 0.2
 _MOST_REASONS = 3
 _ABSENT = object()
 
@@ -105,26 +80,22 @@ class Compile:
             return off
         if any(map(_is_compiled, context.model.modules())):  # which the survey notes
             return off
-        from .uncompiled_step import observed  # in the worker alone
-
-        step: UncompiledStep = context.with_training(
-            observed, min(_SAMPLES, context.samples_per_step)
-        )
-        if not step.calls_model:
+        samples = min(_SAMPLES, context.samples_per_step)
+        operators: int | None = context.with_training(_operators, samples)
+        if operators is None:
             context.note(f"{MODE} skipped: the training step does not call the model")
             return off
+        device = context.device.type
+        fixed_s, operator_s = _CUDA_COST_S if device == "cuda" else _CPU_COST_S
         return {
             MODE: Dimension(
-                [OFF, *_MODES[context.device.type]],
+                [OFF, *_MODES[device]],
                 when=_PLAIN_CALLS,
-                accumulation={GRAPHS: False} if GRAPHS in _MODES[context.device.type] else {},
-                trial_cost_s=_cost_s(context, step.operators),
-                trial_costs_s=_costs_of_modes(context, step),
+                accumulation={GRAPHS: False} if GRAPHS in _MODES[device] else {},
+                trial_cost_s=round(fixed_s + operator_s * operators, 1),
                 fresh_worker=True,
                 relieves=("memory traffic", "launches"),
-            ),
-            REGION: _regions(context, step),
-            BUDGET: _budgets(context, step),
+            )
         }
 
     def apply(
@@ -140,13 +111,7 @@ class Compile:
             return nullcontext()
         if (lacking := _lacks(training.device.type)) is not None:
             raise Unsupported(f"{MODE}={mode}: {lacking}")
-        modules = [training.model]
-        if settings.get(REGION, MODEL) == BLOCKS:
-            model = training.model
-            if isinstance(model, DistributedDataParallel):  # the names are of what it wraps
-                model = model.module
-            modules = [model.get_submodule(name) for name in payloads[REGION]["modules"]]
-        return _compiled(training, modules, mode, float(settings.get(BUDGET, 1.0)))
+        return _compiled(training, mode)
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         """Return the equivalent lines of a training script."""
@@ -154,99 +119,49 @@ class Compile:
         if mode == OFF:
             return []
         options = "" if mode == DEFAULT else f"mode={mode!r}, "
-        lines = ["import torch", f"model = torch.compile(model, {options}dynamic=False)"]
-        if settings.get(REGION, MODEL) == BLOCKS:
-            payload = payloads[REGION]
-            model = "model.module" if payload.get("replicated") else "model"
-            lines = [
-                f"for name in {payload['modules']}:",
-                f"    {model}.get_submodule(name).compile({options}dynamic=False)",
-            ]
-        if (budget := settings.get(BUDGET, 1.0)) != 1.0:
-            lines = [
-                "import torch._functorch.config",
-                f"torch._functorch.config.activation_memory_budget = {budget}",
-                *lines,
-            ]
-        return lines
+        return ["import torch", f"model = torch.compile(model, {options}dynamic=False)"]
 
 
-def _cost_s(context: Context, operators: float) -> float:
-    fixed_s, operator_s = _CUDA_COST_S if context.device.type == "cuda" else _CPU_COST_S
-    return round(fixed_s + operator_s * operators, 1)
+def _operators(training: TrainingView, batch: Any) -> int | None:
+    """Return how many operators a step runs; None: it does not call the model as a whole."""
+    calls: list[nn.Module] = []
+    count: Any = _Count()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    with ExitStack() as stack:
+        note = training.model.register_forward_pre_hook(lambda module, _: calls.append(module))
+        stack.callback(note.remove)
+        stack.callback(training.wrap_optimizer_step(lambda update: None))
+        stack.enter_context(count)
+        training.step(batch)
+    return count.operators if calls else None
 
 
-def _costs_of_modes(context: Context, step: UncompiledStep) -> dict[Scalar, float]:
-    """Return the seconds of the modes that take longer to compile than others."""
-    if AUTOTUNED not in _MODES[context.device.type]:
-        return {}
-    workers = min(os.cpu_count() or 1, _MOST_WORKERS)
-    autotuning_s = _PRODUCT_COST_S * step.products / workers
-    return {AUTOTUNED: round(_cost_s(context, step.operators) + autotuning_s, 1)}
+class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Counts the operators that run."""
 
+    operators = 0
 
-def _regions(context: Context, step: UncompiledStep) -> Dimension:
-    """Return whether blocks alone may be compiled: where that takes clearly less time."""
-    saved_s = _cost_s(context, step.operators) - _cost_s(context, step.operators_of_blocks)
-    if len(step.blocks) < 2 or saved_s < _LEAST_SAVED * _cost_s(context, step.operators):
-        return Dimension([MODEL])
-    payload: dict[str, Any] = {"modules": step.blocks}
-    when: dict[str, Sequence[Scalar | None]] = {MODE: (DEFAULT,)}
-    if context.world.size > 1:
-        when |= _REPLICATED
-        payload["replicated"] = True
-    return Dimension(
-        [MODEL, BLOCKS],
-        when=when,
-        payloads={BLOCKS: payload},
-        trial_costs_s={BLOCKS: -saved_s},
-        relieves=("memory traffic", "launches"),
-    )
-
-
-def _budgets(context: Context, step: UncompiledStep) -> Dimension:
-    """Return the memory budgets; none where random numbers would be drawn anew to recompute."""
-    if step.draws:
-        context.note(
-            f"{BUDGET} skipped: the step draws random numbers ({', '.join(step.draws)}), "
-            "and torch's partitioner may draw others on recomputation, which makes "
-            "gradients wrong (pytorch issue 190758)"
-        )
-        return Dimension([1.0])
-    return Dimension(
-        [1.0, *_BUDGETS],
-        hints=_BUDGETS,
-        when={MODE: (DEFAULT,), REGION: (MODEL, None)},
-        relieves=("memory traffic",),
-    )
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += 1
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _compiled(
-    training: TrainingView, modules: Sequence[nn.Module], mode: str, budget: float
-) -> Iterator[None]:
-    """Have these modules' calls compiled; they share what is compiled where they are alike."""
+def _compiled(training: TrainingView, mode: str) -> Iterator[None]:
+    """Have the model's calls compiled."""
+    model = training.model
     with ExitStack() as stack:
         stack.enter_context(_environment_kept())
         if mode == GRAPHS:
             stack.enter_context(_graphs_freed(training.device))
-            stack.callback(training.wrap_forward(partial(_not_accumulating, training.model)))
+            stack.callback(training.wrap_forward(partial(_not_accumulating, model)))
         notes = _Notes(mode)
-        stack.enter_context(_marks_kept(training.model))
-        if budget != 1.0:  # around forwards, which is where the partitioner runs
-            from torch._functorch import config
-
-            stack.callback(
-                training.wrap_forward(lambda: config.patch(activation_memory_budget=budget))
-            )
-        # A code object of their own: what is compiled, and how often, is counted by code object.
-        code = _calling(training.model).__code__.replace()
-        for module in modules:
-            template = _calling(module)
-            call = FunctionType(code, _globals(module), "call", None, template.__closure__)
-            before = vars(module).get(_CALL, _ABSENT)
-            stack.callback(_put_back, module, before)
-            vars(module)[_CALL] = torch.compile(call, mode=mode, dynamic=False)
+        stack.enter_context(_marks_kept(model))
+        template = _calling(model)
+        # A code object of its own: what is compiled, and how often, is counted by code object
+        code = template.__code__.replace()
+        call = FunctionType(code, _globals(model), "call", None, template.__closure__)
+        stack.callback(_put_back, model, vars(model).get(_CALL, _ABSENT))
+        vars(model)[_CALL] = torch.compile(call, mode=mode, dynamic=False)
         stack.callback(training.add_notes(notes.lines))
         yield
 

@@ -175,14 +175,12 @@ def test_a_submodule_that_is_called_past_the_wrapper_is_found() -> None:
     ("mode", "said"),
     [("ddp", r"compile: \d+ graphs"), ("fsdp2", r"compile: (\d+ graphs|nothing was compiled)")],
 )
-def test_ranks_compile_blocks_or_say_that_nothing_was(mode: str, said: str) -> None:
+def test_ranks_compile_or_say_that_nothing_was(mode: str, said: str) -> None:
     workload = Workload(Tied, padded, loss_fn=mean_over_valid, loss_weight=valid)
     strategies = load_strategies(["parallel", "compile"])
-    settings = {"parallel.mode": mode, "compile.mode": "default", "compile.region": "blocks"}
-    payloads = {**UNITS, "compile.region": UNITS["parallel.mode"]}
-    request = ProbeRequest(
-        ResolvedPlan(Plan(4, settings=settings, world_size=2), payloads, strategies)
-    )
+    settings = {"parallel.mode": mode, "compile.mode": "default"}
+    plan = Plan(4, settings=settings, world_size=2)
+    request = ProbeRequest(ResolvedPlan(plan, UNITS, strategies))
     with open_prober(workload, strategies, Target("cpu", "1GiB", ranks=2)) as prober:
         seen = prober.probe(request).measurement
     assert seen.outcome is Outcome.OK, seen.detail
