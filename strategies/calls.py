@@ -1,4 +1,4 @@
-"""What a model calls of torch's functions, as strategies look at it."""
+"""Looks at a step: run without its update, and what it calls of torch's functions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
+
+from autofit.strategy import TrainingView
 
 
 class Calls(TorchFunctionMode):
@@ -30,3 +32,12 @@ class Calls(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         self._on_call(func, result)
         return result
+
+
+def run_step(training: TrainingView, batch: Any) -> None:
+    """Run a step without the update."""
+    undo = training.wrap_optimizer_step(lambda update: None)
+    try:
+        training.step(batch)
+    finally:
+        undo()

@@ -30,6 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
+from .calls import run_step
 from .checkpointing.saved_tensors import saving_by, version_counter
 
 SETTING = "offload.activations"
@@ -168,12 +169,8 @@ def _moved_bytes(times: float, training: TrainingView, batch: Any) -> int:
             moved[_storage(tensor)] = round(times * tensor.nbytes)
         return tensor
 
-    undo_update = training.wrap_optimizer_step(lambda update: None)
-    try:
-        with saving_by(training, pack, lambda tensor: tensor):
-            training.step(batch)  # not `loss`: a training_step of the user's own has no other way
-    finally:
-        undo_update()
+    with saving_by(training, pack, lambda tensor: tensor):
+        run_step(training, batch)  # not `loss`: a training_step of the user's own has no other way
     return sum(moved.values())
 
 
@@ -298,7 +295,9 @@ class _Host:
 
     def _copied(self, tensor: torch.Tensor) -> _Moved:
         with self._in_host_memory():
-            copy = self._buffer(tensor).as_strided(tensor.shape, _dense_strides(tensor))
+            copy = self._buffer(tensor).as_strided(
+                tensor.shape, torch.empty_like(tensor, device="meta").stride()
+            )
             if tensor.device.type != "cuda":
                 return _Moved(copy.copy_(tensor), tensor.device, None, self)
         stream = self._stream(tensor.device)
@@ -376,17 +375,3 @@ def _empty_beside(moved: _Moved) -> torch.Tensor:
     """Return memory for the tensor on its device."""
     copy = moved.copy
     return torch.empty_strided(copy.shape, copy.stride(), dtype=copy.dtype, device=moved.device)
-
-
-def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return its strides where they leave no gaps, else those of a contiguous tensor."""
-    elements = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda x: x[1]):
-        if size > 1 and stride != elements:
-            return _contiguous_strides(tensor.shape)
-        elements *= size
-    return tensor.stride()
-
-
-def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(math.prod(shape[number + 1 :]) for number in range(len(shape)))

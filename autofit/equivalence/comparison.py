@@ -28,6 +28,7 @@ from autofit.plan import ResolvedPlan
 from autofit.strategy import Comparison
 from autofit.torch_private import InstanceNorm, NormBase
 from autofit.training.batch import Batch, tensors_of
+from autofit.training.evaluation import modes_kept
 from autofit.training.training import Training, TrainingBuilder
 
 LOSS, GRADIENT = "the loss", "the gradient of "
@@ -346,7 +347,8 @@ def accumulated(training: Training, batch: Batch, *, seed: int, calm: bool = Tru
     models whose loss exists in training mode only.
     """
     model = training.model
-    with _calm(model) if calm else nullcontext(), _types_of_outputs() as types:
+    within = _calm(model) if calm else nullcontext()
+    with modes_kept(model), within, _types_of_outputs() as types:
         loss = _accumulate_in_range(training, training.share_of(batch), seed)
         normalizing = tuple(batch_normalizing(model))
     scale = 1.0 if training.scaler is None else float(training.scaler.get_scale())
@@ -390,14 +392,14 @@ def _accumulate_in_range(training: Training, batch: Batch, seed: int) -> float:
 @contextmanager
 def _calm(model: torch.nn.Module) -> Iterator[None]:
     """Have modules draw no random numbers, also where the loss calls `model.train()` first."""
-    modes = {module: module.training for module in model.modules()}
-    recurrent = {m: m.dropout for m in modes if isinstance(m, torch.nn.RNNBase)}
-    for module in modes:
+    modules = list(model.modules())
+    recurrent = {m: m.dropout for m in modules if isinstance(m, torch.nn.RNNBase)}
+    for module in modules:
         # cuDNN runs the backward of a recurrent layer in training mode only
         module.training = _normalizes_over_batch(module) or module in recurrent
     for module in recurrent:
         module.dropout = 0.0
-    shadowed = [(module, name) for module in modes for name in ("train", "eval")]
+    shadowed = [(module, name) for module in modules for name in ("train", "eval")]
     before = [vars(module).get(name) for module, name in shadowed]
     for module, name in shadowed:
         vars(module)[name] = partial(_as_it_is, module)
@@ -408,8 +410,6 @@ def _calm(model: torch.nn.Module) -> Iterator[None]:
             del vars(module)[name]
             if own is not None:
                 vars(module)[name] = own
-        for module, mode in modes.items():
-            module.training = mode
         for module, dropout in recurrent.items():
             module.dropout = dropout
 

@@ -37,6 +37,7 @@ from autofit.plan import (
 )
 from autofit.strategy import Comparison, Phase, Strategy
 from autofit.training.batch import Batch, pieces
+from autofit.training.evaluation import modes_kept
 from autofit.training.ranks import Ranks
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload
@@ -184,14 +185,10 @@ def _noise_alone(
 @contextmanager
 def _normalizing_as_evaluated(training: Training) -> Iterator[None]:
     model = training.plain_model
-    modules = [model.get_submodule(name) for name in batch_normalizing(model)]
-    for module in modules:
-        module.training = False
-    try:
+    with modes_kept(model):
+        for name in batch_normalizing(model):
+            model.get_submodule(name).training = False
         yield
-    finally:
-        for module in modules:
-            module.training = True
 
 
 def without_unequal(

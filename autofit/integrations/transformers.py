@@ -25,13 +25,14 @@ import torch
 
 from autofit.errors import InvalidArgument
 from autofit.integrations.applied import Applied, Division, divide, library, on_model
-from autofit.integrations.workloads import in_training_mode, own_autocast, search_workload
+from autofit.integrations.workloads import own_autocast, search_workload
 from autofit.plan import Scalar
 from autofit.report.report import Report
 from autofit.searching.events import OnEvent
 from autofit.searching.loader_batches import MOST_EXAMINED, longest_batch
 from autofit.strategy import Strategy
 from autofit.training.batch import batch_size, tensors_of
+from autofit.training.evaluation import modes_kept
 from autofit.training.workload import Workload
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ def search(
         sample_batch=sample_batch,
         examine=examine,
     )
-    with in_training_mode(trainer.model):
+    with modes_kept(trainer.model):
+        trainer.model.train()  # as it trains; a loaded one is in evaluation mode
         report = search_workload(
             trained,
             precision=own,

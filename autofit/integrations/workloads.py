@@ -5,8 +5,8 @@ The baseline of such a search is the training as it is, its own mixed precision 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -74,15 +74,3 @@ def search_workload(
     facts = {**record.workload, "apply": list(apply)}
     told = replace(record, notes=(*record.notes, *notes), workload=facts)
     return replace(report, record=told)
-
-
-@contextmanager
-def in_training_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Have the model in training mode, as it trains; a loaded one is in evaluation mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -18,12 +18,12 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -194,30 +194,9 @@ def _run(surroundings: tuple[Any, ...], call: bytes, tells: bool, session: Sessi
     function, workload, arguments = pickle.loads(call)
     named = {"progress": session.on_stage} if tells else {}
     try:
-        with _immediate_exits_raised():
-            return function(workload, *arguments, **named)
+        return function(workload, *arguments, **named)
     finally:
         _note_modules()
-
-
-@contextmanager
-def _immediate_exits_raised() -> Iterator[None]:
-    """Have an `os._exit` of the user's code raise where it stands, in this process and thread.
-
-    It would take the worker along, and be told as a fault of the worker's.
-    """
-    own, leave = (os.getpid(), threading.get_ident()), os._exit
-
-    def refuse(status: int) -> NoReturn:
-        if (os.getpid(), threading.get_ident()) != own:
-            leave(status)
-        raise SystemExit(f"os._exit({status}) would end the prediction without its answer")
-
-    vars(os)["_exit"] = refuse
-    try:
-        yield
-    finally:
-        vars(os)["_exit"] = leave
 
 
 _own_modules = frozenset(sys.modules)

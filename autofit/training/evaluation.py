@@ -67,6 +67,17 @@ def evaluate(training: Training, eval_step: EvalStep, batch: Batch, samples: int
 
 
 @contextmanager
+def modes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Give each module its mode again, training or evaluation, and nothing else."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
 def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Have a model in eval mode, and then in the mode of each module again.
 
@@ -74,15 +85,12 @@ def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
         InvalidArgument: the code inside left another mode than one of these two.
     """
     training = {name: module.training for name, module in model.named_modules()}
-    model.eval()
-    try:
+    with modes_kept(model):
+        model.eval()
         yield
         now = {name: module.training for name, module in model.named_modules()}
         if any(now.values()):  # an eval_step that calls model.train() at its end
             _refuse("the mode (model.train(), model.eval())", training, now)
-    finally:
-        for name, module in model.named_modules():
-            module.training = training.get(name, module.training)
 
 
 def _refuse(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

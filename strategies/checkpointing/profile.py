@@ -17,6 +17,7 @@ from torch import nn
 
 from autofit.strategy import Context, TrainingView
 
+from ..calls import run_step
 from .products import around_products
 from .saved_tensors import Recorder, Timeline, saving_by
 from .units import Unit
@@ -247,15 +248,6 @@ def _of_a_step_or_a_forward(
     except torch.OutOfMemoryError:
         pass  # tried again out here, where the failed step's tensors are gone
     return look_at(lambda training, batch: training.loss(batch), False)
-
-
-def run_step(training: TrainingView, batch: Any) -> None:
-    """Run a step without the update."""
-    undo = training.wrap_optimizer_step(lambda update: None)
-    try:
-        training.step(batch)
-    finally:
-        undo()
 
 
 def _of_a_whole_step(

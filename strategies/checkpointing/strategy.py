@@ -19,6 +19,7 @@ from torch import nn
 from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Comparison, Context, Numerics, Phase, TrainingView
 
+from ..calls import run_step
 from .checkpointed import checkpointed, owner_of
 from .parity import SEEDS, Parity, find_parity
 from .profile import (
@@ -26,7 +27,6 @@ from .profile import (
     Times,
     brought_by_samples,
     profile_step,
-    run_step,
     time_parts,
 )
 from .saved_tensors import NeedsSavedTensors, Timeline

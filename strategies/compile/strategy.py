@@ -38,6 +38,8 @@ from autofit.errors import Unsupported
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
+from ..calls import run_step
+
 MODE = "compile.mode"
 OFF, DEFAULT, GRAPHS = "off", "default", "reduce-overhead"
 # By the type of the device.
@@ -126,12 +128,12 @@ def _operators(training: TrainingView, batch: Any) -> int | None:
     """Return how many operators a step runs; None: it does not call the model as a whole."""
     calls: list[nn.Module] = []
     count: Any = _Count()  # type: ignore[no-untyped-call]  # torch does not annotate it
-    with ExitStack() as stack:
-        note = training.model.register_forward_pre_hook(lambda module, _: calls.append(module))
-        stack.callback(note.remove)
-        stack.callback(training.wrap_optimizer_step(lambda update: None))
-        stack.enter_context(count)
-        training.step(batch)
+    note = training.model.register_forward_pre_hook(lambda module, _: calls.append(module))
+    try:
+        with count:
+            run_step(training, batch)
+    finally:
+        note.remove()
     return count.operators if calls else None
 
 
