@@ -1,4 +1,4 @@
-"""The state of this process that other people's code changes: flags, random states, handlers.
+"""The state of this process that other people's code changes: flags, random states, hooks.
 
 `take` reads it, `restore` writes back what has changed since, and only that. A flag that this
 build of torch does not have, or that cannot be read (two ways of setting TF32 were mixed), is left
@@ -10,10 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import signal
 import sys
-import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -82,11 +79,8 @@ def _flags() -> Iterator[Flag]:
     yield from _autocast_flags()
     yield from _random_states()
     yield from _hooks_of_all_modules()
-    yield Flag("warnings.filters", lambda: list(warnings.filters), _write_warnings_filters)
     yield Flag("os.environ", lambda: dict(sorted(os.environ.items())), _write_environment)
     yield Flag("cwd", os.getcwd, os.chdir)
-    yield Flag("sys.path", lambda: list(sys.path), _write_sys_path)
-    yield from _signal_handlers()
 
 
 def _computing_flags() -> Iterator[Flag]:
@@ -212,32 +206,9 @@ def _hooks_of_all_modules() -> Iterator[Flag]:
             yield Flag(f"torch.nn.{name}", partial(dict, hooks), partial(_replace_entries, hooks))
 
 
-def _signal_handlers() -> Iterator[Flag]:
-    """Handlers can be set from the main thread only, and only those that Python installed."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for number in sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}):
-        handler = signal.getsignal(number)
-        if handler is not None:
-            yield Flag(
-                f"signal.{number}",
-                partial(signal.getsignal, number),
-                partial(signal.signal, number),
-            )
-
-
 def _replace_entries(live: dict[Any, Any], entries: dict[Any, Any]) -> None:
     live.clear()
     live.update(entries)
-
-
-def _write_warnings_filters(filters: list[Any]) -> None:
-    warnings.resetwarnings()  # also tells the interpreter that its caches of filters are stale
-    warnings.filters[:] = filters  # type: ignore[index]  # typeshed calls it a Sequence; it is a list
-
-
-def _write_sys_path(entries: list[str]) -> None:
-    sys.path[:] = entries
 
 
 def _write_environment(variables: dict[str, str]) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import sys
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -251,14 +248,9 @@ PROCESS_CHANGES: dict[str, Callable[[], object]] = {
     "autocast dtype": lambda: torch.set_autocast_dtype("cuda", torch.bfloat16),
     "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
     "global hook": lambda: nn.modules.module.register_module_forward_hook(lambda *_: None),
-    "warnings": lambda: warnings.simplefilter("ignore"),
-    "no warnings left": warnings.resetwarnings,
-    "signal handler": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
-    "interrupt handler": lambda: signal.signal(signal.SIGINT, lambda *_: None),
     "new variable": lambda: os.environ.update(AUTOFIT_TEST="1"),
     "lost variable": lambda: os.environ.pop("PATH"),
     "cwd": lambda: os.chdir("/"),
-    "import path": lambda: sys.path.append("/nowhere"),
 }
 
 
