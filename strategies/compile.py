@@ -38,7 +38,7 @@ from autofit.errors import Unsupported
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
-from ..calls import run_step
+from .calls import run_step
 
 MODE = "compile.mode"
 OFF, DEFAULT, GRAPHS = "off", "default", "reduce-overhead"
