@@ -395,7 +395,7 @@ def test_its_memory_is_predicted() -> None:
 
 def test_looking_at_a_training_leaves_nothing_of_it_in_memory() -> None:
     """Softmax saves its own output, which must not come to hold itself."""
-    share_held = import_module("autofit.strategies.optimizer.in_backward").share_held
+    share_held = import_module("autofit.strategies.update_in_backward").share_held
     device = CpuDevice()
     device.limit(2**30)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-units: Any = import_module("autofit.strategies.parallel.wrapping")
+units: Any = import_module("autofit.strategies.parallel_wrapping")
 
 
 class Block(nn.Module):

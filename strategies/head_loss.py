@@ -3,7 +3,7 @@
 `head_loss.rows` starts at 0, plain PyTorch. Where a `Linear` head of many classes feeds
 `cross_entropy`, as in a language model, the logits and their gradient are the largest tensors of a
 step. With another value the loss is computed over so many rows of logits at a time, in the matrix
-products that plain training takes (`head_loss.logits`).
+products that plain training takes (`deferred_logits`).
 
 Which heads do so is found by running the model once with all that might be deferred; the setting is
 offered where a step with it agrees with the plain one.
@@ -22,7 +22,7 @@ from torch import nn
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
-from .logits import Run, deferred
+from .deferred_logits import DeferredLogits as DeferredLogits, Run, deferred as deferred
 
 SETTING = "head_loss.rows"
 ROWS = (256, 2048)

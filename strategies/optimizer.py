@@ -9,7 +9,7 @@ What an update costs depends on no other setting, so it is measured before the s
 implementation that saves next to nothing, or raises, is not offered, and costs no probes.
 
 `optimizer.when` starts at "step", after the backward pass. "backward" updates each parameter within
-it (`optimizer.in_backward`); that is tried on one step before it is offered.
+it (`update_in_backward`); that is tried on one step before it is offered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autofit.errors import release_exception, with_type
 from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
-from .in_backward import LINES, WHEN, share_held, updated_in_backward
+from .update_in_backward import LINES, WHEN, share_held, updated_in_backward
 
 SETTING = "optimizer.implementation"
 FLAGS = {

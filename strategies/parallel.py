@@ -1,4 +1,13 @@
-"""The dimensions of data-parallel training, and how their values are applied and written."""
+"""Data-parallel training: every rank trains its own samples, and the ranks share gradients.
+
+Offered where several ranks train together, of which each has torch's default process group.
+`parallel.mode` says who holds what: with "ddp" every rank holds the whole model
+(`DistributedDataParallel`), "ddp_view" has gradients in the buckets that are sent, "zero1" deals
+the optimizer's state out to the ranks, "fsdp2" shards parameters, gradients and state
+(`fully_shard`), and "fsdp2_keep" keeps parameters gathered from the forward to the backward.
+`parallel.accumulation` says whether gradients are shared "once" in an optimizer step or after
+"each" micro-batch, and `parallel.communication` in which type.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +19,7 @@ from autofit.errors import InvalidArgument, Unsupported
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
-from .wrapping import replicated, sharded, state_dealt_out, units_of
+from .parallel_wrapping import replicated, sharded, state_dealt_out, units_of
 
 MODE, ACCUMULATION = "parallel.mode", "parallel.accumulation"
 COMMUNICATION = "parallel.communication"
