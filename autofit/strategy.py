@@ -175,13 +175,6 @@ class Context(Protocol):
         """Samples of an optimizer step: the global batch to keep, else the sample batch's own."""
 
     @property
-    def most_samples(self) -> int | None:
-        """The most samples that `profile` and `compare` may run; None: any number.
-
-        The sample batch's own, where a strategy that had run more lost its worker or raised.
-        """
-
-    @property
     def world(self) -> World:
         """The ranks that the plans will run on together."""
 
@@ -200,7 +193,7 @@ class Context(Protocol):
         `batch` has `micro_batch` samples and lies on the device; the training is undone after.
 
         Raises:
-            Unsupported: these are more than `most_samples`.
+            Unsupported: this version of torch lacks something that the run uses.
         """
 
     def compare(

@@ -54,8 +54,7 @@ class AttentionBackend:
         if capabilities.compute_capability is None:
             return {}
         types = [None, torch.bfloat16] if capabilities.bfloat16 else [None]
-        samples = min(_SAMPLES, context.most_samples or _SAMPLES)
-        found = context.with_training(partial(_look, types), samples)
+        found = context.with_training(partial(_look, types), _SAMPLES)
         values = [name for name in _FUSED if any(name in changing for changing, _ in found)]
         if not values:
             return {}

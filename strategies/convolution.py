@@ -40,7 +40,7 @@ class ConvolutionBenchmark:
         is_free = cudnn.enabled and not cudnn.benchmark and not cudnn.deterministic
         if context.capabilities.compute_capability is None or not is_free:
             return {}
-        if not context.with_training(_convolves, min(_SAMPLES, context.most_samples or _SAMPLES)):
+        if not context.with_training(_convolves, _SAMPLES):
             return {}
         if context.device.type == "meta":
             context.note(f"{SETTING} skipped: its memory can only be measured, not predicted")

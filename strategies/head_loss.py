@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,8 +48,7 @@ class HeadLoss:
         """Return the sizes of chunks where a head feeds cross entropy, and nothing elsewhere."""
         if not _candidates(context.model):
             return {}
-        samples = min(_SAMPLES, context.most_samples or _SAMPLES)
-        heads = context.with_training(partial(_heads, samples), samples)
+        heads = context.with_training(_heads, _SAMPLES)
         if not heads:
             return {}
         payload = {"heads": heads}
@@ -63,16 +61,16 @@ class HeadLoss:
             },
             relieves=("memory traffic",),
         )
-        why = None if context.device.type == "meta" else self._why_unlike(context, payload, samples)
+        why = None if context.device.type == "meta" else self._why_unlike(context, payload)
         if why is not None:
             context.note(f"{SETTING} skipped: {why}")
             return {}
         return {SETTING: dimension}
 
-    def _why_unlike(self, context: Context, payload: Mapping[str, Any], samples: int) -> str | None:
+    def _why_unlike(self, context: Context, payload: Mapping[str, Any]) -> str | None:
         """Return how a step with the setting differs from the plain one; None: by roundings."""
         rows = ROWS[0]
-        found = context.compare({SETTING: rows}, {SETTING: payload}, self, micro_batch=samples)
+        found = context.compare({SETTING: rows}, {SETTING: payload}, self, micro_batch=_SAMPLES)
         types = {p.dtype for p in context.model.parameters() if p.is_floating_point()}
         most = max(_TOLERANCE.get(dtype, _OF_HALF_PRECISION) for dtype in types)
         if max(found.loss, found.gradient) <= most:
@@ -115,7 +113,7 @@ def _candidates(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def _heads(samples: int, training: TrainingView, batch: Any) -> list[str]:
+def _heads(training: TrainingView, batch: Any) -> list[str]:
     """Return the names of the modules whose logits a loss would take by chunks.
 
     Without those of one row a sample, as in a classifier: their logits are small beside what the
@@ -128,5 +126,5 @@ def _heads(samples: int, training: TrainingView, batch: Any) -> list[str]:
     return [
         name
         for name, own in runs_of.items()
-        if own and all(run.logits is None and run.chunked_rows > samples for run in own)
+        if own and all(run.logits is None and run.chunked_rows > _SAMPLES for run in own)
     ]

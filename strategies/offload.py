@@ -56,7 +56,7 @@ class Offload:
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return a dimension if a forward saves activations that are worth moving."""
         samples = context.samples_per_step
-        looked_at = min(_SAMPLES, samples, context.most_samples or _SAMPLES)
+        looked_at = min(_SAMPLES, samples)
         moved: int = context.with_training(partial(_moved_bytes, samples / looked_at), looked_at)
         if not moved:
             context.note(

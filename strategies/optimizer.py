@@ -80,8 +80,7 @@ class OptimizerImplementation:
 
         As steps show it, and as far as the arithmetic may change.
         """
-        at_once = min(_SAMPLES_OF_ONE_STEP, context.samples_per_step)
-        samples = min(at_once, context.most_samples or at_once)
+        samples = min(_SAMPLES_OF_ONE_STEP, context.samples_per_step)
         look = partial(_look, samples, self._has_step and context.world.size == 1)
         implementations, share = context.with_training(look, samples)
         found = {}
@@ -142,7 +141,7 @@ def _implementations(context: Context, found: Mapping[str, Sequence[str]]) -> Di
     on the meta device, where that cannot be measured.
     """
     if found and context.device.type != "meta":
-        samples = min(_SAMPLES, context.samples_per_step, context.most_samples or _SAMPLES)
+        samples = min(_SAMPLES, context.samples_per_step)
         micro_batches = context.samples_per_step / samples
         tried = list(found)
         raised: Mapping[str, str] = {}

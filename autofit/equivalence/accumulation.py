@@ -79,7 +79,6 @@ def compare_split_gradients(
     builder: TrainingBuilder,
     workload: Workload,
     *,
-    most_samples: int | None = None,
     lost: str | None = None,
 ) -> SplitGradients:
     """Decide whether split batches of the workload may train in place of whole ones.
@@ -87,7 +86,6 @@ def compare_split_gradients(
     Args:
         builder: builds the trainings that are compared.
         workload: of the builder; its model is not used.
-        most_samples: the most that may be run; None: any number.
         lost: how comparing them lost a worker before, so that they are not; None: it did not.
     """
     if workload.global_batch is None or workload.global_batch == 1:
@@ -97,9 +95,7 @@ def compare_split_gradients(
     if lost is not None:
         return _kept(f"split and whole gradients could not be compared ({lost})")
     try:
-        batch = workload.batch(
-            min(SAMPLES_OF_A_COMPARISON, most_samples or SAMPLES_OF_A_COMPARISON)
-        )
+        batch = workload.batch(SAMPLES_OF_A_COMPARISON)
         places = workload.samples.places(batch)
         batch = _varied(batch, places)
         if not any(_has_distinct_samples(tensors_of(batch)[place]) for place in places):

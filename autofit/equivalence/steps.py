@@ -294,18 +294,13 @@ class StrategyContext:
     Args:
         builder: builds the trainings.
         notes: where `note` appends.
-        most_samples: see `autofit.strategy.Context.most_samples`.
 
     Attributes:
         notes: the strategy's notes for the reader of a report.
-        samples_run: the most that a profile or comparison was to run so far.
     """
 
-    def __init__(
-        self, builder: TrainingBuilder, notes: list[str], most_samples: int | None = None
-    ) -> None:
-        self.notes, self.most_samples = notes, most_samples
-        self.samples_run = 0
+    def __init__(self, builder: TrainingBuilder, notes: list[str]) -> None:
+        self.notes = notes
         self._builder = builder
         self._training: Training | None = None
         self._comparer: StepComparer | None = None
@@ -347,7 +342,6 @@ class StrategyContext:
         return self._training.model
 
     def with_training(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
-        self._check_allowed(micro_batch)
         self.close()  # a large model fits on the device once
         self._builder.reclaim()
         try:
@@ -356,11 +350,6 @@ class StrategyContext:
             if (gone := gone_in(error)) is None:
                 raise
             raise Unsupported(gone) from error
-
-    def _check_allowed(self, micro_batch: int) -> None:
-        if self.most_samples is not None and micro_batch > self.most_samples:
-            raise Unsupported(f"cannot run {micro_batch} samples here: at most {self.most_samples}")
-        self.samples_run = max(self.samples_run, micro_batch)
 
     def compare(
         self,
@@ -391,7 +380,6 @@ class StrategyContext:
         return self._comparer_at(micro_batch).compare(apply, plain, key, seed=seed, update=update)
 
     def _comparer_at(self, micro_batch: int) -> StepComparer:
-        self._check_allowed(micro_batch)
         if self._comparer is None or self._comparer.micro_batch != micro_batch:
             self.close()  # a large model fits on the device once
             self._builder.reclaim()

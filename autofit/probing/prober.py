@@ -218,16 +218,14 @@ class Prober(AbstractContextManager["Prober"]):
         return self._survey
 
     def _take_survey(self) -> Survey:
-        """Return the survey without the strategies whose looks lost two workers.
+        """Return the survey without strategies whose looks lost a worker, one at a time.
 
-        The second look runs no more samples than the sample batch has. And without what ranks
-        parted ways over: their workers are new ones, each time.
+        And without what ranks parted ways over: their workers are new ones, each time.
         """
         left_out: dict[str, str] = {}
-        sparing: dict[str, str] = {}
         raised: dict[tuple[str, Scalar], str | None] = {}
         while True:
-            look_up = partial(take_survey, left_out=left_out, sparing=sparing, raised=raised)
+            look_up = partial(take_survey, left_out=left_out, raised=raised)
             call = Call(
                 partial(look_up, vram_budget_bytes=self.vram_budget_bytes), self.vram_budget_bytes
             )
@@ -236,8 +234,7 @@ class Prober(AbstractContextManager["Prober"]):
                 survey: Survey = self._answer(call, looks=looks)
                 return survey
             except StrategyLost as lost:
-                known = left_out if lost.strategy in sparing else sparing
-                known[lost.strategy] = lost.detail
+                left_out[lost.strategy] = lost.detail
             except Exception as error:
                 under = blamed(error)
                 if under is None or under in raised:

@@ -37,7 +37,7 @@ from autofit.training.loss import LossSource
 from autofit.training.tokens import Tokens, tokens_of_mix
 from autofit.training.training import TrainingBuilder
 from autofit.training.workload import Workload, compiled_in_place, compiled_part
-from autofit.units import counted, format_bytes
+from autofit.units import format_bytes
 
 if TYPE_CHECKING:
     from autofit.probing.session import Session
@@ -222,7 +222,6 @@ def take_survey(
     session: Session,
     vram_budget_bytes: int,
     left_out: Mapping[str, str] = MappingProxyType({}),
-    sparing: Mapping[str, str] = MappingProxyType({}),
     raised: Mapping[tuple[str, Scalar], str | None] = MappingProxyType({}),
 ) -> Survey:
     """Return the facts of a session's workload on its device, which is limited to the budget.
@@ -230,7 +229,6 @@ def take_survey(
     Args:
         session: holds both, limited to `vram_budget_bytes`.
         left_out: by name, why a strategy is not asked for its dimensions.
-        sparing: by name, why a strategy may run no more samples than the sample batch has.
         raised: see `autofit.equivalence.ranks.without_unequal`.
 
     Raises:
@@ -247,7 +245,7 @@ def take_survey(
     if (compiled := compiled_part(one.model)) is not None:
         session.on_stage(f"{LOOKING}: {compiled}")
     loss = _loss_source(session, builder)
-    dimensions, notes = _dimensions(session, builder, left_out, sparing)
+    dimensions, notes = _dimensions(session, builder, left_out)
     if world.size > 1:
         dimensions, notes = _that_ranks_share(session, one.model, dimensions, notes, raised)
     workload = builder.fresh_workload()
@@ -255,7 +253,6 @@ def take_survey(
     compared = compare_split_gradients(
         builder,
         workload,
-        most_samples=workload.sample_batch_size if SPLIT_GRADIENTS in sparing else None,
         lost=left_out.get(SPLIT_GRADIENTS),
     )
     return Survey(
@@ -471,34 +468,22 @@ def _dimensions(
     session: Session,
     builder: TrainingBuilder,
     left_out: Mapping[str, str],
-    sparing: Mapping[str, str],
 ) -> tuple[dict[str, Dimension], list[str]]:
     dimensions: dict[str, Dimension] = {}
     notes: list[str] = []
-    own_size = builder.fresh_workload().sample_batch_size
     for strategy in session.strategies:
         name = strategy.name
         if name in left_out:
             notes.append(f"{name} left out: {left_out[name]}")
             continue
         session.on_stage(stage_of(name))
-        beyond = sparing.get(name)
-        context = StrategyContext(builder, [], own_size if beyond else None)
+        context = StrategyContext(builder, [])
         found = _look(session, builder, strategy, context)
-        # Of several ranks all have to look alike, and another may have raised nothing
-        if isinstance(found, str) and context.samples_run > own_size and builder.world.size == 1:
-            beyond, context = found, StrategyContext(builder, [], own_size)
-            found = _look(session, builder, strategy, context)
         notes += context.notes
         if isinstance(found, str):
             notes.append(f"{name} left out: {found}")
-            continue
-        dimensions |= found
-        if beyond is not None:
-            notes.append(
-                f"{name} was examined with at most {counted(own_size, 'sample')}, as in the sample "
-                f"batch: with more, {beyond}"
-            )
+        else:
+            dimensions |= found
     return dimensions, notes
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from autofit.errors import release_exception
 from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Comparison, Context, Numerics, Phase, TrainingView
 
@@ -223,13 +224,11 @@ def _long_enough(context: Context, small: StepProfile) -> tuple[StepProfile, int
     the samples take two sizes in any case.
     """
     assert small.step_s is not None
-    most = context.most_samples or LARGE[-1]
     if small.step_s >= LONG_ENOUGH_S:
-        double = min(2 * SMALL, most)
-        return _profile_if_it_fits(context, double, small, timed=False) or small, SMALL
+        return _profile_if_it_runs(context, 2 * SMALL, small, timed=False) or small, SMALL
     found = small
-    for micro_batch in sorted({min(size, most) for size in LARGE}):
-        larger = _profile_if_it_fits(context, micro_batch, small, timed=True)
+    for micro_batch in LARGE:
+        larger = _profile_if_it_runs(context, micro_batch, small, timed=True)
         if larger is None:
             break
         found = larger
@@ -239,12 +238,13 @@ def _long_enough(context: Context, small: StepProfile) -> tuple[StepProfile, int
     return found, found.micro_batch
 
 
-def _profile_if_it_fits(
+def _profile_if_it_runs(
     context: Context, micro_batch: int, small: StepProfile, *, timed: bool
 ) -> StepProfile | None:
     try:
         return profile_step(context, micro_batch, small, timed)
-    except (torch.OutOfMemoryError, NeedsSavedTensors):
+    except Exception as error:  # it does not fit, or the user's code takes no so large a batch
+        release_exception(error)
         return None
 
 

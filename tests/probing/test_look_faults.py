@@ -60,13 +60,26 @@ def _opened(end: str, least: int, *names: str, **more: Any) -> Prober:
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_look_is_repeated_with_no_more_samples_than_the_sample_batch(end: str) -> None:
+def test_a_look_that_ends_its_worker_leaves_its_strategy_out(end: str) -> None:
     with _opened(end, 16, "checkpointing", "optimizer") as prober:
         survey = prober.survey()
-    assert len(survey.dimensions["checkpointing.level"].values) > 1
+    assert set(survey.dimensions) >= {"optimizer.when"}
+    assert "checkpointing.level" not in survey.dimensions
     (note,) = (note for note in survey.notes if note.startswith("checkpointing"))
-    assert f"{SAMPLES} samples" in note
-    assert "left out" not in note
+    assert "left out" in note
+
+
+def _refused() -> None:
+    raise ValueError("too many samples")
+
+
+def test_a_model_that_refuses_more_samples_is_looked_at_with_few() -> None:
+    workload = Workload(Ends(_refused, SAMPLES + 1), torch.randn(SAMPLES, 64))
+    with open_prober(
+        workload, load_strategies(["checkpointing"]), Target("cpu", "64MiB")
+    ) as prober:
+        survey = prober.survey()
+    assert len(survey.dimensions["checkpointing.level"].values) > 1
 
 
 def test_such_a_model_is_searched_below_the_size_that_ends_its_worker() -> None:
@@ -77,26 +90,6 @@ def test_such_a_model_is_searched_below_the_size_that_ends_its_worker() -> None:
     assert result.best.ok
     assert result.best.plan.micro_batch < 16
     assert result.baseline.plan.samples_per_step == 32
-
-
-class EndsInBackward(Ends):
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.body(inputs)
-        if len(inputs) < self.least:
-            output.register_hook(lambda gradient: self.end())  # type: ignore[no-untyped-call]  # torch
-        return output
-
-
-def test_what_fails_at_the_sample_batchs_size_too_is_left_out() -> None:
-    """Looks train two samples, of which the trial forward computes no gradients."""
-    workload = Workload(EndsInBackward(ENDS["killed"], SAMPLES), torch.randn(SAMPLES, 64))
-    strategies = load_strategies(["checkpointing", "precision"])
-    with open_prober(workload, strategies, Target("cpu", "64MiB")) as prober:
-        survey = prober.survey()
-        probed = prober.probe(ProbeRequest(ResolvedPlan(survey.space().baseline)))
-    assert any(note.startswith("checkpointing ") for note in survey.notes)
-    assert "checkpointing.level" not in survey.dimensions
-    assert probed.measurement.ok
 
 
 # -- The first probe of a process loads libraries, for which the cap that was set left no room
