@@ -24,6 +24,7 @@ from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 from .calls import Calls
+from .one_setting import OneSetting
 
 SETTING = "attention.backend"
 _FUSED = {
@@ -38,10 +39,11 @@ _BACKWARD = "ScaledDotProduct{}AttentionBackward0"
 _NAMES = {_BACKWARD.format(name.title()): name for name in _FUSED}
 
 
-class AttentionBackend:
+class AttentionBackend(OneSetting):
     """The fused kernel that attention prefers."""
 
     name = "attention"
+    setting = SETTING
     phase = Phase.STEP
     numerics = Numerics.ROUNDING
 
@@ -73,20 +75,13 @@ class AttentionBackend:
         )
         return {SETTING: dimension}
 
-    def apply(
-        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    def applied(
+        self, training: TrainingView, value: Any, payload: Any
     ) -> AbstractContextManager[None]:
-        """Put the kernel first in the forward; leaving the context undoes it."""
-        value = str(settings.get(SETTING, "default"))
-        if value == "default":
-            return nullcontext()
+        """Put the kernel first in the forward."""
         return _preferred(training, value)
 
-    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
-        """Return the equivalent lines of a training script."""
-        value = str(settings.get(SETTING, "default"))
-        if value == "default":
-            return []
+    def lines(self, value: Any, payload: Any) -> list[str]:
         order = [f"SDPBackend.{backend.name}" for backend in _order(value)]
         return [
             "from torch.nn.attention import SDPBackend, sdpa_kernel",

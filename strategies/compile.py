@@ -23,7 +23,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,10 +35,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.errors import Unsupported
-from autofit.plan import Dimension, Scalar
+from autofit.plan import Dimension
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 from .calls import run_step
+from .one_setting import OneSetting
 
 MODE = "compile.mode"
 OFF, DEFAULT, GRAPHS = "off", "default", "reduce-overhead"
@@ -60,10 +61,11 @@ _MOST_REASONS = 3
 _ABSENT = object()
 
 
-class Compile:
+class Compile(OneSetting):
     """torch.compile over the model's call: fewer, fused kernels, after seconds of compilation."""
 
     name = "compile"
+    setting, plain = MODE, OFF
     phase = Phase.COMPILE
     numerics = Numerics.ROUNDING
 
@@ -100,27 +102,20 @@ class Compile:
             )
         }
 
-    def apply(
-        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    def applied(
+        self, training: TrainingView, value: Any, payload: Any
     ) -> AbstractContextManager[None]:
-        """Have the model's calls compiled when they first run; leaving the context undoes it.
+        """Have the model's calls compiled when they first run.
 
         Raises:
             Unsupported: there is no compiler for the device, or nothing to compile on it.
         """
-        mode = str(settings.get(MODE, OFF))
-        if mode == OFF:
-            return nullcontext()
         if (lacking := _lacks(training.device.type)) is not None:
-            raise Unsupported(f"{MODE}={mode}: {lacking}")
-        return _compiled(training, mode)
+            raise Unsupported(f"{MODE}={value}: {lacking}")
+        return _compiled(training, value)
 
-    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
-        """Return the equivalent lines of a training script."""
-        mode = str(settings.get(MODE, OFF))
-        if mode == OFF:
-            return []
-        options = "" if mode == DEFAULT else f"mode={mode!r}, "
+    def lines(self, value: Any, payload: Any) -> list[str]:
+        options = "" if value == DEFAULT else f"mode={value!r}, "
         return ["import torch", f"model = torch.compile(model, {options}dynamic=False)"]
 
 

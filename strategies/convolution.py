@@ -9,16 +9,17 @@ shapes the peak of the first step, which a training meets, would not show.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from autofit.errors import Unsupported
-from autofit.plan import Dimension, Scalar
+from autofit.plan import Dimension
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 from .calls import Calls
+from .one_setting import OneSetting
 
 SETTING = "convolution.benchmark"
 _SAMPLES = 2
@@ -27,10 +28,11 @@ _CONVOLUTIONS = {
 }
 
 
-class ConvolutionBenchmark:
+class ConvolutionBenchmark(OneSetting):
     """How cuDNN's algorithms are chosen."""
 
     name = "convolution"
+    setting, plain = SETTING, False
     phase = Phase.STEP
     numerics = Numerics.ROUNDING
 
@@ -47,24 +49,19 @@ class ConvolutionBenchmark:
             return {SETTING: Dimension([False])}
         return {SETTING: Dimension([False, True], fresh_worker=True, relieves=("arithmetic",))}
 
-    def apply(
-        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    def applied(
+        self, training: TrainingView, value: Any, payload: Any
     ) -> AbstractContextManager[None]:
-        """Let cuDNN time its algorithms; leaving the context undoes it.
+        """Let cuDNN time its algorithms.
 
         Raises:
             Unsupported: on the meta device, where the workspaces of its trials are not known.
         """
-        if not settings.get(SETTING, False):
-            return nullcontext()
         if training.device.type == "meta":
             raise Unsupported(f"{SETTING}=True: its memory can only be measured, not predicted")
         return _benchmarked()
 
-    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
-        """Return the equivalent lines of a training script."""
-        if not settings.get(SETTING, False):
-            return []
+    def lines(self, value: Any, payload: Any) -> list[str]:
         return ["import torch", "torch.backends.cudnn.benchmark = True"]
 
 

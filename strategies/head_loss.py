@@ -12,16 +12,17 @@ offered where a step with it agrees with the plain one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from autofit.plan import Dimension, Scalar
+from autofit.plan import Dimension
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 from .deferred_logits import DeferredLogits as DeferredLogits, Run, deferred as deferred
+from .one_setting import OneSetting
 
 SETTING = "head_loss.rows"
 ROWS = (256, 2048)
@@ -37,10 +38,11 @@ _OF_HALF_PRECISION = 3e-2
 """Largest difference of loss and gradients, relative to their size, that roundings explain."""
 
 
-class HeadLoss:
+class HeadLoss(OneSetting):
     """Cross entropy over chunks of rows of logits, which are never held whole."""
 
     name = "head_loss"
+    setting, plain = SETTING, 0
     phase = Phase.MODEL
     numerics = Numerics.ROUNDING
 
@@ -78,26 +80,18 @@ class HeadLoss:
         what = ", ".join(found.differences) or "the gradient"
         return f"a step with it differs from the plain one in {what} (by {found.gradient:.1e})"
 
-    def apply(
-        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    def applied(
+        self, training: TrainingView, value: Any, payload: Any
     ) -> AbstractContextManager[None]:
-        """Defer the logits of the heads; leaving the context undoes it."""
-        rows = int(settings.get(SETTING, 0))
-        if not rows:
-            return nullcontext()
+        """Defer the logits of the heads."""
         heads = _candidates(training.model)
-        return deferred([heads[name] for name in payloads[SETTING]["heads"]], rows)
+        return deferred([heads[name] for name in payload["heads"]], value)
 
-    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
-        """Return the equivalent lines of a training script."""
-        rows = int(settings.get(SETTING, 0))
-        if not rows:
-            return []
-        names = payloads[SETTING]["heads"]
+    def lines(self, value: Any, payload: Any) -> list[str]:
         return [
             "from autofit.strategies.head_loss import deferred",
-            f"heads = [model.get_submodule(name) for name in {names}]",
-            f"with deferred(heads, rows={rows}):  # around the training",
+            f"heads = [model.get_submodule(name) for name in {payload['heads']}]",
+            f"with deferred(heads, rows={value}):  # around the training",
         ]
 
 

@@ -9,24 +9,27 @@ storages stay, and undoing restores the former strides.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from autofit.plan import Dimension, Scalar
+from autofit.plan import Dimension
 from autofit.strategy import Context, Numerics, Phase, TrainingView
+
+from .one_setting import OneSetting
 
 SETTING = "memory_format.layout"
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
 
-class MemoryFormat:
+class MemoryFormat(OneSetting):
     """The order in which convolution weights, and so activations, lie in memory."""
 
     name = "memory_format"
+    setting = SETTING
     phase = Phase.MODEL
     numerics = Numerics.ROUNDING
 
@@ -35,25 +38,13 @@ class MemoryFormat:
         others = ["channels_last"] if _convolution_weights(context.model) else []
         return {SETTING: Dimension(["default", *others], relieves=("arithmetic", "memory traffic"))}
 
-    def apply(
-        self,
-        training: TrainingView,
-        settings: Mapping[str, Scalar],
-        payloads: Mapping[str, Any],
+    def applied(
+        self, training: TrainingView, value: Any, payload: Any
     ) -> AbstractContextManager[None]:
-        """Rearrange the convolution weights; leaving the context undoes it."""
-        if settings.get(SETTING, "default") == "default":
-            return nullcontext()
+        """Rearrange the convolution weights."""
         return _channels_last(training)
 
-    def describe(
-        self,
-        settings: Mapping[str, Scalar],
-        payloads: Mapping[str, Any],
-    ) -> list[str]:
-        """Return the equivalent lines of a training script."""
-        if settings.get(SETTING, "default") == "default":
-            return []
+    def lines(self, value: Any, payload: Any) -> list[str]:
         return [
             "import torch",
             "model = model.to(memory_format=torch.channels_last)  # _3d for 3-d convolutions",

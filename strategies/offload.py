@@ -27,11 +27,12 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autofit.plan import Dimension, Scalar
+from autofit.plan import Dimension
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 from .calls import run_step
 from .checkpointing.saved_tensors import saving_by, version_counter
+from .one_setting import OneSetting
 
 SETTING = "offload.activations"
 # Smaller tensors stay on the device: a choice, not measured.
@@ -46,10 +47,11 @@ _PIN_S_PER_BYTE = 1 / 2**31
 _TRIAL_COST_S = 0.5
 
 
-class Offload:
+class Offload(OneSetting):
     """Activations in the host's memory from forward to backward."""
 
     name = "offload"
+    setting, plain = SETTING, False
     phase = Phase.STEP
     numerics = Numerics.EXACT
 
@@ -72,19 +74,16 @@ class Offload:
             )
         }
 
-    def apply(
-        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    def applied(
+        self, training: TrainingView, value: Any, payload: Any
     ) -> AbstractContextManager[None]:
-        """Have forwards save to the host; leaving the context undoes it and frees what is held.
+        """Have forwards save to the host; leaving the context frees what is held.
 
         Steps raise MemoryError where the host has no room for what they save.
         """
-        return _offloading(training) if settings.get(SETTING, False) else nullcontext()
+        return _offloading(training)
 
-    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
-        """Return the equivalent lines of a training script."""
-        if not settings.get(SETTING, False):
-            return []
+    def lines(self, value: Any, payload: Any) -> list[str]:
         return [
             "import torch",
             "from autofit.strategies.offload import offloaded",

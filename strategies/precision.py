@@ -8,7 +8,7 @@ whose weights are mostly not float32 keeps the precision it has chosen.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,14 +16,17 @@ import torch
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
+from .one_setting import OneSetting
+
 SETTING = "precision.dtype"
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Precision:
+class Precision(OneSetting):
     """The data type of matrix products and convolutions."""
 
     name = "precision"
+    setting = SETTING
     phase = Phase.STEP
     numerics = Numerics.REDUCED_PRECISION
     standard_terms = ("autocast", "tf32")
@@ -43,17 +46,11 @@ class Precision:
             values = [value for value in values if value != "float16"]  # GradScaler refuses these
         return {SETTING: Dimension(values, relieves=("arithmetic", "memory traffic"))}
 
-    def apply(
-        self,
-        training: TrainingView,
-        settings: Mapping[str, Scalar],
-        payloads: Mapping[str, Any],
+    def applied(
+        self, training: TrainingView, value: Any, payload: Any
     ) -> AbstractContextManager[None]:
-        """Run forward and loss in the chosen type; leaving the context undoes it."""
-        dtype = str(settings.get(SETTING, "default"))
-        if dtype == "default":
-            return nullcontext()
-        return _tf32() if dtype == "tf32" else _autocast(training, _AUTOCAST[dtype])
+        """Run forward and loss in the chosen type."""
+        return _tf32() if value == "tf32" else _autocast(training, _AUTOCAST[value])
 
     def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
         """Return the setting in standard terms: autocast in a type, or TF32."""
@@ -62,16 +59,8 @@ class Precision:
             return {"autocast": dtype}
         return {"tf32": True} if dtype == "tf32" else {}
 
-    def describe(
-        self,
-        settings: Mapping[str, Scalar],
-        payloads: Mapping[str, Any],
-    ) -> list[str]:
-        """Return the equivalent lines of a training script."""
-        dtype = settings.get(SETTING, "default")
-        if dtype == "default":
-            return []
-        if dtype == "tf32":
+    def lines(self, value: Any, payload: Any) -> list[str]:
+        if value == "tf32":
             return [
                 "import torch",
                 "torch.backends.cuda.matmul.allow_tf32 = True",
@@ -85,8 +74,8 @@ class Precision:
         return [
             "import torch",
             "device_type = next(model.parameters()).device.type",
-            *(scaler if dtype == "float16" else ()),
-            f"with torch.autocast(device_type, dtype=torch.{dtype}):  # around forward and loss",
+            *(scaler if value == "float16" else ()),
+            f"with torch.autocast(device_type, dtype=torch.{value}):  # around forward and loss",
         ]
 
 

@@ -21,6 +21,7 @@ from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Comparison, Context, Numerics, Phase, TrainingView
 
 from ..calls import run_step
+from ..one_setting import OneSetting
 from .checkpointed import checkpointed, owner_of
 from .parity import SEEDS, Parity, find_parity
 from .profile import (
@@ -66,10 +67,11 @@ _NOTHING_LOWERS_THE_PEAK = (
 _PLAIN = Dimension([0])
 
 
-class Checkpointing:
+class Checkpointing(OneSetting):
     """Which parts of a model recompute their activations in the backward pass."""
 
     name = "checkpointing"
+    setting, plain = SETTING, 0
     phase = Phase.MODEL
     numerics = Numerics.EXACT
     recomputes = True
@@ -133,24 +135,22 @@ class Checkpointing:
             context.note(_NOTHING_LOWERS_THE_PEAK)
         return levels
 
-    def apply(
-        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    def applied(
+        self, training: TrainingView, value: Any, payload: Any
     ) -> AbstractContextManager[None]:
-        """Checkpoint the units of the level; leaving the context undoes it.
+        """Checkpoint the units of the level.
 
         Raises:
             InvalidArgument: the payload names a unit that this model does not have.
         """
-        payload = payloads.get(SETTING)
-        if not settings.get(SETTING) or payload is None:
+        if payload is None:
             return nullcontext()
-        state = payload["state"]
-        return checkpointed(training.model, payload["units"], state, training.recomputation)
+        return checkpointed(
+            training.model, payload["units"], payload["state"], training.recomputation
+        )
 
-    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
-        """Return the equivalent lines of a training script."""
-        payload = payloads.get(SETTING)
-        if not settings.get(SETTING) or payload is None:
+    def lines(self, value: Any, payload: Any) -> list[str]:
+        if payload is None:
             return []
         return [
             "from autofit.strategies.checkpointing import checkpointed",
