@@ -46,31 +46,6 @@ def page(record: Record, place: Place = IN_PYTHON) -> str:
     return _document(answer.title, body, record.version)
 
 
-def page_of_charts(
-    title: str, about: str, numbers: Iterable[tuple[str, str]], drawn: Sequence[Chart], version: str
-) -> str:
-    """Return an HTML document of a few numbers and charts.
-
-    Args:
-        title: of the page.
-        about: what was measured, when and where.
-        numbers: (number, the words below it).
-        drawn: the charts.
-        version: of autofit.
-    """
-    cards = "".join(
-        f'<div class="card"><b>{escape(number)}</b><span>{escape(words)}</span></div>'
-        for number, words in numbers
-    )
-    body = [
-        _header("monitor", about, title),
-        f'<main><div class="cards">{cards}</div>',
-        *map(_figure, drawn),
-        "</main>",
-    ]
-    return _document(title, body, version)
-
-
 def _document(title: str, body: Iterable[str], version: str) -> str:
     style, script = _resource("page.css"), _resource("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
