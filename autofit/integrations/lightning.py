@@ -36,9 +36,6 @@ from autofit.training.workload import Workload
 from autofit.units import kind_of
 
 if TYPE_CHECKING:
-    from autofit.checks.predict import GpuTable
-    from autofit.checks.verdict import Verdict
-    from autofit.prediction.predict import Prediction
     from autofit.searching.options import SearchOptions
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -62,7 +59,7 @@ def workload(
     examine: int = MOST_EXAMINED,
     **more: Any,
 ) -> Workload:
-    """Return what a LightningModule trains, as a workload.
+    """Return what a LightningModule trains, as a workload: for `autofit.predict` and the others.
 
     Args:
         module: a live LightningModule with one optimizer, which Lightning steps.
@@ -159,63 +156,6 @@ def search(
         options=options,
         **device | more,
     )
-
-
-def predict(
-    module: Any,
-    data: Any = None,
-    *,
-    trainer: Any = None,
-    sample_batch: Any = None,
-    examine: int = MOST_EXAMINED,
-    **more: Any,
-) -> Prediction | GpuTable:
-    """Predict the memory of a LightningModule's training on a GPU, without a GPU.
-
-    Args:
-        module: see `workload`.
-        data: see `workload`.
-        trainer: see `workload`.
-        sample_batch: see `workload`.
-        examine: see `workload`.
-        more: further arguments of `autofit.predict` (gpu, plan, world_size, strategies).
-
-    Raises:
-        InvalidArgument: see `workload`, and what `autofit.predict` raises.
-    """
-    from autofit.checks.predict import predict as run
-
-    trained = workload(module, data, trainer=trainer, sample_batch=sample_batch, examine=examine)
-    predicted: Prediction | GpuTable = run(trained, **more)
-    return predicted
-
-
-def check(
-    module: Any,
-    data: Any = None,
-    *,
-    trainer: Any = None,
-    sample_batch: Any = None,
-    examine: int = MOST_EXAMINED,
-    **more: Any,
-) -> Verdict:
-    """Check whether a LightningModule's training fits a VRAM budget.
-
-    Args:
-        module: see `workload`.
-        data: see `workload`.
-        trainer: see `workload`.
-        sample_batch: see `workload`.
-        examine: see `workload`.
-        more: further arguments of `autofit.check` (vram_budget, gpu, device, plan, ...).
-
-    Raises:
-        InvalidArgument: see `workload`, and what `autofit.check` raises.
-    """
-    from autofit.checks.check import check as run
-
-    trained = workload(module, data, trainer=trainer, sample_batch=sample_batch, examine=examine)
-    return run(trained, **more)
 
 
 def arguments(
@@ -382,18 +322,12 @@ def _callback(division: Division) -> Any:
         def on_train_batch_start(
             self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
         ) -> None:
-            found, meant = division.samples_in(batch), division.plan.micro_batch
-            steps = division.plan.accumulation_steps
-            if trainer.is_last_batch or found < meant:
-                words = division.misweighed(batch_idx % steps + 1, found)
-                if words and (batch_idx or trainer.is_last_batch):
-                    warnings.warn(words, stacklevel=2)
-            if batch_idx == 0 and found != meant:
+            found, plan = division.samples_in(batch), division.plan
+            if batch_idx == 0 and found != plan.micro_batch:
                 warnings.warn(
                     (
                         f"the training loader makes micro-batches of {found} samples, but the plan "
-                        f"has {meant}, so an optimizer step has {steps * found} samples instead of "
-                        f"{steps * meant}: give the DataLoader batch_size={meant}"
+                        f"is {plan}: give the DataLoader batch_size={plan.micro_batch}"
                     ),
                     stacklevel=2,
                 )

@@ -4,7 +4,7 @@
     print(autofit.integrations.transformers.apply(report, trainer))
     trainer.train()
 
-`predict(trainer, gpu="L4")` and `check(trainer)` tell the memory of the Trainer as it is.
+`autofit.predict(workload(trainer), gpu="L4")` tells the memory of the Trainer as it is.
 
 What is searched is what the Trainer would run: its model, its collator over its longest samples,
 its `compute_loss`, the optimizer that it creates, its clipping, and
@@ -18,7 +18,6 @@ import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,9 +35,6 @@ from autofit.training.evaluation import modes_kept
 from autofit.training.workload import Workload
 
 if TYPE_CHECKING:
-    from autofit.checks.predict import GpuTable
-    from autofit.checks.verdict import Verdict
-    from autofit.prediction.predict import Prediction
     from autofit.searching.options import SearchOptions
 
 
@@ -54,9 +50,14 @@ def workload(
     *,
     sample_batch: Any = None,
     examine: int = MOST_EXAMINED,
+    as_configured: bool = True,
     **more: Any,
 ) -> Workload:
-    """Return what a Trainer trains, as a workload.
+    """Return what a Trainer trains, as a workload: for `autofit.predict`, `check` and the others.
+
+    Its precision, accumulation, optimizer and clipping count, and LoRA: frozen parameters have
+    neither gradients nor optimizer state. The batch is that of its longest samples, which is the
+    most that any order or packing of them makes.
 
     Args:
         trainer: a live `transformers.Trainer`, of any subclass; it is not changed.
@@ -64,10 +65,15 @@ def workload(
             collator is given the longest of `examine` samples of the training data.
         examine: samples to look at for the longest ones, for some seconds at most; of images and
             the like, which have no length, a few.
+        as_configured: with the activation checkpointing that the arguments ask for. False: without,
+            as for a search or the plan of a report, which checkpoint as the plan says.
         more: further fields of the `Workload`.
 
     Raises:
         InvalidArgument: the Trainer uses more than one device, or has no training data.
+
+    Warns:
+        UserWarning: the arguments ask for compilation, which is left out.
     """
     _check_one_device(trainer)
     args = trainer.args
@@ -81,7 +87,12 @@ def workload(
         "clip_grad_norm": args.max_grad_norm or None,
         "global_batch": samples_per_step(args),
     }
-    return Workload(trainer.model, sample_batch, **given | more)
+    model = trainer.model
+    if as_configured and args.torch_compile:
+        warnings.warn("torch_compile=True of TrainingArguments was not used", stacklevel=2)
+    if as_configured and _checkpoints(args):
+        model = _checkpointed(model, args)
+    return Workload(model, sample_batch, **given | more)
 
 
 def search(
@@ -118,6 +129,7 @@ def search(
         trainer,
         sample_batch=sample_batch,
         examine=examine,
+        as_configured=False,
     )
     with modes_kept(trainer.model):
         trainer.model.train()  # as it trains; a loaded one is in evaluation mode
@@ -135,71 +147,6 @@ def search(
         )
     data = trainer.train_dataset
     return report.with_costs(epoch_samples=len(data) or None if hasattr(data, "__len__") else None)
-
-
-def predict(
-    trainer: Any, *, sample_batch: Any = None, examine: int = MOST_EXAMINED, **more: Any
-) -> Prediction | GpuTable:
-    """Predict the memory of this Trainer on a GPU, without a GPU, as its arguments have it.
-
-    Its precision, accumulation, optimizer, clipping and activation checkpointing count, and LoRA:
-    frozen parameters have neither gradients nor optimizer state. The batch is that of its longest
-    samples, which is the most that any order or packing of them makes.
-
-    Args:
-        trainer: see `workload`; it is not changed.
-        sample_batch: see `workload`.
-        examine: see `workload`.
-        more: further arguments of `autofit.predict` (gpu, plan, world_size, strategies). A report
-            as plan replaces the Trainer's own checkpointing, as `apply` does.
-
-    Raises:
-        InvalidArgument: see `workload`, and what `autofit.predict` raises.
-
-    Warns:
-        UserWarning: the arguments ask for compilation, whose memory is not predicted.
-    """
-    from autofit.checks.predict import predict as run
-
-    given = _as_configured(trainer, sample_batch, examine, more.get("plan"))
-    predicted: Prediction | GpuTable = run(given, **more)
-    return predicted
-
-
-def check(
-    trainer: Any, *, sample_batch: Any = None, examine: int = MOST_EXAMINED, **more: Any
-) -> Verdict:
-    """Check whether this Trainer fits a VRAM budget, as its arguments have it.
-
-    Args:
-        trainer: as for `predict`.
-        sample_batch: as for `predict`.
-        examine: as for `predict`.
-        more: further arguments of `autofit.check` (vram_budget, gpu, device, plan, ...).
-
-    Raises:
-        InvalidArgument: see `workload`, and what `autofit.check` raises.
-
-    Warns:
-        UserWarning: as `predict`.
-    """
-    from autofit.checks.check import check as run
-
-    return run(_as_configured(trainer, sample_batch, examine, more.get("plan")), **more)
-
-
-def _as_configured(trainer: Any, sample_batch: Any, examine: int, plan: Any) -> Workload:
-    """Return the workload with what a search leaves out of the arguments, or warn of it."""
-    given = workload(trainer, sample_batch=sample_batch, examine=examine)
-    if trainer.args.torch_compile:
-        warnings.warn(
-            "torch_compile=True of TrainingArguments was not used: the memory of compiled code "
-            "is not predicted",
-            stacklevel=3,
-        )
-    if not _checkpoints(trainer.args) or isinstance(plan, Report):
-        return given
-    return replace(given, model=_checkpointed(trainer.model, trainer.args))
 
 
 def _checkpointed(model: torch.nn.Module, args: Any) -> torch.nn.Module:
@@ -233,9 +180,6 @@ def apply(
 
     Raises:
         InvalidArgument: the Trainer uses more than one device, or cannot run the plan.
-
-    Warns:
-        UserWarning: the last step of an epoch would not have the gradients of its samples' mean.
     """
     _check_one_device(trainer)
     args = trainer.args
@@ -257,28 +201,8 @@ def apply(
             stack.callback(trainer.remove_callback, callback)
             stack.callback(callback.undo)
         undo = stack.pop_all()
-    if words := _last_misweighed(trainer, division):
-        warnings.warn(words, stacklevel=2)
     said = (*lines, *division.lines("TrainingArguments"))
     return Applied(said or ("nothing to change: TrainingArguments already match the plan",), undo)
-
-
-def _last_misweighed(trainer: Any, division: Division) -> str | None:
-    """Say how an epoch's last step weighs a short micro-batch; None: as it should, or unknown.
-
-    A Trainer divides by the micro-batches that a step has, or by the items that their losses are
-    means over.
-    """
-    args, plan = trainer.args, division.plan
-    counts_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    samples = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else 0
-    steps, left = divmod(samples, plan.samples_per_step)
-    if counts_items or args.dataloader_drop_last or 0 < args.max_steps <= steps:
-        return None
-    whole, short = divmod(left, plan.micro_batch)
-    if not whole or not short:
-        return None
-    return division.misweighed(plan.accumulation_steps, short)
 
 
 def _check_one_device(trainer: Any) -> None:
