@@ -25,7 +25,7 @@ def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
 
 if __name__ == "__main__":
     plan = autofit.Plan(micro_batch=8)
-    for gpu in ("L4", "A100-40GB"):  # gpu=["L4", "A100-40GB"] prints a table, variants included
+    for gpu in ("L4", "A100-40GB"):  # gpu=["L4", "A100-40GB"] gives a table
         prediction = autofit.predict(make_workload(), plan=plan, gpu=gpu)
         gib = prediction.required_bytes / 2**30
         print(f"{gpu}: needs {gib:.2f} GiB, up to micro-batch {prediction.largest_micro_batch}")

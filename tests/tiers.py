@@ -20,7 +20,6 @@ import pytest
 
 import autofit
 from autofit.checks.doctor import diagnose
-from autofit.checks.predict import predict_gpus
 from autofit.cli.main import app, main
 from autofit.prediction.predict import predict
 from autofit.probing.probe import probe_if
@@ -43,7 +42,6 @@ PUBLIC = {
 STARTERS: tuple[Any, ...] = (
     *(getattr(autofit, name) for name in PUBLIC),
     predict,
-    predict_gpus,
     probe_if,
     app,
     diagnose,

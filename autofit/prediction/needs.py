@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from autofit.devices.gpus import NCCL_BYTES, Gpu, answers_alike
@@ -224,7 +223,6 @@ def largest_that_fits(
     budget: int,
     *,
     start: int,
-    known: Mapping[int, int] = MappingProxyType({}),
     most: int = MOST,
 ) -> int | None:
     """Return the largest micro-batch that needs at most the budget, or one very near it.
@@ -238,13 +236,12 @@ def largest_that_fits(
         need: micro-batch -> bytes.
         budget: bytes.
         start: the first micro-batch.
-        known: micro-batch -> bytes, of further ones.
         most: the largest micro-batch to think of.
 
     Returns:
-        A micro-batch that was evaluated or is known; None if one sample does not fit.
+        A micro-batch that was evaluated; None if one sample does not fit.
     """
-    looked = {**known, start: need(start)}
+    looked = {start: need(start)}
     if min(looked.values()) > budget and 1 not in looked:
         looked[1] = need(1)
     sides: list[bool] = []
@@ -264,15 +261,6 @@ def largest_that_fits(
         looked[at] = need(at)
         sides.append(looked[at] <= budget)
     return max((at for at, needed in looked.items() if needed <= budget), default=None)
-
-
-def guess_from(looked: Mapping[int, int], budget: int) -> int:
-    """Return about the largest micro-batch that fits, from what some need on another GPU."""
-    fits = max((at for at, needed in looked.items() if needed <= budget), default=None)
-    fails = min((at for at, needed in looked.items() if needed > budget), default=None)
-    if fits is not None and fails is not None:
-        looked = {at: looked[at] for at in (fits, fails)}
-    return _crossing(looked, budget)
 
 
 def _crossing(looked: Mapping[int, int], budget: int) -> int:

@@ -180,8 +180,8 @@ def test_an_error_of_the_users_code_is_in_the_junit_file_too(
 def test_several_gpus_give_a_table(target: str) -> None:
     code, said = run("predict", target, "--gpu", "L4,T4")
     assert code == 0
-    assert re.search(r"^T4 .*default.*yes", said, re.MULTILINE)
-    assert re.search(r"^L4 .*precision\.dtype=bfloat16.*yes", said, re.MULTILINE)
+    assert re.search(r"^T4 .* yes ", said, re.MULTILINE)
+    assert re.search(r"^L4 .* yes ", said, re.MULTILINE)
     told = json.loads(run("predict", target, "--gpu", "L4", "--gpu", "T4", "--json")[1])
     assert [row["gpu"] for row in told["gpus"]] == ["T4", "L4"]
 
