@@ -32,9 +32,10 @@ from autofit.errors import (
     tried_when,
 )
 from autofit.measurement import Outcome
-from autofit.report.changes import Changes
+from autofit.report.changes import changes
 from autofit.report.report import Report, load, write
 from autofit.report.summary import Place
+from autofit.report.text import WIDTH, in_markdown, in_text, laid_out
 from autofit.world import world_of_environment
 
 _OF_THE_WORKLOAD = (Outcome.LEAK, Outcome.NONFINITE, Outcome.USER_ERROR)
@@ -114,22 +115,16 @@ def export_report(report: Path, stack: str, paths: Sequence[Path]) -> None:
         print_result(text.rstrip("\n"))
 
 
-def show_changes(before: Report, after: Report, paths: Iterable[Path], as_json: bool) -> None:
+def show_changes(before: Report, after: Report, paths: Iterable[Path]) -> None:
     """Write and print what changed from one report to the other.
 
     Raises:
-        InvalidArgument: a file has a suffix that changes are not written as, or cannot be written.
+        InvalidArgument: a file has another suffix than .md, or cannot be written.
     """
-    changes = Changes(before.record, after.record)
-    written = json.dumps(changes.to_dict(), indent=1)
-    forms = {
-        ".json": lambda: written + "\n",
-        ".md": changes.to_markdown,
-        ".txt": changes.to_text,
-    }
+    section = changes(before.record, after.record)
     for path in paths:
-        write(path, forms, "a comparison")
-    print_result(written if as_json else changes.to_text(**style()))
+        write(path, {".md": lambda: "\n".join(in_markdown(section)) + "\n"}, "a comparison")
+    print_result(laid_out(in_text(section), **{"width": WIDTH, **style()}))
 
 
 def leads() -> bool:

@@ -246,7 +246,9 @@ def report(
         check_writable(file)
     loaded = load(path).with_costs(epoch_samples=epoch_samples, price_per_hour=price_per_hour)
     if later is not None:
-        show_changes(loaded, load(later), out or (), as_json)
+        if as_json:
+            raise InvalidArgument("two reports are compared in words: leave --json out")
+        show_changes(loaded, load(later), out or ())
         return
     show_report(loaded, out or (), as_json, verbose=verbose, loaded_from=path)
 

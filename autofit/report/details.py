@@ -72,7 +72,7 @@ def sections(record: Record, place: Place = IN_PYTHON) -> Iterator[Section]:
     if record.skipped:
         rows = [(written(each.settings), each.why) for each in record.skipped]
         yield Section("Skipped", table=[("settings", "why"), *rows])
-    yield Section("Search and environment", table=[("", ""), *_environment(record).items()])
+    yield Section("Search and environment", table=[("", ""), *environment_rows(record).items()])
 
 
 def _findings(record: Record) -> Iterator[Section]:
@@ -216,7 +216,7 @@ def outcome_words(trial: Trial) -> str:
     return f"{measured.outcome.value}{', contended' if measured.contended else ''}{why}"
 
 
-def _environment(record: Record) -> Mapping[str, str]:
+def environment_rows(record: Record) -> Mapping[str, str]:
     """Return what is known of device, software, workload and search, by label."""
     at, workload, search = record.environment, record.workload, record.search
     sessions = f" in {search.sessions} sessions" if search.sessions > 1 else ""
