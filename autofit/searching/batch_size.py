@@ -58,47 +58,30 @@ def find_batch_size(
 
     A search over even splits of the global batch alone, as plain PyTorch runs them. Where splitting
     changes the gradients, as with BatchNorm, the accumulation stays that of the sample batch; see
-    `SearchOptions.allow_accumulation_change`.
-
-    Not the largest: finders of other libraries return the largest size that they ran, and leave the
-    samples of an optimizer step to it. Here these are kept, and of the micro-batches that fit the
-    fastest is returned, which may be a smaller one. How large one may be on a GPU a dry run tells:
-    `estimate_memory(...).largest_micro_batch`. Arguments not explained here are as for
-    `autofit.search`.
+    `SearchOptions.allow_accumulation_change`. Of the micro-batches that fit the fastest is
+    returned, not the largest: how large one may be on a GPU a dry run tells,
+    `estimate_memory(...).largest_micro_batch`.
 
     Args:
-        global_batch: samples per optimizer step, which are kept; None: as many as the sample batch
-            has.
-        options: a `SearchOptions`; its splits are even in any case.
+        global_batch: samples per optimizer step, which are kept; None: as many as the sample batch.
+        options: a `SearchOptions`; its splits are even in any case. The others: as for `search`.
 
     Raises:
-        InvalidArgument: an argument, the sample batch or the budget is invalid, the sample batch is
-            a function and there is no global batch, or there are several ranks.
-        NoFeasiblePlan: nothing fits the budget.
+        InvalidArgument: an argument is invalid, the sample batch is a function and there is no
+            global batch, or there are several ranks.
         Exception: as of `autofit.search`.
     """
     given = {"criterion": criterion, "loss_fn": loss_fn, "optimizer": optimizer}
     workload = workload_of(model, sample_batch, **given, global_batch=global_batch)
-    if workload.global_batch is None:
-        if workload.makes_batches:
-            raise InvalidArgument("the sample batch is a function: give a global_batch to keep")
-        workload = replace(workload, global_batch=workload.sample_batch_size)
-    options = SearchOptions() if options is None else options
-    if isinstance(options, SearchOptions):  # a search refuses anything else
-        if (ranks := ranks_meant(options.ranks)) > 1:
-            raise InvalidArgument(
-                f"find_batch_size is for one process, not {ranks} ranks: use autofit.search"
-            )
-        options = replace(options, even_split=True)
     report = search(
-        workload,
+        _of_a_kept_size(workload),
         vram_budget=vram_budget,
         device=device,
         strategies=[],
         max_probes=max_probes,
         timeout=timeout,
         progress=progress,
-        options=options,
+        options=_with_even_split(SearchOptions() if options is None else options),
     )
     plan, best = report.plan, report.best
     return BatchSize(
@@ -109,3 +92,21 @@ def find_batch_size(
         best.samples_per_second,
         report,
     )
+
+
+def _of_a_kept_size(workload: Workload) -> Workload:
+    if workload.global_batch is not None:
+        return workload
+    if workload.makes_batches:
+        raise InvalidArgument("the sample batch is a function: give a global_batch to keep")
+    return replace(workload, global_batch=workload.sample_batch_size)
+
+
+def _with_even_split(options: SearchOptions) -> SearchOptions:
+    if not isinstance(options, SearchOptions):  # which the search refuses
+        return options
+    if (ranks := ranks_meant(options.ranks)) > 1:
+        raise InvalidArgument(
+            f"find_batch_size is for one process, not {ranks} ranks: use autofit.search"
+        )
+    return replace(options, even_split=True)

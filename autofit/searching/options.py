@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from optuna.samplers import BaseSampler
@@ -12,6 +15,10 @@ from optuna.samplers import BaseSampler
 from autofit.errors import InvalidArgument
 from autofit.plan import check_count
 from autofit.planning.search_spec import Effort
+from autofit.registry import Unnamed
+from autofit.searching.events import OnEvent
+from autofit.searching.limits import Allowance, check_search_arguments
+from autofit.strategy import Numerics, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +97,83 @@ def _check_profile(profile: Any) -> None:
         raise InvalidArgument(
             f"profile={os.fspath(profile)!r}: give a file in a folder that can be written"
         )
+
+
+@dataclass(frozen=True)
+class SearchArguments:
+    """How `autofit.search` was asked to search a workload; `began` when it was called.
+
+    Attributes:
+        vram_budget: "24GiB", bytes, or a fraction of the device; None: what is free, less a margin.
+            On a CPU it bounds the training's tensors, not the memory of the process.
+        device: "cuda", "cuda:1", "cpu"; None: cuda where there is one. Several that are alike run
+            plans at the same time: ["cuda:0", "cuda:1"], "cuda:0,cuda:1", "all" (every GPU), or
+            ["cpu", "cpu"], which share the cores.
+        numerics: "exact", "rounding" or "reduced_precision", or such a `Numerics`: how far a plan
+            may change the arithmetic.
+        strategies: names or Strategy objects; None: all that `numerics` allows.
+        planned_steps: optimizer steps that the training will take. Settings whose trials take long,
+            such as a compilation, are tried where they are expected to save more than that over so
+            many steps, and count with it. None: they are left out, unless `strategies` names them.
+        max_probes: the most probes: runs of a plan that are timed, baseline and confirmations
+            counted. The look at the workload before the first probe (its memory, settings and split
+            gradients) and the profile of a step after the last one are not counted.
+        timeout: seconds from the call until the search ends, with what was measured by then. A
+            probe that runs is ended.
+        study: a file path or an Optuna storage URL: the search can be stopped and resumed.
+        seed: of everything random; a study that is resumed keeps that of its planner.
+        progress: True shows it on standard error, False does not; None: where that is a terminal
+            or a notebook, and elsewhere, as in a log, a line every half minute. A function is
+            called with each event of `autofit.searching.events`. All events go to the logger
+            "autofit" too.
+        options: how plans are chosen, and where they run.
+
+    Raises:
+        InvalidArgument: one is invalid; the message names it and its value.
+    """
+
+    vram_budget: str | float | None
+    device: str | Sequence[str] | None
+    numerics: Numerics | str
+    strategies: Iterable[str | Strategy] | None
+    planned_steps: int | None
+    max_probes: int | None
+    timeout: float | None
+    study: str | os.PathLike[str] | None
+    seed: int
+    progress: OnEvent | bool | None
+    options: SearchOptions
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        check_search_arguments(
+            max_probes=self.max_probes,
+            timeout=self.timeout,
+            planned_steps=self.planned_steps,
+            study=self.study,
+            progress=self.progress,
+        )
+        if not isinstance(self.options, SearchOptions):
+            raise InvalidArgument(
+                f"options must be autofit.SearchOptions(...), got {self.options!r}"
+            )
+
+    @cached_property
+    def allowance(self) -> Allowance:
+        """The limits in probes and time."""
+        return Allowance(self.max_probes, self.timeout, began=self.began)
+
+    @property
+    def named(self) -> set[str]:
+        """The names of the strategies that the caller asked for."""
+        if isinstance(self.strategies, Unnamed):
+            return set()
+        given = self.strategies
+        given = [given] if isinstance(given, str) else given or ()
+        return {each if isinstance(each, str) else each.name for each in given}
+
+    @cached_property
+    def profile(self) -> str | None:
+        """The file for the trace, wherever the process is by then."""
+        profile = self.options.profile
+        return None if profile is None else os.path.abspath(profile)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autofit.devices.cpu import load_of_others
-from autofit.errors import InvalidArgument, NoFeasiblePlan, SearchTimedOut, hides_own_frames
+from autofit.errors import NoFeasiblePlan, SearchTimedOut, hides_own_frames
 from autofit.interrupts import interrupts_remembered
 from autofit.measurement import Trial
 from autofit.memory.blocks import LARGE_SEGMENT_BYTES
@@ -22,15 +22,14 @@ from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.probing.together import owned_by_rank_0, ranks_meant
-from autofit.registry import Unnamed, load_strategies, numerics_level, numerics_of
+from autofit.registry import load_strategies, numerics_level, numerics_of
 from autofit.report.record import Record
 from autofit.report.report import Report
 from autofit.searching import events
 from autofit.searching.engine import run_search
 from autofit.searching.events import Event, OnEvent
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
-from autofit.searching.limits import Allowance, check_search_arguments
-from autofit.searching.options import SearchOptions
+from autofit.searching.options import SearchArguments, SearchOptions
 from autofit.searching.places import Places, open_runner
 from autofit.searching.predicted_lines import predicted_lines
 from autofit.searching.result import (
@@ -76,15 +75,12 @@ def search(
 ) -> Report:
     """Find, by running it, the fastest way to train a model within a VRAM budget.
 
-    Under torchrun every rank makes the same call and gets the same report (docs/distributed.md).
-
-    The model, the optimizer, random states and global flags are the same afterwards as before,
-    also when this raises.
+    Model, optimizer, random states and global flags stay as they are, also when this raises. Under
+    torchrun every rank makes the same call and gets the same report. Longer explanations of the
+    arguments: `autofit.searching.options.SearchArguments`.
 
     Args:
-        model: the module; a function of no arguments that builds one; or a `Workload`, alone,
-            which also takes what this signature leaves out: loss_weight, clip_grad_norm,
-            before_step, training_step, loader, eval_step and eval_batch.
+        model: the module; a function of no arguments that builds one; or a `Workload`, alone.
         sample_batch: any pytree of tensors, as long as the longest the training will see; a
             function n -> batch of n samples; or `autofit.Lengths`, where lengths vary.
         criterion: (output, target) -> scalar tensor; the batch is then (input, target).
@@ -92,63 +88,37 @@ def search(
         optimizer: parameters -> Optimizer; or a live Optimizer.
         global_batch: samples per optimizer step to keep; None: free, with one micro-batch a step.
         vram_budget: "24GiB", bytes, or a fraction of the device; None: what is free, less a margin.
-            On a CPU it bounds the training's tensors, not the memory of the process.
-        device: "cuda", "cuda:1", "cpu"; None: cuda where there is one. Several that are alike run
-            plans at the same time: ["cuda:0", "cuda:1"], "cuda:0,cuda:1", "all" (every GPU), or
-            ["cpu", "cpu"], which share the cores.
-        numerics: "exact", "rounding" or "reduced_precision", or such a `Numerics`: how far a plan
-            may change the arithmetic.
+        device: "cuda", "cuda:1", "cpu", "all" (every GPU) or a list; None: cuda where there is one.
+        numerics: "exact", "rounding" or "reduced_precision": what may change in the arithmetic.
         strategies: names or Strategy objects; None: all that `numerics` allows.
-        planned_steps: optimizer steps that the training will take. Settings whose trials take long,
-            such as a compilation, are tried where they are expected to save more than that over so
-            many steps, and count with it. None: they are left out, unless `strategies` names them.
-        max_probes: the most probes: runs of a plan that are timed, baseline and confirmations
-            counted. The look at the workload before the first probe (its memory, settings and split
-            gradients) and the profile of a step after the last one are not counted.
-        timeout: seconds from the call until the search ends, with what was measured by then. A
-            probe that runs is ended.
-        study: a file path or an Optuna storage URL: the search can be stopped and resumed.
-        seed: of everything random; a study that is resumed keeps that of its planner.
-        progress: True shows it on standard error, False does not; None: where that is a terminal
-            or a notebook, and elsewhere, as in a log, a line every half minute. A function is
-            called with each event of `autofit.searching.events`. All events go to the logger
-            "autofit" too.
+        planned_steps: optimizer steps of the training: has compilation tried, where it pays.
+        max_probes: the most timed runs of plans.
+        timeout: seconds until the search ends, with what was measured by then.
+        study: a file path or an Optuna storage URL, to resume the search from.
+        seed: of everything random.
+        progress: True or False; or a function of `autofit.searching.events`; None: as is watched.
         options: a `SearchOptions`: how plans are chosen, and where they run.
 
-    Returns:
-        The report. After Ctrl-C, a timeout, or damage to the study it holds what had been measured
-        by then.
-
     Raises:
-        InvalidArgument: an argument, the sample batch or the budget is invalid.
+        InvalidArgument: an argument or the study is invalid.
         NoFeasiblePlan: nothing fits the budget.
-        StudyError: the study belongs to another search, is in use, or cannot be written.
-        DeviceUnavailable: the device is not there.
-        WorkerFailed: the worker ended or hung before the first probe, or with every plan.
+        DeviceUnavailable, WorkerFailed: there is no device, or no worker runs a plan on it.
         SearchTimedOut: the timeout was reached before a plan that fits had been measured.
         Exception: what the user's own code raised, as it was raised.
     """
-    allowance = Allowance(max_probes, timeout)
-    check_search_arguments(
-        max_probes=max_probes,
-        timeout=timeout,
-        planned_steps=planned_steps,
-        study=study,
-        progress=progress,
-    )
-    options = SearchOptions() if options is None else options
-    if not isinstance(options, SearchOptions):
-        raise InvalidArgument(f"options must be autofit.SearchOptions(...), got {options!r}")
-    level, size = numerics_level(numerics), ranks_meant(options.ranks)
-    chosen = load_strategies(strategies, numerics=level, world_size=size)
-    workload = workload_of(
-        model,
-        sample_batch,
-        criterion=criterion,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        global_batch=global_batch,
-    )
+    asked = SearchArguments(
+        vram_budget, device, numerics, strategies, planned_steps, max_probes, timeout, study, seed,
+        progress, SearchOptions() if options is None else options,
+    )  # fmt: skip
+    given = {"criterion": criterion, "loss_fn": loss_fn, "optimizer": optimizer}
+    return _searched(asked, workload_of(model, sample_batch, **given, global_batch=global_batch))
+
+
+def _searched(asked: SearchArguments, workload: Workload) -> Report:
+    """Search with these arguments."""
+    options, level = asked.options, numerics_level(asked.numerics)
+    size = ranks_meant(options.ranks)
+    chosen = load_strategies(asked.strategies, numerics=level, world_size=size)
     Space(  # refuses what leaves no baseline, before anything is started
         {},
         workload.sample_batch_size,
@@ -157,22 +127,8 @@ def search(
         even_split=options.even_split,
         world_size=size,
     )
-    places = Places.asked(device, options, ranks=size)
-    course = _Course(
-        workload,
-        chosen,
-        _named(strategies),
-        level,
-        vram_budget,
-        planned_steps,
-        study,
-        seed,
-        progress,
-        options,
-        None if options.profile is None else os.path.abspath(options.profile),
-        places,
-        allowance,
-    )
+    places = Places.asked(asked.device, options, ranks=size)
+    course = _Course(workload, asked, chosen, level, places)
     record = owned_by_rank_0(course.run, ranks=options.ranks)
     return Report(record, strategies=chosen, workload=workload)
 
@@ -181,29 +137,22 @@ def search(
 class _Course:
     """The course of a search: inspect the workload, specify, explore, describe.
 
-    Attributes (those without a word here are arguments of `search`):
+    Attributes:
+        workload: that is searched.
+        asked: the arguments of the search.
         strategies: that may be used.
-        named: the names of those that the caller named.
         level: how far a plan may change the arithmetic.
-        profile: the file of `options`, wherever the process is by then.
+        places: where plans run.
         trials: of the study so far.
         on_event: is told of each event.
         record: of the report; None until the search itself has ended.
     """
 
     workload: Workload
+    asked: SearchArguments
     strategies: tuple[Strategy, ...]
-    named: set[str]
     level: Numerics
-    vram_budget: str | float | None
-    planned_steps: int | None
-    study: str | os.PathLike[str] | None
-    seed: int
-    progress: OnEvent | bool | None
-    options: SearchOptions
-    profile: str | None
     places: Places
-    allowance: Allowance
     trials: Sequence[Trial] = ()
     on_event: OnEvent = field(default_factory=lambda: logged(None))
     record: Record | None = None
@@ -211,15 +160,15 @@ class _Course:
     @property
     def ends_at(self) -> float:
         """When the timeout is over, by `time.monotonic`."""
-        timeout_s = self.allowance.timeout_s
-        return math.inf if timeout_s is None else self.allowance.began + timeout_s
+        timeout_s = self.asked.allowance.timeout_s
+        return math.inf if timeout_s is None else self.asked.allowance.began + timeout_s
 
     def open_prober(self, place: int, ranks: int, **given: Any) -> Prober:
         """Open a prober of the workload at a place, which ends with the timeout."""
         target = Target(
             self.places.devices[place],
-            self.vram_budget,
-            self.seed,
+            self.asked.vram_budget,
+            self.asked.seed,
             self.places.threads,
             ranks,
         )
@@ -236,9 +185,9 @@ class _Course:
             Exception: as of `search`.
         """
         sessions: Sequence[float] = ()
-        with interrupts_remembered(), showing(self.progress) as self.on_event:
-            if self.study is not None:
-                check_opens(self.study)
+        with interrupts_remembered(), showing(self.asked.progress) as self.on_event:
+            if self.asked.study is not None:
+                check_opens(self.asked.study)
             try:
                 with self.open_prober(0, ranks, on_stage=self._on_stage) as prober:
                     survey = self._inspect(prober)
@@ -246,7 +195,9 @@ class _Course:
                     on_others = partial(self.open_prober, ranks=ranks)
                     with (
                         open_runner(prober, self.places, on_others, self._on_stage) as runner,
-                        Store.open(self.study, identity, began=self.allowance.began) as store,
+                        Store.open(
+                            self.asked.study, identity, began=self.asked.allowance.began
+                        ) as store,
                     ):
                         survey = replace(survey, vram_budget_bytes=prober.vram_budget_bytes)
                         survey, spec = self._specify(prober, survey, store, identity)
@@ -255,42 +206,42 @@ class _Course:
                     self._describe(prober, survey, result, sessions, is_alone=ranks == 1)
                     self._on_stage("ending the worker")
             except SearchTimedOut:
-                raise self.allowance.too_short() from None
+                raise self.asked.allowance.too_short() from None
             except KeyboardInterrupt:
                 if self.record is None:
                     raise
                 self.record = _interrupted(self.record)
             assert self.record is not None  # or something was raised
             self._on_stage("writing the report")
-            seconds = sum(sessions[:-1]) + self.allowance.elapsed_s
+            seconds = sum(sessions[:-1]) + self.asked.allowance.elapsed_s
             return replace(self.record, search=replace(self.record.search, seconds=seconds))
 
     def _inspect(self, prober: Prober) -> Survey:
         """Return what a worker says of the workload and the device."""
-        survey = prober.survey().without_opt_in(self.named)
-        if self.planned_steps is None:
-            survey = survey.without_costly(self.named)
-        if self.options.allow_accumulation_change:
+        survey = prober.survey().without_opt_in(self.asked.named)
+        if self.asked.planned_steps is None:
+            survey = survey.without_costly(self.asked.named)
+        if self.asked.options.allow_accumulation_change:
             survey = survey.with_accumulation_free()
         check_weights_fit(survey)
         if survey.world_size > 1:
             survey = replace(survey, notes=(*survey.notes, _OF_RANKS))
         if survey.busy is not None:
-            self.on_event(events.MachineBusy(survey.busy, self.allowance.progress()))
+            self.on_event(events.MachineBusy(survey.busy, self.asked.allowance.progress()))
         return survey
 
     def _identity(self, survey: Survey) -> dict[str, str]:
         """Return the identity of a study; without a budget "free", since free memory changes."""
         costly = [name for name, dimension in survey.dimensions.items() if dimension.is_costly]
-        is_free = self.vram_budget is None
+        is_free = self.asked.vram_budget is None
         return {
             "workload": survey.fingerprint,
-            "allow_accumulation_change": str(self.options.allow_accumulation_change),
-            "even_split": str(self.options.even_split),
+            "allow_accumulation_change": str(self.asked.options.allow_accumulation_change),
+            "even_split": str(self.asked.options.even_split),
             "strategies": ",".join(strategy.name for strategy in self.strategies),
             "numerics": self.level.name.lower(),
             "vram_budget": "free" if is_free else str(survey.vram_budget_bytes),
-            "max_micro_batch": str(self.options.max_micro_batch),
+            "max_micro_batch": str(self.asked.options.max_micro_batch),
             **({"ranks": str(survey.world_size)} if survey.world_size > 1 else {}),
             **({"costly settings": ",".join(costly)} if costly else {}),
         }
@@ -304,7 +255,9 @@ class _Course:
         if spec is not None:
             self._on_stage(f"resuming {store.name}, with {counted(len(self.trials), 'trial')}")
         else:
-            space = survey.space(self.options.max_micro_batch, even=self.options.even_split)
+            space = survey.space(
+                self.asked.options.max_micro_batch, even=self.asked.options.even_split
+            )
             apart = partial(
                 open_prober, self.workload, self.strategies, Target("cpu"), ends_at=self.ends_at
             )
@@ -316,7 +269,7 @@ class _Course:
             spec = SearchSpec(
                 space,
                 survey.vram_budget_bytes,
-                self.seed,
+                self.asked.seed,
                 identity,
                 lines,
                 times,
@@ -326,16 +279,16 @@ class _Course:
                 },
                 segment_bytes=LARGE_SEGMENT_BYTES,
             )
-        steps, samples = self.planned_steps, spec.space.baseline.samples_per_step
+        steps, samples = self.asked.planned_steps, spec.space.baseline.samples_per_step
         planned_samples = None if steps is None else steps * samples
-        effort = Effort(self.options.effort)
+        effort = Effort(self.asked.options.effort)
         return survey, replace(spec, effort=effort, planned_samples=planned_samples)
 
     def _explore(
         self, prober: Prober, runner: Runner, spec: SearchSpec, store: Store
     ) -> SearchResult:
         """Search; an error that nothing fits says what the smallest plan was measured to need."""
-        allowance, has_loader = self.allowance, self.workload.loader is not None
+        allowance, has_loader = self.asked.allowance, self.workload.loader is not None
 
         def on_event(event: Event) -> None:
             self.trials = store.trials
@@ -346,7 +299,7 @@ class _Course:
                 runner,
                 spec,
                 store=store,
-                sampler=self.options.sampler,
+                sampler=self.asked.options.sampler,
                 max_probes=allowance.max_probes,
                 timeout_s=allowance.timeout_s,
                 on_event=on_event,
@@ -391,7 +344,7 @@ class _Course:
                     result.spec,
                     record,
                     loader=workload.loader,
-                    trace=self.profile,
+                    trace=self.asked.profile,
                     on_stage=self._on_stage,
                     facts=findings,
                 )
@@ -400,7 +353,7 @@ class _Course:
             self.record = replace(record, findings=findings)
 
     def _on_stage(self, stage: str) -> None:
-        progress = self.allowance.progress(self.trials)
+        progress = self.asked.allowance.progress(self.trials)
         self.on_event(events.StageStarted(stage, progress))
 
 
@@ -418,11 +371,3 @@ def showing(progress: OnEvent | bool | None) -> Iterator[OnEvent]:
 
     with ProgressLine() as line:
         yield logged(line)
-
-
-def _named(strategies: Iterable[str | Strategy] | None) -> set[str]:
-    """Return the names of the strategies that the caller asked for."""
-    if isinstance(strategies, Unnamed):
-        return set()
-    given = [strategies] if isinstance(strategies, str) else strategies or ()
-    return {each if isinstance(each, str) else each.name for each in given}
