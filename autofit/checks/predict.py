@@ -153,14 +153,14 @@ class GpuTable:
     def __str__(self) -> str:
         titles = ("GPU", "memory", "needs", "fits", "largest micro-batch")
         first = next(iter(self.predictions.values()))
-        lines = [f"{first.plan}, predicted", "", table(titles, self._rows(), right=(1, 2)), ""]
-        lines += ["needs: required bytes with their margin"]
+        rows = table(titles, self._rows(), right=(1, 2))
+        lines = ["needs: required bytes with their margin"]
         if first.unknown_bytes:
             left = format_bytes(NCCL_BYTES)
             lines.append(f"NCCL: {NCCL_UNKNOWN}; ? means that {left} more would not fit")
         lines += [f"{name}: {why}" for name, why in self.lacking.items()]
         lines += [STOOD_IN] if first.has_stand_in_loss else []
-        return laid_out(lines, WIDTH)
+        return laid_out([f"{first.plan}, predicted", "", rows, "", *lines], WIDTH)
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for name, each in self.predictions.items():
