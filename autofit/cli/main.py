@@ -227,8 +227,7 @@ def report(
     export: Annotated[
         str | None,
         typer.Option(
-            help="print the best plan for pytorch, transformers, accelerate, lightning or "
-            "deepspeed; --out FILE writes it"
+            help="print the best plan for pytorch, accelerate or deepspeed; --out FILE writes it"
         ),
     ] = None,
     epoch_samples: EpochSamples = None,

@@ -6,12 +6,11 @@ What a stack has no argument for stands in the text's comments, with the code th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from textwrap import wrap
 from typing import Any
 
 from autofit.errors import InvalidArgument
-from autofit.plan import Scalar
 from autofit.report.record import Part, Record, parts_of
 from autofit.report.summary import IN_PYTHON, Place, one_line
 from autofit.strategy import Strategy
@@ -65,63 +64,16 @@ def _loop(record: Record, place: Place) -> list[str]:
     ]
 
 
-def _training_arguments(record: Record, parts: Sequence[Part]) -> str:
-    """Return Python that makes `transformers.TrainingArguments`."""
-    terms, rest = _divided(parts, {"autocast", "tf32"}, fused=True)
-    plan = record.best.plan
-    values: dict[str, Any] = {
-        "output_dir": "out",
-        "per_device_train_batch_size": plan.micro_batch,
-        "gradient_accumulation_steps": plan.accumulation_steps,
-        "max_grad_norm": record.workload.get("clip_grad_norm") or 0.0,
-    }
-    if "autocast" in terms:
-        values[_HALF[str(terms["autocast"])]] = True
-    if "tf32" in terms:
-        values["tf32"] = True
-    if "optimizer_implementation" in terms:
-        values["optim"] = "adamw_torch_fused"
-    rest = [*rest, "# autofit.integrations.transformers.apply(report, trainer) does all of it"]
-    made = [
-        "from transformers import TrainingArguments",
-        "",
-        *_call("args", "TrainingArguments", values),
-    ]
-    return _text([*_about(record), *rest, "", *made])
-
-
-def _lightning_trainer(record: Record, parts: Sequence[Part]) -> str:
-    """Return Python that makes a Lightning `Trainer`."""
-    terms, rest = _divided(parts, {"autocast"})
-    plan = record.best.plan
-    values: dict[str, Any] = {
-        "accelerator": "cpu" if record.environment["device"] == "cpu" else "gpu",
-        "devices": 1,
-        "accumulate_grad_batches": plan.accumulation_steps,
-    }
-    if "autocast" in terms:
-        values.update(precision=f"{_HALF[str(terms['autocast'])].removeprefix('fp')}-mixed")
-    if clip := record.workload.get("clip_grad_norm"):
-        values["gradient_clip_val"] = clip
-    rest = [
-        *rest,
-        f"# The training DataLoader has batch_size={plan.micro_batch}.",
-        "# Trainer(**autofit.integrations.lightning.arguments(report)) does all of it",
-    ]
-    made = ["from lightning.pytorch import Trainer", "", *_call("trainer", "Trainer", values)]
-    return _text([*_about(record), *rest, "", *made])
-
-
 def _accelerate_config(record: Record, parts: Sequence[Part]) -> str:
     """Return the YAML of `accelerate launch --config_file`."""
-    terms, rest = _divided(parts, {"autocast"})
+    dtype, rest = _divided(parts)
     plan = record.best.plan
     clip = record.workload.get("clip_grad_norm")
     clipping = f"# accelerator.clip_grad_norm_(model.parameters(), {clip}) before optimizer.step()"
     values = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "'NO'",
-        "mixed_precision": _HALF.get(str(terms.get("autocast")), "'no'"),
+        "mixed_precision": _HALF.get(dtype or "", "'no'"),
         "num_machines": 1,
         "num_processes": 1,
         "use_cpu": str(record.environment["device"] == "cpu").lower(),
@@ -140,7 +92,7 @@ def _accelerate_config(record: Record, parts: Sequence[Part]) -> str:
 
 def _deepspeed_config(record: Record, parts: Sequence[Part]) -> str:
     """Return DeepSpeed's JSON, with what it has no field for under "_comment"."""
-    terms, rest = _divided(parts, {"autocast"})
+    dtype, rest = _divided(parts)
     plan = record.best.plan
     values: dict[str, Any] = {
         "_comment": [line.removeprefix("# ") for line in (*_about(record), *rest)],
@@ -149,42 +101,31 @@ def _deepspeed_config(record: Record, parts: Sequence[Part]) -> str:
         "gradient_accumulation_steps": plan.accumulation_steps,
         "zero_optimization": {"stage": 0},
     }
-    if "autocast" in terms:  # as `torch.autocast`: DeepSpeed's own bf16 casts the weights as well
-        values["torch_autocast"] = {"enabled": True, "dtype": terms["autocast"]}
+    if dtype is not None:  # as `torch.autocast`: DeepSpeed's own bf16 casts the weights as well
+        values["torch_autocast"] = {"enabled": True, "dtype": dtype}
     if clip := record.workload.get("clip_grad_norm"):
         values["gradient_clipping"] = clip
     return json.dumps(values, indent=2) + "\n"
 
 
 _TRAINERS: dict[str, Callable[[Record, Sequence[Part]], str]] = {
-    "transformers": _training_arguments,
     "accelerate": _accelerate_config,
-    "lightning": _lightning_trainer,
     "deepspeed": _deepspeed_config,
 }
 """A trainer, which makes its own micro-batches of one size -> what writes its text."""
 
 
-def _divided(
-    parts: Sequence[Part], known: Collection[str], *, fused: bool = False
-) -> tuple[Mapping[str, Scalar], list[str]]:
-    """Return the standard terms that a stack has, and comments with the code of all else.
-
-    Args:
-        parts: of the plan.
-        known: the terms that it has, whatever their value.
-        fused: whether it can ask for torch's fused AdamW.
-    """
-    terms: dict[str, Scalar] = {}
+def _divided(parts: Sequence[Part]) -> tuple[str | None, list[str]]:
+    """Return the type of autocast, which each stack has, and comments with the code of all else."""
+    dtype: str | None = None
     rest: list[str] = []
     for part in parts:
-        is_fused = fused and part.terms.get("optimizer_implementation") == "fused"
-        if part.terms and (set(part.terms) <= set(known) or is_fused):
-            terms |= part.terms
+        if set(part.terms) == {"autocast"}:
+            dtype = str(part.terms["autocast"])
             continue
         named = ", ".join(f"{name}={value}" for name, value in part.settings.items())
         rest += [f"# {named} has no place here. In code:", *(f"#     {it}" for it in part.lines)]
-    return terms, rest
+    return dtype, rest
 
 
 def _about(record: Record) -> Iterator[str]:
@@ -196,10 +137,6 @@ def _about(record: Record) -> Iterator[str]:
             f"makes {len(sizes)} times {sizes[0]}, so an optimizer step has {len(sizes) * sizes[0]}"
         )
         yield "# samples. Search with SearchOptions(even_split=True) to avoid that."
-
-
-def _call(name: str, function: str, values: Mapping[str, Any]) -> list[str]:
-    return [f"{name} = {function}(", *(f"    {key}={v!r}," for key, v in values.items()), ")"]
 
 
 def _text(lines: Sequence[str]) -> str:

@@ -20,12 +20,8 @@ from autofit.errors import InvalidArgument
 from autofit.measurement import ACT, Trial
 from autofit.notebook import shown
 from autofit.plan import Plan, check_count
-from autofit.report import apply
-from autofit.report.export import exported
-from autofit.report.page import page
 from autofit.report.record import Record
 from autofit.report.summary import Place, one_line, summary
-from autofit.report.text import WIDTH, markdown, render
 from autofit.strategy import Strategy
 from autofit.units import counted
 
@@ -154,14 +150,16 @@ class Report:
         What the stack has no argument for stands in comments, with the code that does it.
 
         Args:
-            stack: "pytorch", a training loop around `apply`; "transformers", `TrainingArguments`;
-                "lightning", a `Trainer`; "accelerate", a config file (YAML); "deepspeed", JSON.
+            stack: "pytorch", a training loop around `apply`; "accelerate", a config file (YAML);
+                "deepspeed", JSON. Trainers of transformers and Lightning take the report itself.
             path: a file of any name.
 
         Raises:
             InvalidArgument: another stack, a strategy of the plan is not installed, or the file
                 cannot be written.
         """
+        from autofit.report.export import exported
+
         text = exported(self.record, stack, self.strategies, self._place)
         if path is not None:
             target = Path(path)
@@ -209,6 +207,8 @@ class Report:
         Warns:
             UserWarning: the model has another number of parameters than that of the search.
         """
+        from autofit.report.apply import apply
+
         given = {
             "loss_fn": loss_fn,
             "criterion": criterion,
@@ -216,7 +216,7 @@ class Report:
             "before_step": before_step,
             "training_step": training_step,
         }
-        return apply.apply(
+        return apply(
             self.record,
             model,
             optimizer,
@@ -227,7 +227,7 @@ class Report:
             workload=self.workload,
         )
 
-    def to_text(self, *, width: int = WIDTH, verbose: bool = False, color: bool = False) -> str:
+    def to_text(self, *, width: int = 100, verbose: bool = False, color: bool = False) -> str:
         """Return the report as text: the answer in at most fifteen lines.
 
         Args:
@@ -235,14 +235,20 @@ class Report:
             verbose: also every trial, all notes, and what was skipped and why.
             color: with the control characters of a terminal.
         """
+        from autofit.report.text import render
+
         return render(self.record, width, verbose=verbose, color=color, place=self._place)
 
     def to_html(self) -> str:
         """Return the report as an HTML page that loads nothing, charts included."""
+        from autofit.report.page import page
+
         return page(self.record, self._place)
 
     def to_markdown(self) -> str:
         """Return the report as GitHub's Markdown, for a pull request."""
+        from autofit.report.text import markdown
+
         return markdown(self.record, self._place)
 
     def __str__(self) -> str:

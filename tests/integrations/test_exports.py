@@ -48,36 +48,6 @@ def report_with(make_report: Callable[..., Report], plan: Plan, **settings: Any)
     return make_report(workload, wanted, ("0",))
 
 
-def test_training_arguments(report: Report, make_report: Callable[..., Report]) -> None:
-    pytest.importorskip("transformers", reason=f"transformers is {WANTED}")
-    text = report.export("transformers")
-    names: dict[str, Any] = {}
-    exec(text.replace("output_dir='out'", "output_dir='out', use_cpu=True"), names)
-    args = names["args"]
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 3)
-    assert (args.bf16, args.fp16, args.max_grad_norm) == (True, False, 0.5)
-    assert "# checkpointing.level=1 has no place here" in text
-    assert "#     with checkpointed(model, units, state):" in text
-
-    fused = report_with(
-        make_report, Plan(12), **{"optimizer.implementation": "fused", "precision.dtype": "default"}
-    ).export("transformers")
-    assert "optim='adamw_torch_fused'" in fused
-    assert "optimizer.implementation" not in fused.replace(fused.splitlines()[0], "")
-
-
-def test_lightning_arguments(report: Report) -> None:
-    pytest.importorskip("lightning", reason=f"lightning is {WANTED}")
-    names: dict[str, Any] = {}
-    text = report.export("lightning")
-    exec(text, names)
-    trainer = names["trainer"]
-    assert (trainer.precision, trainer.accumulate_grad_batches) == ("bf16-mixed", 3)
-    assert trainer.gradient_clip_val == 0.5
-    assert "batch_size=4" in text
-    assert "# checkpointing.level=1 has no place here" in text
-
-
 @pytest.mark.parametrize(("dtype", "named"), [("bfloat16", "bf16"), ("default", "no")])
 def test_accelerate_config(
     dtype: str, named: str, make_report: Callable[..., Report], tmp_path: Path
