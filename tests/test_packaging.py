@@ -91,7 +91,7 @@ def test_every_package_of_the_repository_is_in_the_wheel_and_nothing_else(wheel:
     assert modules == core | strategies
     tops = {path.parts[0] for path in names}
     assert tops == {"autofit", next(top for top in tops if top.endswith(".dist-info"))}
-    data = ("py.typed", "report/page.css", "report/page.js")
+    data = ("py.typed", "report/page.css")
     assert {Path("autofit", name) for name in data} <= names
 
 

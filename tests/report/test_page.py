@@ -99,17 +99,15 @@ def hostile(measured: Record) -> Record:
     )
 
 
-def test_nothing_is_loaded_from_elsewhere_and_only_our_scripts_may_run(measured: Record) -> None:
+def test_nothing_is_loaded_from_elsewhere_and_no_script_may_run(measured: Record) -> None:
     found = Elements(page(measured)).found
     for tag, attributes in found:
         assert not {"src", "href", "srcset", "data", "action"} & set(attributes), (tag, attributes)
         assert not [name for name in attributes if name.startswith("on")]
     policy = next(a["content"] for tag, a in found if a.get("http-equiv"))
     assert policy is not None
-    assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    assert "http" not in policy
-    assert "unsafe-eval" not in policy
-    assert re.search(r"script-src[^;]*unsafe", policy) is None
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+    assert "script" not in {tag for tag, _ in found}
 
 
 def test_each_plan_that_ran_is_drawn_where_its_numbers_are(measured: Record) -> None:
@@ -146,7 +144,6 @@ def test_hostile_names_are_text(hostile: Record) -> None:
     ours = Elements(page(load(REPORT).record)).found
     found = Elements(page(hostile))
     assert {tag for tag, _ in found.found} <= {tag for tag, _ in ours} | {"li", "p"}
-    assert sum(tag == "script" for tag, _ in found.found) == 1
     assert found.text.count("window.ran = 1") >= 5
 
 
@@ -167,7 +164,8 @@ def test_a_record_of_little_is_drawn_too(record: Record) -> None:
     for each in (small, record):
         html = page(each)
         assert len(points_of(html, "best")) == 1
-        assert html.count('<tr class="') == len(each.trials)
+        rows = html.partition('class="long trials"')[2].partition("</section>")[0].count("<tr>")
+        assert rows == 1 + len(each.trials), "and the titles"
 
 
 def test_what_fits_is_drawn_inside_the_budget_and_what_does_not_is_counted(record: Record) -> None:
@@ -223,36 +221,6 @@ class TestInABrowser:
             assert empty == 0, width
         assert tab.complaints == []
         assert tab.requests == [(tmp_path / "report.html").as_uri()]
-
-    def test_the_table_sorts_and_filters(
-        self, browser: Any, record: Record, tmp_path: Path
-    ) -> None:
-        tab = opened(browser, record, tmp_path)
-        shown = (
-            "[...document.querySelectorAll('.trials tbody tr')].filter(row => !row.hidden)"
-            ".map(row => row.cells[0].textContent)"
-        )
-        click = "document.querySelectorAll('.trials thead button')[{}].click()"
-        assert tab.run(shown) == list("01234567")
-        tab.run(click.format(5))  # samples/s; the unknown last, whichever way
-        assert tab.run(shown) == list("07536124")
-        tab.run(click.format(5))
-        assert tab.run(shown)[:5] == list("63507")
-        assert set(tab.run(shown)[5:]) == set("124")
-        tab.run(click.format(0))
-        tab.run(
-            "(() => { const box = document.getElementById('filter-words');"
-            " box.value = 'confirmation folding'; box.dispatchEvent(new Event('input')); })()"
-        )
-        assert tab.run(shown) == ["6"]
-        assert tab.run("document.getElementById('filter-count').textContent") == "1 of 8"
-        tab.run(
-            "(() => { const box = document.getElementById('filter-words'); box.value = '';"
-            " const kind = document.getElementById('filter-outcome'); kind.value = 'oom';"
-            " kind.dispatchEvent(new Event('change')); })()"
-        )
-        assert tab.run(shown) == ["1"]
-        assert tab.complaints == []
 
     def test_hostile_names_are_shown_and_do_not_run(
         self, browser: Any, hostile: Record, tmp_path: Path
