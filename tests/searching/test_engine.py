@@ -246,7 +246,7 @@ def test_a_quick_search_times_fewer_steps(device: SimulatedDevice) -> None:
         prober = device.prober()
         run_search(prober, replace(device.spec(), effort=effort), max_probes=2)
         timed[effort] = {request.most_timed_seconds for request in prober.probed}
-    assert timed == {Effort.QUICK: {1.0}, Effort.NORMAL: {5.0}, Effort.THOROUGH: {5.0}}
+    assert timed == {Effort.QUICK: {1.0}, Effort.NORMAL: {2.0}, Effort.THOROUGH: {2.0}}
 
 
 def test_a_probe_that_the_timeout_ends_is_not_blamed_on_its_plan(device: SimulatedDevice) -> None:
