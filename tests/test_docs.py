@@ -137,13 +137,16 @@ def test_numbers_of_pages_are_those_of_the_newest_results() -> None:
     assert sum("<!-- numbers: " in text for text in pages.values()) >= 2
 
 
-def test_each_number_of_the_readme_has_a_result() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert without_result(readme) == []
-    assert without_result(readme + "It is 3 times as fast.\n| here | 0.97 |\n") == [
+def test_each_number_has_a_result() -> None:
+    found = {page: without_result(page.read_text()) for page in NUMBERED}
+    assert {page: numbers for page, numbers in found.items() if numbers} == {}
+    settings = "That is 7\n% (`MARGIN`), with 95 % confidence."
+    assert without_result(f"It is 3 times as fast.\n\n| here | 0.97, 1 |\n\n{settings}") == [
         "3 times",
-        "| here | 0.97 |",
+        "0.97, 1",
     ]
+    result = "benchmarks/results/prediction-ablation-2026-11-22.md"
+    assert without_result(f"By 55.6 %, not 55.7 % (`{result}`).") == ["55.7 %"]
     with pytest.raises(LookupError, match="nobody"):
         value("versus-grids", "gpt2_small > nobody > speed", ".2f")
     with pytest.raises(LookupError, match="no-such-result"):
