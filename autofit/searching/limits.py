@@ -11,7 +11,6 @@ from typing import Any
 
 from autofit.errors import InvalidArgument, SearchTimedOut
 from autofit.measurement import Trial, TrialKind, fastest_of, oom_probes_of, probes_of
-from autofit.plan import check_count
 from autofit.searching.events import Progress
 
 _LARGEST_TIMEOUT_S = 1e9  # about as long as a system call waits
@@ -142,25 +141,6 @@ def _seconds_in_full(trial: Trial) -> float:
     measured, in_all = trial.measurement, trial.plan.accumulation_steps
     left_out = 1 - (measured.micro_batches_run or in_all) / in_all
     return (measured.seconds or 0.0) + left_out * sum(measured.step_times_s)
-
-
-def check_search_arguments(
-    *, max_probes: Any, timeout: Any, planned_steps: Any, study: Any, progress: Any
-) -> None:
-    """Check the arguments of `autofit.search` that say how to search.
-
-    Raises:
-        InvalidArgument: one is invalid; the message names it and its value.
-    """
-    for name, count in {"max_probes": max_probes, "planned_steps": planned_steps}.items():
-        if count is not None:
-            check_count(name, count)
-    check_timeout(timeout)
-    check_study(study)
-    if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        raise InvalidArgument(
-            f"progress must be True or a function that is called with each event, got {progress!r}"
-        )
 
 
 def check_timeout(timeout: Any) -> None:

@@ -17,7 +17,7 @@ from autofit.plan import check_count
 from autofit.planning.search_spec import Effort
 from autofit.registry import Unnamed
 from autofit.searching.events import OnEvent
-from autofit.searching.limits import Allowance, check_search_arguments
+from autofit.searching.limits import Allowance, check_study, check_timeout
 from autofit.strategy import Numerics, Strategy
 
 
@@ -132,27 +132,31 @@ class SearchArguments:
         InvalidArgument: one is invalid; the message names it and its value.
     """
 
-    vram_budget: str | float | None
-    device: str | Sequence[str] | None
-    numerics: Numerics | str
-    strategies: Iterable[str | Strategy] | None
-    planned_steps: int | None
-    max_probes: int | None
-    timeout: float | None
-    study: str | os.PathLike[str] | None
-    seed: int
-    progress: OnEvent | bool | None
-    options: SearchOptions
+    vram_budget: str | float | None = None
+    device: str | Sequence[str] | None = None
+    numerics: Numerics | str = "reduced_precision"
+    strategies: Iterable[str | Strategy] | None = None
+    planned_steps: int | None = None
+    max_probes: int | None = None
+    timeout: float | None = None
+    study: str | os.PathLike[str] | None = None
+    seed: int = 0
+    progress: OnEvent | bool | None = None
+    options: SearchOptions = field(default_factory=SearchOptions)
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        check_search_arguments(
-            max_probes=self.max_probes,
-            timeout=self.timeout,
-            planned_steps=self.planned_steps,
-            study=self.study,
-            progress=self.progress,
-        )
+        for name in ("max_probes", "planned_steps"):
+            if (count := getattr(self, name)) is not None:
+                check_count(name, count)
+        check_timeout(self.timeout)
+        check_study(self.study)
+        progress = self.progress
+        if not (progress is None or isinstance(progress, bool) or callable(progress)):
+            raise InvalidArgument(
+                "progress must be True or a function that is called with each event, got "
+                f"{progress!r}"
+            )
         if not isinstance(self.options, SearchOptions):
             raise InvalidArgument(
                 f"options must be autofit.SearchOptions(...), got {self.options!r}"

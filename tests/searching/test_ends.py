@@ -19,8 +19,8 @@ from autofit.searching.limits import (
     COMPARISON_BLOCKS,
     MOST_KEPT,
     Allowance,
-    check_search_arguments,
 )
+from autofit.searching.options import SearchArguments
 from autofit.searching.result import INTERRUPTED, difference_of, memory_of
 from autofit.testing import SimulatedProber
 from tests.simulated import SimulatedDevice
@@ -140,9 +140,9 @@ GOOD: dict[str, Any] = {
 
 
 def test_valid_arguments_pass() -> None:
-    check_search_arguments(**GOOD)
-    check_search_arguments(**dict.fromkeys(GOOD))
-    check_search_arguments(**GOOD | {"progress": True})
+    SearchArguments(**GOOD)
+    SearchArguments(**dict.fromkeys(GOOD))
+    SearchArguments(**GOOD | {"progress": True})
 
 
 @pytest.mark.parametrize(
@@ -164,4 +164,4 @@ def test_valid_arguments_pass() -> None:
 )
 def test_invalid_arguments_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match=name):
-        check_search_arguments(**GOOD | {name: value})
+        SearchArguments(**GOOD | {name: value})
