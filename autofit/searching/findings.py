@@ -19,8 +19,6 @@ from autofit.errors import InvalidArgument, SearchTimedOut, release_exception
 from autofit.measurement import Trial
 from autofit.plan import Plan
 from autofit.planning.search_spec import SearchSpec
-from autofit.probing.evaluation import largest_evaluation
-from autofit.probing.loader import deliver
 from autofit.probing.messages import OnStage
 from autofit.probing.prober import Prober
 from autofit.probing.profile import StepProfile, profile_plan
@@ -62,6 +60,8 @@ def look_for_findings(
     """
     best, baseline = record.best, record.baseline_beside_best
     if best.measurement.evaluation_peak_bytes is not None:
+        from autofit.probing.evaluation import largest_evaluation
+
         budget = spec.vram_budget_bytes
         resolved = resolve(best.plan, spec.space, prober.strategies)
         with _failure("evaluation", facts) as found:
@@ -158,6 +158,8 @@ def measure_loader(
             the worker.
         Exception: what the user's code raised.
     """
+    from autofit.probing.loader import deliver
+
     own = own_settings(loader, plan.samples_per_step)
     rates: dict[int, float] = {}
     facts |= {
