@@ -141,7 +141,7 @@ GOOD: dict[str, Any] = {
 
 def test_valid_arguments_pass() -> None:
     SearchArguments(**GOOD)
-    SearchArguments(**dict.fromkeys(GOOD))
+    SearchArguments()
     SearchArguments(**GOOD | {"progress": True})
 
 
