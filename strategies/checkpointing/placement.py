@@ -11,7 +11,7 @@ chains, 2019, with whole items recomputed and never a checkpoint within a checkp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import fsum, inf
@@ -23,9 +23,6 @@ from .saved_tensors import Timeline
 # Rounds to find the lowest ceiling that can be met, each finer by so much as it tries ceilings; and
 # ceilings from that on.
 ROUNDS, CEILINGS_A_ROUND, CEILINGS = 3, 12, 40
-
-# Units with which the lowest peak is tried again.
-MOST_TRIED = 200
 
 # Steps in which the knapsack counts released bytes.
 QUANTA = 2048
@@ -100,27 +97,7 @@ def frontier(timeline: Timeline, seconds: Mapping[str, float]) -> list[Placement
         found += solved(lowest - step, lowest, CEILINGS_A_ROUND)
         lowest = min(placement.peak_bytes for placement in found)
         step /= CEILINGS_A_ROUND
-    found += solved(lowest, peak, CEILINGS)
-    least = undominated(found)[-1]
-    return undominated([*found, *_lowered(timeline, least, names[:MOST_TRIED], seconds)])
-
-
-def _lowered(
-    timeline: Timeline, placement: Placement, names: Sequence[str], seconds: Mapping[str, float]
-) -> Iterator[Placement]:
-    """Yield placements of ever lower peaks, each with one unit more in place of those around it.
-
-    The knapsack counts bytes in quanta, so it may miss the lowest peak by a little.
-    """
-    chosen = list(placement.units)
-    lowest = placement.peak_bytes
-    for name in names:
-        kept = [unit for unit in chosen if unit != name and timeline.are_apart({unit, name})]
-        peak = timeline.peak([*kept, name])
-        if name not in chosen and peak < lowest:
-            chosen, lowest = [*kept, name], peak
-            units = tuple(unit for unit in timeline.calls_of if unit in chosen)
-            yield Placement(units, lowest, fsum(seconds[unit] for unit in units))
+    return undominated([*found, *solved(lowest, peak, CEILINGS)])
 
 
 def _items(timeline: Timeline, names: Sequence[str], seconds: Mapping[str, float]) -> list[Item]:
