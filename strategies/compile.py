@@ -49,10 +49,10 @@ _MODES = {"cpu": (DEFAULT,), "cuda": (DEFAULT, GRAPHS)}
 # chooses what is kept.
 _PLAIN_CALLS = {"checkpointing.level": (0, None)}
 _SAMPLES = 2
-_CPU_COST_S = (15.0, 0.07)
 # Seconds of a compilation: fixed, and for each operator of forward and backward. On a CPU as in
 # benchmarks/results/compile-2026-11-22.md; on a GPU a guess within 20 to 45 s for GPT-2-small and
 # ResNet-50.
+_CPU_COST_S = (15.0, 0.07)
 _CUDA_COST_S = (10.0, 0.03)
 # The attribute of a module that `Module.__call__` prefers to its own call.
 _CALL = "_compiled_call_impl"
