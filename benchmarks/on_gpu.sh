@@ -7,7 +7,8 @@
 #     grep -v '^torch==' constraints.txt > others.txt
 #     python3 -m pip download --no-deps --only-binary :all: -d wheels -r others.txt setuptools wheel scipy batch-finder autovram
 # makes the folder that WHEELS names. Without WHEELS nothing is installed.
-# REHEARSAL=1 takes tiny workloads and few probes, for an emulated card, whose times mean nothing.
+# REHEARSAL=1 takes tiny workloads, few probes and ten times the limits, for an emulated card, whose times mean nothing:
+#     REHEARSAL=1 emulated-gpu run -- benchmarks/on_gpu.sh OUT_FOLDER 6000
 set -euo pipefail
 
 out=${1:?OUT_FOLDER} seconds=${2:-590}
@@ -30,7 +31,7 @@ machine=$(
 )
 left=0
 step() { # step NAME LIMIT_S COMMAND...: the command's output is the result, under a head that says where and when
-    local name=$1 limit=$2 code=0
+    local name=$1 limit=$((patience * $2)) code=0
     shift 2
     compgen -G "$out/*-$name.txt" > /dev/null && return
     [[ -e $out/$name.failed && ! ${RETRY:-} ]] && return
@@ -52,11 +53,12 @@ step() { # step NAME LIMIT_S COMMAND...: the command's output is the result, und
 
 workloads=(gpt2_small=24GiB resnet50=12GiB) predicted=(gpt2_small resnet50 vit unet lstm mlp) sizes=(1 2 4 8 16)
 search=(--timeout 220) planned=20000 versus=(--steps 50 --repeats 1 --limit 60) tested=(tests/test_*.py tests/*/) storm=30
+patience=1
 if [[ ${REHEARSAL:-} ]]; then
-    workloads=(tiny_mlp=2GiB) predicted=(tiny_mlp) sizes=(1 2) storm=3
-    search=(--timeout 60 --max-probes 2 --effort quick) planned=20 versus=(--steps 2 --repeats 0 --limit 60)
-    versus+=(--precisions float32 --only "rule of Composer, halving" autofit)
-    tested=(tests/devices/)
+    workloads=(tiny_mlp=2GiB) predicted=(tiny_gpt) sizes=(1 2) storm=3 patience=10
+    search=(--max-probes 2 --effort quick) planned=20 versus=(--steps 2 --repeats 0 --limit 60)
+    versus+=(--precisions float32 --only "rule of Composer, halving")
+    tested=(tests/devices/test_gpus.py)
 fi
 
 for each in "${tested[@]}"; do
@@ -79,7 +81,7 @@ for name in "${predicted[@]}"; do
 done
 step faults 90 python3 -m benchmarks.gpu_checks faults --storm "$storm"
 for strategy in attention head_loss; do
-    step "strategy-$strategy" 120 python3 -m autofit search "benchmarks/workloads.py:${predicted[0]}" \
-        --strategies "$strategy" "${search[@]}" --timeout 100 --max-probes 4 --out "$out/strategy-$strategy.json"
+    step "strategy-$strategy" 250 python3 -m autofit search "benchmarks/workloads.py:${predicted[0]}" \
+        --strategies "$strategy" --max-probes 4 "${search[@]}" --out "$out/strategy-$strategy.json"
 done
 echo "$left steps are left for another call" | sed 's/^0 .*/nothing is left/'
