@@ -26,16 +26,17 @@ from autofit.strategy import NUMPY, PYTHON
 
 from .products import Products, around_products
 from .saved_tensors import put_tensors, take_tensors
-from .units import find, keeps_products
+from .units import Unit
 
 # Dotted name of a module below the one that is run, and its buffer's or a random state's name.
 StatePath: TypeAlias = tuple[str, str]
 
 _FORWARD = "_autofit_forward"
+_RUNS = "_autofit_runs"
 _STATE = "_autofit_state"
 _KEEPS = "_autofit_keeps_products"
 _AROUND = "_autofit_around"
-_ADDED = ("forward", _FORWARD, _STATE, _KEEPS, _AROUND)
+_ADDED = ("forward", _FORWARD, _RUNS, _STATE, _KEEPS, _AROUND)
 _ABSENT = object()
 
 
@@ -50,8 +51,7 @@ def checkpointed(
 
     Args:
         model: changed in place, and given back as it was.
-        units: names of modules, with a `~` behind those that keep their products; none may lie
-            within another.
+        units: names as `Unit` writes them; no unit may lie within another.
         state: what a forward may change and the second one must find as it was: dotted names of
             buffers, "Python's random state", "numpy's random state" (torch's is always kept).
         around: `around()` is entered around each recomputation, as something was around the
@@ -63,14 +63,34 @@ def checkpointed(
     """
     patched: list[tuple[nn.Module, dict[str, Any]]] = []
     try:
-        for unit, holder in [(unit, find(unit, model)) for unit in units]:
+        for holder, runs, keeps in _by_holder(model, units):
             patched.append((holder, {key: holder.__dict__.get(key, _ABSENT) for key in _ADDED}))
             below = _state_below(model, holder, set(state))
-            _cover(holder, _Around(around), {_STATE: below, _KEEPS: keeps_products(unit)})
+            _cover(holder, runs, _Around(around), {_STATE: below, _KEEPS: keeps})
         yield
     finally:
         for holder, before in reversed(patched):
             _uncover(holder, before)
+
+
+def _by_holder(
+    model: nn.Module, units: Iterable[str]
+) -> list[tuple[nn.Module, tuple[tuple[int, int], ...], bool]]:
+    """Return each module to cover, with the runs of children to checkpoint in it; (): all of it.
+
+    And whether it keeps its products.
+    """
+    parsed = [Unit.parse(name) for name in units]
+    holders: dict[str, nn.Module] = {unit.module: unit.find(model) for unit in parsed}
+    keeping = {unit.module for unit in parsed if unit.keeps_products}
+    return [
+        (
+            holder,
+            tuple(sorted(u.run for u in parsed if u.module == name and u.run is not None)),
+            name in keeping,
+        )
+        for name, holder in holders.items()
+    ]
 
 
 def _state_below(
@@ -105,14 +125,18 @@ def owner_of(model: nn.Module, state: str) -> nn.Module | None:
     return owner
 
 
-def _cover(holder: nn.Module, around: _Around, others: Mapping[str, Any]) -> None:
+def _cover(
+    holder: nn.Module, runs: Sequence[tuple[int, int]], around: _Around, others: Mapping[str, Any]
+) -> None:
     if _FORWARD in holder.__dict__:
         raise InvalidArgument(
             f"the model's {type(holder).__name__} is already checkpointed by another "
             "training: end that one first, by leaving its `with` block or calling its "
             "undo()"
         )
-    holder.__dict__[_FORWARD] = holder.forward
+    original = holder.forward
+    holder.__dict__[_FORWARD] = original
+    holder.__dict__[_RUNS] = runs
     holder.__dict__.update(others)
     holder.__dict__[_AROUND] = around
     holder.__dict__["forward"] = MethodType(forward, holder)
@@ -128,7 +152,25 @@ def _uncover(holder: nn.Module, before: dict[str, Any]) -> None:
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a covered module."""
-    return recomputed(self.__dict__[_FORWARD], self, self.__dict__[_STATE], args, kwargs)
+    original, state = self.__dict__[_FORWARD], self.__dict__[_STATE]
+    if not self.__dict__[_RUNS]:
+        return recomputed(original, self, state, args, kwargs)
+    children: list[Any] = list(self._modules.values())  # children() drops one that stands twice
+    value, position = args[0] if args else kwargs["input"], 0
+    for start, stop in self.__dict__[_RUNS]:
+        for child in children[position:start]:
+            value = child(value)
+        value = recomputed(partial(_in_turn, children[start:stop]), self, state, (value,), {})
+        position = stop
+    for child in children[position:]:  # not by a function, beside which `value` would stay alive
+        value = child(value)
+    return value
+
+
+def _in_turn(modules: Sequence[Any], value: Any) -> Any:
+    for module in modules:
+        value = module(value)
+    return value
 
 
 def recomputed(
@@ -145,7 +187,7 @@ def recomputed(
     random states as the first one did, and leaves the live ones alone.
 
     Args:
-        function: runs `holder`.
+        function: runs `holder`, or a part of it.
         holder: the module below which the state is found.
         state: what a forward may change.
         args, kwargs: tensors may stand at any depth of tuples, lists, dicts and dataclasses.

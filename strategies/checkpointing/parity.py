@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from autofit.strategy import Comparison, Context
 
-from .units import find, keeps_products, make_of, module_of
+from .units import Unit, make_of
 
 SEEDS = (0, 1, 2)
 # A model in which so many units differ is not worth more steps; the rest is left out untried.
@@ -130,16 +130,20 @@ class _Gate:
                     units = [unit for unit in units if not self._is_within(unit, covered)]
                 self.search(sorted(units, key=lambda unit: str(self._kinds[unit])))
                 alike = [unit for unit in units if unit not in self.parity.left_out]
-                covered.update(map(module_of, alike))
+                covered.update(part for unit in alike for part in self._names_of(unit))
         self.parity.left_out |= dict.fromkeys(self._never_run(layers), _NEVER_RUN)
 
+    def _names_of(self, unit: str) -> list[str]:
+        return Unit.parse(unit).parts(self._context.model)
+
     def _is_within(self, unit: str, covered: Collection[str]) -> bool:
-        """Return whether a unit is, or lies within, one of the modules with these names.
+        """Return whether all modules of a unit are, or lie within, those with these names.
 
         One that keeps its products is within no other: it runs again what others do not.
         """
-        return not keeps_products(unit) and any(
-            name in ("", unit) or unit.startswith(f"{name}.") for name in covered
+        return not Unit.parse(unit).keeps_products and all(
+            any(part == name or name == "" or part.startswith(f"{name}.") for name in covered)
+            for part in self._names_of(unit)
         )
 
     def search(self, units: Sequence[str]) -> None:
@@ -219,12 +223,17 @@ class _Gate:
         units = [unit for layer in layers for unit in layer]
         makes = {unit: make_of(unit, model) for unit in units}
         called = set(map(model.get_submodule, self._ran))
-        ran = {unit for unit in units if find(unit, model) in called}
+        ran = {unit for unit in units if called.intersection(_parts(unit, model))}
         harmful = {makes[unit] for unit in self.parity.left_out}
         harmless = {makes[unit] for unit in ran} - harmful
         return {unit for unit in makes.keys() - ran if makes[unit] not in harmless}
 
 
 def _kind(unit: str, model: nn.Module) -> Hashable:
-    """Return the class of a unit's module, and whether it keeps its products."""
-    return keeps_products(unit), type_before_parametrizations(find(unit, model)).__qualname__
+    """Return the classes of a unit's outermost modules, and whether it keeps its products."""
+    names = (type_before_parametrizations(part).__qualname__ for part in _parts(unit, model))
+    return Unit.parse(unit).keeps_products, *names
+
+
+def _parts(unit: str, model: nn.Module) -> list[nn.Module]:
+    return [model.get_submodule(part) for part in Unit.parse(unit).parts(model)]

@@ -20,7 +20,7 @@ from autofit.strategy import Context, TrainingView
 from ..calls import run_step
 from .products import around_products
 from .saved_tensors import Recorder, Timeline, saving_by
-from .units import keeps_products, module_of
+from .units import Unit
 
 # Limits of the steps that parts are timed in, and the seconds after which they suffice.
 LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 25, 0.5
@@ -72,11 +72,11 @@ class Times:
     step_s: float
     products: Mapping[str, float] = field(default_factory=dict)
 
-    def of(self, unit: str) -> float:
-        """Return the seconds that recomputing a unit takes."""
-        module = module_of(unit)
-        share = self.products.get(module, 0.0) if keeps_products(unit) else 0.0
-        return self.seconds.get(module, 0.0) * (1 - share)
+    def of(self, unit: str, model: torch.nn.Module) -> float:
+        """Return the seconds that recomputing a unit takes; of a run, the sum of its children."""
+        parsed = Unit.parse(unit)
+        whole = sum(self.seconds.get(part, 0.0) for part in parsed.parts(model))
+        return whole * (1 - self.products.get(parsed.module, 0.0) * parsed.keeps_products)
 
 
 def profile_step(

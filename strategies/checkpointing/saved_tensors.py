@@ -126,6 +126,12 @@ class Timeline:
         index = self._index_of(position)
         return int(self._plain_held[index - 1]) if index else 0
 
+    def bytes_of(self, indices: Collection[int], calls: Collection[Call]) -> int:
+        """Return the bytes of those storages that training first saves during these calls."""
+        firsts = [storage for index in indices if (storage := self.storages[index]).saved]
+        inside = [s for s in firsts if any(call.start <= s.first < call.end for call in calls)]
+        return sum(storage.nbytes for storage in inside)
+
     def most_within(self, start: int, end: int) -> int:
         """Return the most bytes without checkpointing while its backward is at these positions."""
         stretch = self._stretch(start, end)

@@ -32,7 +32,7 @@ from .profile import (
     time_parts,
 )
 from .saved_tensors import NeedsSavedTensors, Timeline
-from .units import KEEPING, find, find_candidates, keeps_products, layers, make_of, module_of
+from .units import KEEPING, Unit, find_candidates, layers, make_of
 
 if TYPE_CHECKING:
     from .placement import Placement
@@ -128,8 +128,9 @@ class Checkpointing(OneSetting):
             if not left_out and found.timeline.saved_bytes:
                 context.note(_NOTHING_WORTH_IT)
             return _PLAIN
-        names = set(map(module_of, timeline.calls_of))
-        keeping = {module_of(unit) for unit in timeline.calls_of if keeps_products(unit)}
+        parsed = [Unit.parse(unit) for unit in timeline.calls_of]
+        names = {part for unit in parsed for part in unit.parts(context.model)}
+        keeping = {unit.module for unit in parsed if unit.keeps_products}
         times = time_parts(context, timed_batch, names, keeping)
         levels = make_dimension(context.model, timeline, times, sorted(parity.state))
         if len(levels.values) == 1:
@@ -213,7 +214,7 @@ def find_placements(model: nn.Module, timeline: Timeline, times: Times) -> list[
     from .placement import frontier, spread
 
     least_s = LEAST_SHARE_OF_A_STEP * times.step_s
-    seconds = {unit: max(times.of(unit), least_s) for unit in timeline.calls_of}
+    seconds = {unit: max(times.of(unit, model), least_s) for unit in timeline.calls_of}
     return spread(frontier(timeline, _evened(model, timeline, seconds)))
 
 
@@ -291,5 +292,10 @@ def _hint(placement: Placement, without: Placement, step_s: float) -> CostHint:
 
 def _within(state: Collection[str], units: Sequence[str], model: nn.Module) -> list[str]:
     """Return the names whose state is held by a module of these units, or by no module."""
-    inside = {module for unit in units for module in find(unit, model).modules()}
+    inside = {
+        module
+        for unit in units
+        for part in Unit.parse(unit).parts(model)
+        for module in model.get_submodule(part).modules()
+    }
     return [name for name in state if owner_of(model, name) in (None, *inside)]

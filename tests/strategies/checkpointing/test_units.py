@@ -43,17 +43,36 @@ def test_blocks_and_their_parts(find: Find) -> None:
     assert "0.mix.0" not in units, "a lone layer saves what it is given"
 
 
-def test_no_unit_begins_by_changing_its_input(find: Find) -> None:
-    class Block(nn.Sequential):
-        def __init__(self) -> None:
-            layers = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
-            super().__init__(nn.SiLU(inplace=True), *layers)
+def test_runs_of_a_flat_sequential(find: Find, part: Callable[[str], Any]) -> None:
+    layers: list[nn.Module] = []
+    for _ in range(8):
+        layers += [nn.Linear(16, 16), nn.Tanh()]
+    found = find(nn.Sequential(*layers), torch.randn(4, 16))
+    runs = [part("units").Unit.parse(unit).run for unit in found.units]
+    assert len(runs) >= 4
+    assert all(run is not None and run[1] - run[0] > 1 for run in runs)
+    outermost = part("units").layers(found.timeline)[0]
+    covered = [i for u in outermost for i in range(*part("units").Unit.parse(u).run)]
+    assert len(covered) == len(set(covered)) >= 12
 
-    plain = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1), nn.SiLU(inplace=True)) * 2)
-    found = find(nn.Sequential(plain, Block(), Block()), torch.randn(2, 4, 8, 8))
-    assert found.units
-    assert not [unit for unit in found.units if unit.startswith(("1", "2"))]
-    assert {"1", "2"} <= set(found.left_out)
+
+def test_each_run_is_offered_once(find: Find) -> None:
+    """Where the second half of a run saves nearly all, that half is the run itself."""
+    layers = (nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    found = find(nn.Sequential(nn.Linear(16, 16), nn.Sequential(*layers)), torch.randn(4, 16))
+    assert [unit for unit in found.units if unit.startswith("1")]
+    assert all(len(calls) == 1 for calls in found.timeline.calls_of.values())
+
+
+def test_no_unit_begins_by_changing_its_input(find: Find, part: Callable[[str], Any]) -> None:
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU(inplace=True)]
+    model = nn.Sequential(*layers)
+    units = find(model, torch.randn(2, 4, 8, 8)).units
+    assert units
+    firsts = {part("units").Unit.parse(unit).parts(model)[0] for unit in units}
+    assert not [name for name in firsts if isinstance(model.get_submodule(name), nn.SiLU)]
 
 
 def test_a_scripted_module_is_let_alone(find: Find) -> None:
