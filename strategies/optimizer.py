@@ -8,6 +8,10 @@ the flags of its groups change, as `foreach=` and `fused=` would set them where 
 What an update costs depends on no other setting, so it is measured before the search: an
 implementation that saves next to nothing, or raises, is not offered, and costs no probes.
 
+`optimizer.state` starts at "default", the type of the parameters. "bfloat16" holds it in half the
+bytes (`optimizer_state`), which no comparison of one step can judge: it is offered only to who
+names this strategy.
+
 `optimizer.when` starts at "step", after the backward pass. "backward" updates each parameter within
 it (`update_in_backward`); that is tried on one step before it is offered.
 """
@@ -30,6 +34,7 @@ from autofit.errors import release_exception, with_type
 from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
+from .optimizer_state import STATE, shares_held, state_in_bfloat16
 from .update_in_backward import LINES, WHEN, share_held, updated_in_backward
 
 SETTING = "optimizer.implementation"
@@ -61,10 +66,14 @@ class OptimizerImplementation:
 
     name = "optimizer"
     phase = Phase.OPTIMIZER
-    numerics_of: Mapping[str, Numerics] = MappingProxyType({WHEN: Numerics.EXACT})
+    numerics_of: Mapping[str, Numerics] = MappingProxyType(
+        {SETTING: Numerics.ROUNDING, WHEN: Numerics.EXACT}
+    )
     standard_terms = ("optimizer_implementation",)
 
-    def __init__(self, numerics: Numerics = Numerics.ROUNDING, *, has_step: bool = True) -> None:
+    def __init__(
+        self, numerics: Numerics = Numerics.REDUCED_PRECISION, *, has_step: bool = True
+    ) -> None:
         self.numerics, self._has_step = numerics, has_step
 
     def within(self, numerics: Numerics) -> OptimizerImplementation:
@@ -76,19 +85,23 @@ class OptimizerImplementation:
         return OptimizerImplementation(self.numerics, has_step=False)
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        """Return the implementations, and when the update may be.
+        """Return the implementations, when the update may be, and from what state it may be.
 
         As steps show it, and as far as the arithmetic may change.
         """
         samples = min(_SAMPLES_OF_ONE_STEP, context.samples_per_step)
-        look = partial(_look, samples, self._has_step and context.world.size == 1)
-        implementations, share = context.with_training(look, samples)
+        look = partial(_look, samples, context.world.size)
+        implementations, share, shares = context.with_training(look, samples)
         found = {}
         if self.numerics >= Numerics.ROUNDING:
             found[SETTING] = _implementations(context, implementations)
-        if share is not None:
-            found[WHEN] = _when(share)
-        return found
+        found.update(_of_one_step(share, shares))
+        return {
+            setting: dimension
+            for setting, dimension in found.items()
+            if self.numerics_of.get(setting, Numerics.REDUCED_PRECISION) <= self.numerics
+            and (setting != WHEN or self._has_step)
+        }
 
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
@@ -105,6 +118,8 @@ class OptimizerImplementation:
         """Return the equivalent lines of a training script."""
         value = str(settings.get(SETTING, "default"))
         others = LINES if settings.get(WHEN) == "backward" else []
+        if settings.get(STATE) == "bfloat16":
+            others = [*others, *_lines_of_state(payloads)]
         if value == "default":
             return [*others]
         names = payloads[SETTING]["optimizers"]
@@ -118,6 +133,15 @@ class OptimizerImplementation:
         ]
 
 
+def _lines_of_state(payloads: Mapping[str, Any]) -> list[str]:
+    names = payloads[STATE]["optimizers"]
+    chosen = "optimizer" if names == [""] else f"*(optimizer[name] for name in {names})"
+    return [
+        "from autofit.strategies.optimizer import state_in_bfloat16",
+        f"with state_in_bfloat16({chosen}):  # around the training",
+    ]
+
+
 @contextmanager
 def _applied(
     training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
@@ -128,6 +152,10 @@ def _applied(
             names = payloads[SETTING]["optimizers"]
             chosen = [each for name, each in _named(training) if name in names]
             stack.enter_context(implemented(chosen, value))
+        if settings.get(STATE, "default") == "bfloat16":
+            names = payloads[STATE]["optimizers"]
+            chosen = [each for name, each in _named(training) if name in names]
+            stack.enter_context(state_in_bfloat16(*chosen))
         if settings.get(WHEN, "step") == "backward":
             stack.enter_context(updated_in_backward(training, training.optimizer))
         yield
@@ -162,30 +190,47 @@ def _implementations(context: Context, found: Mapping[str, Sequence[str]]) -> Di
 
 
 def _look(
-    samples: int, has_own_step: bool, training: TrainingView, batch: Any
-) -> tuple[dict[str, list[str]], float | None]:
-    """Return the implementations that work, and the share of bytes held for `_when`."""
-    found, share = _found(training), None
-    if has_own_step:
+    samples: int, ranks: int, training: TrainingView, batch: Any
+) -> tuple[dict[str, list[str]], float | None, dict[str, float]]:
+    """Return the implementations that work, and the shares of bytes held for `_of_one_step`."""
+    found, share, shares = _found(training), None, dict[str, float]()
+    if ranks == 1:
         with suppress(torch.OutOfMemoryError):
             share = share_held(samples, training, batch)
-    return found, share
+            shares = shares_held(training)
+    return found, share, shares
 
 
-def _when(share: float) -> Dimension:
-    """Return when the update may be, of one device, where the backward pass holds this share."""
-    return Dimension(
-        ["step", "backward"],
-        hints={"backward": replace(_SAME_ACTIVATIONS, fixed_bytes=share)},
-        when={
-            "adam_state.format": ("default", None),  # of the example of a plug-in
-            "checkpointing.level": (0, None),  # a recomputation may read what is updated
-            "compile.mode": ("off", None),
-            "precision.dtype": ("default", "tf32", "bfloat16", None),  # float16 has a scaler
-        },
-        accumulation={"backward": False},
-        relieves=("memory traffic",),
-    )
+def _of_one_step(share: float | None, shares: Mapping[str, float]) -> dict[str, Dimension]:
+    """Return when the update may be, and in what types its state, of one device.
+
+    In the backward pass where that is as exact and saves bytes.
+    """
+    found = {}
+    own_state: Mapping[str, Sequence[Scalar | None]] = {"adam_state.format": ("default", None)}
+    if share is not None:
+        found[WHEN] = Dimension(
+            ["step", "backward"],
+            hints={"backward": replace(_SAME_ACTIVATIONS, fixed_bytes=share)},
+            when={
+                **own_state,
+                "checkpointing.level": (0, None),  # a recomputation may read what is updated
+                "compile.mode": ("off", None),
+                "precision.dtype": ("default", "tf32", "bfloat16", None),  # float16 has a scaler
+            },
+            accumulation={"backward": False},
+            relieves=("memory traffic",),
+        )
+    if shares:
+        found[STATE] = Dimension(
+            ["default", "bfloat16"],
+            payloads={"bfloat16": {"optimizers": [*shares]}},
+            hints={"bfloat16": replace(_SAME_ACTIVATIONS, fixed_bytes=max(shares.values()))},
+            when=own_state,
+            opt_in=True,
+            relieves=("memory traffic",),
+        )
+    return found
 
 
 @contextmanager
