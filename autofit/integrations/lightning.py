@@ -36,6 +36,8 @@ from autofit.training.workload import Workload
 from autofit.units import kind_of
 
 if TYPE_CHECKING:
+    from autofit.checks.predict import GpuTable, Prediction
+    from autofit.checks.verdict import Verdict
     from autofit.searching.options import SearchOptions
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -95,6 +97,45 @@ def workload(
     if "optimizer" not in more:
         given["optimizer"] = _optimizer(module)
     return Workload(module, sample_batch, **given | more)
+
+
+def predict(module: Any, data: Any = None, **given: Any) -> Prediction | GpuTable:
+    """Predict the memory of this module's training: `autofit.predict` of its `workload`.
+
+    Args:
+        module, data: see `workload`.
+        given: gpu, plan and the other arguments of `autofit.predict`; trainer, sample_batch,
+            optimizer, global_batch and examine as for `workload`.
+
+    Raises:
+        InvalidArgument: see `workload`, and what `autofit.predict` raises.
+    """
+    from autofit.checks.predict import predict as run
+
+    predicted: Prediction | GpuTable = run(_workload_of(module, data, given), **given)
+    return predicted
+
+
+def check(module: Any, data: Any = None, **given: Any) -> Verdict:
+    """Check whether this module's training fits: `autofit.check` of its `workload`.
+
+    Args:
+        module, data: see `workload`.
+        given: vram_budget, gpu and the other arguments of `autofit.check`; trainer, sample_batch,
+            optimizer, global_batch and examine as for `workload`.
+
+    Raises:
+        InvalidArgument: see `workload`, and what `autofit.check` raises.
+    """
+    from autofit.checks.verdict import check as run
+
+    return run(_workload_of(module, data, given), **given)
+
+
+def _workload_of(module: Any, data: Any, given: dict[str, Any]) -> Workload:
+    names = ("trainer", "sample_batch", "optimizer", "global_batch", "examine")
+    own = {name: given.pop(name) for name in names if name in given}
+    return workload(module, data, **own)
 
 
 def search(

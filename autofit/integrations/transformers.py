@@ -35,6 +35,8 @@ from autofit.training.evaluation import modes_kept
 from autofit.training.workload import Workload
 
 if TYPE_CHECKING:
+    from autofit.checks.predict import GpuTable, Prediction
+    from autofit.checks.verdict import Verdict
     from autofit.searching.options import SearchOptions
 
 
@@ -93,6 +95,44 @@ def workload(
     if as_configured and _checkpoints(args):
         model = _checkpointed(model, args)
     return Workload(model, sample_batch, **given | more)
+
+
+def predict(trainer: Any, **given: Any) -> Prediction | GpuTable:
+    """Predict the memory of this Trainer as it is: `autofit.predict` of its `workload`.
+
+    Args:
+        trainer: see `workload`.
+        given: gpu, plan and the other arguments of `autofit.predict`; sample_batch and examine as
+            for `workload`.
+
+    Raises:
+        InvalidArgument: see `workload`, and what `autofit.predict` raises.
+    """
+    from autofit.checks.predict import predict as run
+
+    predicted: Prediction | GpuTable = run(_workload_of(trainer, given), **given)
+    return predicted
+
+
+def check(trainer: Any, **given: Any) -> Verdict:
+    """Check whether this Trainer fits as it is: `autofit.check` of its `workload`.
+
+    Args:
+        trainer: see `workload`.
+        given: vram_budget, gpu and the other arguments of `autofit.check`; sample_batch and examine
+            as for `workload`.
+
+    Raises:
+        InvalidArgument: see `workload`, and what `autofit.check` raises.
+    """
+    from autofit.checks.verdict import check as run
+
+    return run(_workload_of(trainer, given), **given)
+
+
+def _workload_of(trainer: Any, given: dict[str, Any]) -> Workload:
+    own = {name: given.pop(name) for name in ("sample_batch", "examine") if name in given}
+    return workload(trainer, as_configured=given.get("plan") is None, **own)
 
 
 def search(

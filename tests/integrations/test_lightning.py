@@ -209,10 +209,9 @@ class Forgetful(Classifier):
 
 def test_a_prediction_and_a_check_take_the_trainers_accumulation() -> None:
     trainer = trainer_of(accumulate_grad_batches=3)
-    workload = integration.workload(Forgetful(), Data(), trainer=trainer)
-    found: Any = autofit.predict(workload, gpu="L4")
+    found: Any = integration.predict(Forgetful(), Data(), trainer=trainer, gpu="L4")
     assert str(found.plan).startswith("4 x 3")
-    verdict = autofit.check(workload, gpu="L4")
+    verdict = integration.check(Forgetful(), Data(), trainer=trainer, gpu="L4")
     assert verdict.fits
     assert verdict.required_bytes == found.required_bytes
 

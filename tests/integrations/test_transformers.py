@@ -215,7 +215,7 @@ def test_a_prediction_has_the_gradients_and_the_state_of_a_real_step(
 ) -> None:
     trainer = of(tmp_path)
     before = copy.copy(vars(trainer))
-    found: Any = autofit.predict(integration.workload(trainer), gpu="L4")
+    found: Any = integration.predict(trainer, gpu="L4")
     assert vars(trainer) == before
     assert str(found.plan).startswith("4 x 2")
     trainer.train()
@@ -233,15 +233,15 @@ def test_a_prediction_checkpoints_as_the_arguments_say(tmp_path: Path) -> None:
     size = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}
     kept: Any = autofit.predict(integration.workload(trainer_of(tmp_path, **size)), gpu="L4")
     trainer = trainer_of(tmp_path, gradient_checkpointing=True, **size)
-    recomputed: Any = autofit.predict(integration.workload(trainer), gpu="L4")
+    recomputed: Any = integration.predict(trainer, gpu="L4")
     assert recomputed.breakdown["activations"] < 0.9 * kept.breakdown["activations"]
     assert not any(getattr(each, "gradient_checkpointing", 0) for each in trainer.model.modules())
 
 
 def test_a_check_probes_or_predicts_the_trainer(tmp_path: Path) -> None:
-    workload = integration.workload(trainer_of(tmp_path, bf16=True))
-    assert autofit.check(workload, device="cpu", vram_budget="64MiB").fits
-    assert not autofit.check(workload, gpu="L4", vram_budget="320MiB").fits
+    trainer = trainer_of(tmp_path, bf16=True)
+    assert integration.check(trainer, device="cpu", vram_budget="64MiB").fits
+    assert not integration.check(trainer, gpu="L4", vram_budget="320MiB").fits
 
 
 @pytest.mark.parametrize("use", [integration.workload, integration.search])
