@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -275,6 +276,12 @@ def junit_xml(name: str, verdict: Verdict, regression: Regression | None) -> str
     if not verdict.fits:
         return _suite(name, output, "failure", str(verdict), verdict.explain())
     return _suite(name, output)
+
+
+def junit_xml_of_error(name: str, error: BaseException) -> str:
+    """Return one test case with an error, for a check that raised."""
+    text = "".join(traceback.format_exception(error))
+    return _suite(name, "", "error", f"{type(error).__name__}: {error}", text)
 
 
 def _suite(

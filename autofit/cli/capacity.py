@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +17,7 @@ from autofit.checks.verdict import (
     Verdict,
     compare_with,
     junit_xml,
+    junit_xml_of_error,
     markdown,
     read_fraction,
 )
@@ -157,7 +160,7 @@ def check(
     here = world_of_environment().size
     ranks = world_size if world_size is not None or here == 1 or plan_from else here
     allowed = read_fraction(max_regression)
-    with stdout_for_results_only():
+    with stdout_for_results_only(), _errors_shown(target, junit_xml if leads() else None):
         workload = with_eval_batch(load_target(target), eval_batch)
         from autofit.checks.check import check as run
 
@@ -209,3 +212,15 @@ def _write(path: Path, text: str, mode: str = "w") -> None:
     check_is_file(path)
     with path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
+
+
+@contextmanager
+def _errors_shown(target: str, junit_path: Path | None) -> Iterator[None]:
+    """Write an error that ends the check to its JUnit file too, where a CI job looks for it."""
+    try:
+        yield
+    except BaseException as error:
+        if junit_path is not None:
+            with suppress(OSError, InvalidArgument):  # the error itself matters more
+                _write(junit_path, junit_xml_of_error(target, error))
+        raise

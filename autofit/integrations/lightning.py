@@ -127,7 +127,7 @@ def check(module: Any, data: Any = None, **given: Any) -> Verdict:
     Raises:
         InvalidArgument: see `workload`, and what `autofit.check` raises.
     """
-    from autofit.checks.verdict import check as run
+    from autofit.checks.check import check as run
 
     return run(_workload_of(module, data, given), **given)
 

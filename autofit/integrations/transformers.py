@@ -125,7 +125,7 @@ def check(trainer: Any, **given: Any) -> Verdict:
     Raises:
         InvalidArgument: see `workload`, and what `autofit.check` raises.
     """
-    from autofit.checks.verdict import check as run
+    from autofit.checks.check import check as run
 
     return run(_workload_of(trainer, given), **given)
 

@@ -159,6 +159,24 @@ def test_check_of_a_tuned_plan_probes_where_it_can(
     assert exact["required_bytes"] == named["required_bytes"] + 2**20
 
 
+def test_an_error_of_the_users_code_is_in_the_junit_file_too(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    junit = tmp_path / "junit.xml"
+    broken = target.replace(":make", ":broken")
+    command = ["autofit", "check", broken, "--gpu", "L4", "--junit-xml", str(junit)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 3
+    suite = ElementTree.parse(junit).getroot()
+    error = suite.find("testcase/error")
+    assert suite.get("errors") == "1"
+    assert error is not None
+    assert error.get("message") == "ValueError: no ? loss"
+    assert "loss_fn" in str(error.text)
+
+
 def test_several_gpus_give_a_table(target: str) -> None:
     code, said = run("predict", target, "--gpu", "L4,T4")
     assert code == 0

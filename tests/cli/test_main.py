@@ -417,12 +417,13 @@ def test_the_users_own_errors_exit_with_3_and_their_traceback(
 
 @pytest.mark.parametrize("target", ["exits", "leaving"])
 def test_a_check_never_ends_with_the_code_of_a_sys_exit_in_the_users_code(
-    forked: Callable[..., Ran], target: str
+    forked: Callable[..., Ran], folder: Path, target: str
 ) -> None:
     """0 would mean that the training fits."""
-    ran = forked("check", f"models.py:{target}", "--gpu", "L4")
+    ran = forked("check", f"models.py:{target}", "--gpu", "L4", "--junit-xml", "check.xml")
     assert ran.code == 3, ran.err
     assert "SystemExit: 0" in ran.err
+    assert "SystemExit" in (folder / "check.xml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -435,10 +436,11 @@ def test_a_check_never_ends_with_the_code_of_a_sys_exit_in_the_users_code(
     ],
 )
 def test_no_error_of_the_users_code_is_taken_for_an_answer(
-    here: Callable[..., Ran], target: str, words: str
+    here: Callable[..., Ran], folder: Path, target: str, words: str
 ) -> None:
     """Python and the library behind the command line give these codes of their own: 1 and 0."""
-    ran = here("check", f"models.py:{target}", "--gpu", "L4")
+    ran = here("check", f"models.py:{target}", "--gpu", "L4", "--junit-xml", f"{target}.xml")
+    (folder / f"{target}.xml").unlink()
     assert ran.code == 3
     assert words in ran.err
 
