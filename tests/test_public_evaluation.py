@@ -13,11 +13,7 @@ from typer.testing import CliRunner
 
 import autofit
 from autofit.cli.main import app
-from autofit.devices.cpu import CpuDevice
 from autofit.errors import InvalidArgument, NoFeasiblePlan
-from autofit.plan import Plan, ResolvedPlan
-from autofit.training.evaluation import evaluate
-from autofit.training.training import TrainingBuilder
 from autofit.units import MIB
 
 HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "64MiB", "strategies": []}
@@ -76,20 +72,39 @@ def test_a_search_finds_the_largest_evaluation_that_has_room() -> None:
     assert autofit.probe(workload(batch=found["largest_samples"]), **HERE).ok
 
 
-def test_an_evaluation_may_leave_the_model_in_any_mode() -> None:
-    modes: list[bool] = []
+class Unfrozen:
+    def __call__(self, model: nn.Module, batch: Any) -> None:
+        model[0].requires_grad_(requires_grad=not model[0].weight.requires_grad)  # type: ignore[index]
 
-    def half_in_training(model: nn.Module, batch: Any) -> None:
-        modes.append(model.training)
-        model[0].train()  # type: ignore[index]
+
+def trains(model: nn.Module, batch: Any) -> None:
+    model.train()
+    model(batch[0])
+    model.eval()
+
+
+def half_in_training(model: nn.Module, batch: Any) -> None:
+    model[0].train()  # type: ignore[index]
+
+
+def updates(model: nn.Module, batch: Any) -> None:
+    next(model.parameters()).mul_(2.0)
+
+
+def test_an_evaluation_may_end_in_training_mode_but_not_change_the_model() -> None:
+    def restores(model: nn.Module, batch: Any) -> None:
         model(batch[0])
+        model.train()
 
-    training = TrainingBuilder(workload, CpuDevice(), 0).training(workload(), ResolvedPlan(Plan(4)))
-    training.model[1].eval()  # type: ignore[index]
-    before = [module.training for module in training.model.modules()]
-    evaluate(training, half_in_training, workload().evaluation_batch(4), 4)
-    assert modes == [False]
-    assert [module.training for module in training.model.modules()] == before
+    assert autofit.probe(workload(restores), **HERE).ok
+    for step, words in (
+        (trains, "values of 1.running_mean"),
+        (updates, "values of 0.weight"),
+        (half_in_training, "mode"),
+        (Unfrozen(), "requires_grad of 0.weight"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"eval_step changed the {words}"):
+            autofit.probe(workload(step), **HERE)
 
 
 @pytest.mark.parametrize(

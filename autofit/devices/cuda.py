@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,6 +27,19 @@ from autofit.units import format_bytes
 _IDENTIFYING_BYTES = 32 * 2**20
 _BUSY = 10  # percent of the time
 _CROWDED = 0.01  # share of the memory
+
+
+_PEAKS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
+_COUNTS = ("num_alloc_retries",)
+# The functions of torch._C that every public one calls to reset, and what they reset.
+#
+# Loops that log their memory call these after each step, which would hide a probe's peak.
+_RESETS = {
+    "_cuda_resetPeakMemoryStats": _PEAKS,
+    "_accelerator_resetPeakStats": _PEAKS,
+    "_cuda_resetAccumulatedMemoryStats": _COUNTS,
+    "_accelerator_resetAccumulatedStats": _COUNTS,
+}
 # The variable that is "0" on an emulated GPU whose kernels are launched into nothing.
 _VALUES = "EMULATED_GPU_VALUES"
 _NO_KERNEL = frozenset({98, 209, 222})  # invalid function, no kernel image, PTX that is too new
@@ -91,9 +106,11 @@ class CudaDevice:
         self._listed_as = self._find_itself()
         free, self.total_bytes = map(int, torch.cuda.mem_get_info(index))
         self.free_bytes = min(free + self._own_bytes(), self.total_bytes)
+        self._statistics = AllocatorStatistics(self.torch_device)
 
     def close(self) -> None:
         """Release cached memory and restore the memory fraction and the current device."""
+        self._statistics.close()
         try:
             self.release_cache()
             torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.torch_device)
@@ -170,7 +187,7 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def read(self) -> MemoryReading:
-        statistics = torch.cuda.memory_stats(self.torch_device)
+        statistics = self._statistics.read()
         reserved = int(statistics.get("reserved_bytes.all.current", 0))
         return MemoryReading(
             allocated_bytes=int(statistics.get("allocated_bytes.all.current", 0)),
@@ -186,7 +203,7 @@ class CudaDevice:
         return int(torch.cuda.memory_allocated(self.torch_device))
 
     def reset_peaks(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._statistics.restart_peaks()
 
     def release_cache(self, *, workspaces: bool = True) -> None:
         """Return cached segments to the driver, and cuBLAS's workspaces (32 MiB each on sm_90)."""
@@ -282,6 +299,49 @@ class CudaDevice:
         del block
         self.release_cache()
         return found if found in after and 0 <= outside <= CONTEXT_BYTES else None
+
+
+class AllocatorStatistics:
+    """Statistics of one device; what the process resets until `close` is noted before.
+
+    Args:
+        device: a CUDA device that this process uses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._noted = dict.fromkeys((*_PEAKS, *_COUNTS), 0)
+        self._replaced: dict[str, Callable[..., Any]] = {}
+        for name, reset in _RESETS.items():
+            if (function := getattr(torch._C, name, None)) is not None:
+                self._replaced[name] = function
+                setattr(torch._C, name, partial(self._note_and, function, reset))
+
+    def close(self) -> None:
+        """Give torch its functions back."""
+        for name, function in self._replaced.items():
+            setattr(torch._C, name, function)
+
+    def read(self) -> Mapping[str, int]:
+        """Return torch's, with peaks since `restart_peaks` and counts since the start."""
+        read: dict[str, int] = torch.cuda.memory_stats(self._device)
+        peaks = {name: max(read.get(name, 0), self._noted[name]) for name in _PEAKS}
+        counts = {name: read.get(name, 0) + self._noted[name] for name in _COUNTS}
+        return {**read, **peaks, **counts}
+
+    def restart_peaks(self) -> None:
+        """Restart the peaks at the current values."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._noted.update(dict.fromkeys(_PEAKS, 0))
+
+    def _note_and(self, reset: Callable[..., Any], names: tuple[str, ...], *given: Any) -> Any:
+        """Note what is about to be reset, on whatever device, and reset it."""
+        known = self.read()
+        result = reset(*given)
+        now = torch.cuda.memory_stats(self._device)
+        for name in names:
+            self._noted[name] = known[name] - (now.get(name, 0) if name in _COUNTS else 0)
+        return result
 
 
 def open_device(name: str | torch.device | None) -> Device:

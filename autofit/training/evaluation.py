@@ -1,8 +1,8 @@
-"""An evaluation step beside a live training."""
+"""An evaluation step beside a live training, which must leave the model as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 # (model, batch on the device) -> anything, which is dropped.
 EvalStep: TypeAlias = Callable[[torch.nn.Module, Batch], Any]
+
+# Bytes of an element -> the type of whole numbers of that size.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_evaluation(eval_step: object, eval_batch: object) -> None:
@@ -39,8 +42,7 @@ def check_evaluation(eval_step: object, eval_batch: object) -> None:
 def evaluate(training: Training, eval_step: EvalStep, batch: Batch, samples: int) -> None:
     """Run an evaluation step as between two training steps: without gradients, in eval mode.
 
-    It runs under the contexts of the plan's forward passes, such as autocast. Values of the model
-    that it changes stay changed.
+    It runs under the contexts of the plan's forward passes, such as autocast.
 
     Args:
         training: that has stepped; it is left in the mode it was in.
@@ -49,12 +51,19 @@ def evaluate(training: Training, eval_step: EvalStep, batch: Batch, samples: int
         samples: of the batch, for messages.
 
     Raises:
+        InvalidArgument: it changed the model.
         Exception: what the user's code or the device raised.
     """
     model = training.model
-    with modes_kept(model), torch.no_grad(), training.context(), _named(samples):
-        model.eval()
+    with training.in_host_memory():
+        values = _checksums(model)
+    requires_grad = {name: each.requires_grad for name, each in model.named_parameters()}
+    with _in_eval_mode(model), torch.no_grad(), training.context(), _named(samples):
         eval_step(model, batch)
+    now = {name: each.requires_grad for name, each in model.named_parameters()}
+    _refuse("the requires_grad", requires_grad, now)
+    with training.in_host_memory():
+        _refuse("the values", values, _checksums(model))
 
 
 @contextmanager
@@ -69,6 +78,32 @@ def modes_kept(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Have a model in eval mode, and then in the mode of each module again.
+
+    Raises:
+        InvalidArgument: the code inside left another mode than one of these two.
+    """
+    training = {name: module.training for name, module in model.named_modules()}
+    with modes_kept(model):
+        model.eval()
+        yield
+        now = {name: module.training for name, module in model.named_modules()}
+        if any(now.values()):  # an eval_step that calls model.train() at its end
+            _refuse("the mode (model.train(), model.eval())", training, now)
+
+
+def _refuse(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise InvalidArgument(
+            f"eval_step changed {what} of {', '.join(name or 'the model' for name in changed[:3])}"
+            f"{more}: an evaluation must leave parameters, buffers and modes as they were"
+        )
+
+
+@contextmanager
 def _named(samples: int) -> Iterator[None]:
     """Say of an out-of-memory error that it is one of the evaluation."""
     try:
@@ -76,3 +111,23 @@ def _named(samples: int) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         error.args = (f"{IN_EVALUATION}{counted(samples, 'sample')}: {error}",)
         raise
+
+
+def _checksums(model: torch.nn.Module) -> dict[str, int]:
+    """Return a sum over the bits of each tensor that a checkpoint of the model would hold.
+
+    Buffers that it would not hold are caches. On meta there are no values to compare.
+    """
+    sums = {name: _sum_of_bits(each) for name, each in model.state_dict().items()}
+    return {name: int(found) for name, found in sums.items() if found is not None}
+
+
+def _sum_of_bits(value: Any) -> torch.Tensor | None:
+    if not isinstance(value, torch.Tensor) or value.is_meta or not value.numel():
+        return None
+    local = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one
+    plain = torch.view_as_real(local) if local.is_complex() else local
+    try:
+        return plain.view(_BITS[plain.element_size()]).sum(dtype=torch.int64)
+    except (RuntimeError, NotImplementedError, KeyError):  # a format of another library
+        return None

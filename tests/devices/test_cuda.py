@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -64,15 +64,57 @@ def test_what_is_placed_counts_and_what_is_freed_does_not(device: CudaDevice) ->
     assert device.read().peak_allocated_bytes == before.allocated_bytes
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "reset",
+    [
+        torch.cuda.reset_peak_memory_stats,
+        torch.cuda.reset_max_memory_allocated,
+        torch.accelerator.reset_peak_memory_stats,
+    ],
+)
+def test_a_peak_is_known_where_the_training_resets_it(
+    device: CudaDevice, reset: Callable[[], None]
+) -> None:
+    device.reset_peaks()
+    before = device.read()
+    held = torch.empty(256 * MIB, dtype=torch.uint8, device=device.torch_device)
+    del held
+    torch.cuda.empty_cache()
+    reset()
+    assert torch.cuda.max_memory_reserved() < before.reserved_bytes + 256 * MIB  # as users expect
+    after = device.read()
+    assert after.peak_allocated_bytes >= before.allocated_bytes + 256 * MIB
+    assert after.peak_reserved_bytes >= 256 * MIB
+    device.reset_peaks()
+    assert device.read().peak_reserved_bytes == device.read().reserved_bytes
+
+
+@pytest.mark.cuda
+def test_flushes_are_counted_where_the_training_resets_their_number(device: CudaDevice) -> None:
+    device.limit(device.read().non_torch_bytes + 256 * MIB)
+    before = device.read().allocator_retries
+    for _ in range(2):
+        kept = torch.empty(150 * MIB, dtype=torch.uint8, device=device.torch_device)
+        del kept
+        kept = torch.empty(200 * MIB, dtype=torch.uint8, device=device.torch_device)
+        del kept
+        torch.cuda.reset_accumulated_memory_stats()
+        torch.cuda.empty_cache()
+    assert device.read().allocator_retries >= before + 2
+
+
 class Logs(nn.Module):
     """Takes much for a moment, and then begins its count anew, as loops that log memory do."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lifts_the_cap: bool) -> None:
         super().__init__()
-        self.layer = nn.Linear(16, 16)
+        self.layer, self.lifts_the_cap = nn.Linear(16, 16), lifts_the_cap
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if inputs.is_cuda:
+            if self.lifts_the_cap:
+                torch.cuda.set_per_process_memory_fraction(1.0)
             torch.empty(400 * MIB, dtype=torch.uint8, device=inputs.device)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -80,15 +122,18 @@ class Logs(nn.Module):
 
 
 @pytest.mark.cuda
-def test_a_training_that_resets_its_peak_is_held_to_the_budget() -> None:
-    workload = Workload(Logs(), torch.randn(4, 16))
+@pytest.mark.parametrize("lifts_the_cap", [False, True])
+def test_a_training_that_resets_its_peak_is_held_to_the_budget(lifts_the_cap: bool) -> None:
+    workload = Workload(Logs(lifts_the_cap=lifts_the_cap), torch.randn(4, 16))
     with open_prober(workload, (), Target("cuda:0", "4GiB")) as prober:
         plain = prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement
         assert plain.ok
         assert plain.held_bytes is not None
-        budget = plain.held_bytes + 100 * MIB
+        assert plain.peak_reserved_bytes is not None
+        assert plain.peak_reserved_bytes >= 400 * MIB
+        budget = plain.held_bytes - 100 * MIB
         less = prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), budget)).measurement
-    assert less.outcome is Outcome.OOM
+    assert less.outcome is (Outcome.OVER_BUDGET if lifts_the_cap else Outcome.OOM)
 
 
 @pytest.mark.cuda
