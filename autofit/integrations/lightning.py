@@ -36,8 +36,9 @@ from autofit.training.workload import Workload
 from autofit.units import kind_of
 
 if TYPE_CHECKING:
-    from autofit.checks.predict import GpuTable, Prediction
+    from autofit.checks.predict import GpuTable
     from autofit.checks.verdict import Verdict
+    from autofit.prediction.predict import Prediction
     from autofit.searching.options import SearchOptions
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")

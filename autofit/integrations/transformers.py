@@ -35,8 +35,9 @@ from autofit.training.evaluation import modes_kept
 from autofit.training.workload import Workload
 
 if TYPE_CHECKING:
-    from autofit.checks.predict import GpuTable, Prediction
+    from autofit.checks.predict import GpuTable
     from autofit.checks.verdict import Verdict
+    from autofit.prediction.predict import Prediction
     from autofit.searching.options import SearchOptions
 
 
