@@ -31,6 +31,7 @@ NOT_OF_TORCH = {
     "_class_setstate",  # of cloudpickle
     "_dataloaders",  # of accelerate
     "_reset_state",  # likewise
+    "_prepare_inputs",  # of transformers
     "_train_batch_size",  # of transformers
     "_make",  # of namedtuple
 }

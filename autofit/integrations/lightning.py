@@ -5,9 +5,11 @@
     trainer.fit(module, datamodule)
 
 What is searched is the module's `training_step` over the longest samples of its training loader,
-and the optimizer of its `configure_optimizers`. `arguments` are precision, accumulate_grad_batches
-and a callback, which applies to the module what a Trainer has no argument for, and sets the
-DataModule's `batch_size`. For `lightning` and `pytorch_lightning` alike. One device.
+the optimizer of its `configure_optimizers`, and its `validation_step` over the longest samples of
+the DataModule's validation loader, where there are both. `arguments` are precision,
+accumulate_grad_batches and a callback, which applies to the module what a Trainer has no argument
+for, and sets the DataModule's `batch_size`. For `lightning` and `pytorch_lightning` alike. One
+device.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ import torch
 
 from autofit.errors import InvalidArgument
 from autofit.integrations.applied import Division, divide, library, on_model
-from autofit.integrations.workloads import own_autocast, search_workload
+from autofit.integrations.workloads import longest_of, own_autocast, search_workload
 from autofit.report.report import Report
 from autofit.searching.events import OnEvent
-from autofit.searching.loader_batches import MOST_EXAMINED, longest_batch
+from autofit.searching.loader_batches import MOST_EXAMINED
 from autofit.strategy import Strategy
 from autofit.training.batch import batch_size
 from autofit.training.workload import Workload
@@ -49,6 +51,8 @@ _APPLY = (
     "trainer.fit(module, data)",
 )
 _MIXED = {"bfloat16": "bf16-mixed", "float16": "16-mixed"}
+# Where Lightning's own hooks are, which do nothing.
+_HOOKS = ("lightning.pytorch.core.", "pytorch_lightning.core.")
 _SHARDING = ("FSDP", "DeepSpeed", "ModelParallel")
 """In the names of Lightning's strategies."""
 
@@ -75,7 +79,8 @@ def workload(
         examine: samples to look at for the longest ones, for some seconds at most; of images and
             the like, which have no length, a few.
         more: further fields of the `Workload`, such as optimizer, where `configure_optimizers`
-            needs a Trainer, or global_batch.
+            needs a Trainer, or global_batch; `eval_step=None, eval_batch=None` leaves the module's
+            validation out.
 
     Raises:
         InvalidArgument: the module or the Trainer trains in a way that cannot be searched, or there
@@ -87,16 +92,23 @@ def workload(
             "(automatic_optimization=False): write that as training_step=(training, "
             "batch) -> loss for autofit.search"
         )
+    data = _set_up(data, trainer)
     if sample_batch is None:
-        sample_batch = longest_batch(_loader(data, trainer), examine)
+        sample_batch = longest_of(_train_loader(data), examine)
     sample_batch = module.on_before_batch_transfer(sample_batch, 0)
+    loss = ModuleLoss(precision=_own_precision(trainer))
     given: dict[str, Any] = {
-        "loss_fn": ModuleLoss(precision=_own_precision(trainer)),
+        "loss_fn": loss,
         "global_batch": batch_size(sample_batch) * getattr(trainer, "accumulate_grad_batches", 1),
         **_clipping(trainer),
     }
     if "optimizer" not in more:
         given["optimizer"] = _optimizer(module)
+    if _validates(module, data, trainer) and not {"eval_step", "eval_batch"} & more.keys():
+        evaluated = longest_of(data.val_dataloader(), examine)
+        if evaluated is not None:
+            evaluated = module.on_before_batch_transfer(evaluated, 0)
+            given.update(eval_step=loss.evaluate, eval_batch=evaluated)
     return Workload(module, sample_batch, **given | more)
 
 
@@ -242,10 +254,7 @@ class ModuleLoss:
     precision: str | None = None
 
     def __call__(self, module: Any, batch: Any) -> torch.Tensor:
-        batch = module.on_after_batch_transfer(batch, 0)
-        asks_for_index = len(inspect.signature(module.training_step).parameters) > 1
-        with own_autocast(module, self.precision):
-            output = module.training_step(batch, *(0,) * asks_for_index)
+        output = self._run(module, "training_step", batch)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, torch.Tensor):
             raise InvalidArgument(
@@ -253,21 +262,48 @@ class ModuleLoss:
             )
         return loss
 
+    def evaluate(self, module: Any, batch: Any) -> None:
+        """Run the module's `validation_step`."""
+        self._run(module, "validation_step", batch)
 
-def _loader(data: Any, trainer: Any) -> Any:
-    """Return the training loader of a DataModule, set up as `Trainer.fit` does; a loader as is.
+    def _run(self, module: Any, name: str, batch: Any) -> Any:
+        """Return what a step of the module returns for a batch on its device."""
+        batch, step = module.on_after_batch_transfer(batch, 0), getattr(module, name)
+        asks_for_index = len(inspect.signature(step).parameters) > 1
+        with own_autocast(module, self.precision):
+            return step(batch, *(0,) * asks_for_index)
 
-    It is a copy of the DataModule that is set up: it keeps its data in attributes of its own.
+
+def _set_up(data: Any, trainer: Any) -> Any:
+    """Return a copy of a DataModule, set up as `Trainer.fit` does; anything else as it is.
+
+    A DataModule keeps its data in attributes of its own.
     """
-    if data is None:
-        raise InvalidArgument("pass a DataModule or a DataLoader as data, or sample_batch=")
     if not hasattr(data, "train_dataloader"):
         return data
     data = copy.copy(data)
     data.trainer = trainer
     data.prepare_data()
     data.setup(stage="fit")
-    return data.train_dataloader()
+    return data
+
+
+def _train_loader(data: Any) -> Any:
+    if data is None:
+        raise InvalidArgument("pass a DataModule or a DataLoader as data, or sample_batch=")
+    return data.train_dataloader() if hasattr(data, "train_dataloader") else data
+
+
+def _validates(module: Any, data: Any, trainer: Any) -> bool:
+    """Return whether a Trainer would run the module's validation on data of the DataModule."""
+    asked = getattr(trainer, "limit_val_batches", None) != 0
+    return asked and _defines(module, "validation_step") and _defines(data, "val_dataloader")
+
+
+def _defines(of: Any, hook: str) -> bool:
+    """Return whether an object has a hook that is not the empty one of Lightning."""
+    home = getattr(getattr(type(of), hook, None), "__module__", None)
+    return home is not None and not home.startswith(_HOOKS)
 
 
 def _own_precision(trainer: Any) -> str | None:

@@ -8,7 +8,8 @@
 
 What is searched is what the Trainer would run: its model, its collator over its longest samples,
 its `compute_loss`, the optimizer that it creates, its clipping, and
-per_device_train_batch_size x gradient_accumulation_steps samples in an optimizer step. One device.
+per_device_train_batch_size x gradient_accumulation_steps samples in an optimizer step; where it has
+an eval_dataset, also its `prediction_step` over the longest of that. One device.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import torch
 
 from autofit.errors import InvalidArgument
 from autofit.integrations.applied import Applied, Division, divide, library, on_model
-from autofit.integrations.workloads import own_autocast, search_workload
+from autofit.integrations.workloads import longest_of, own_autocast, search_workload
 from autofit.plan import Scalar
 from autofit.report.report import Report
 from autofit.searching.events import OnEvent
-from autofit.searching.loader_batches import MOST_EXAMINED, longest_batch
+from autofit.searching.loader_batches import MOST_EXAMINED
 from autofit.strategy import Strategy
 from autofit.training.batch import batch_size, tensors_of
 from autofit.training.evaluation import modes_kept
@@ -70,7 +71,8 @@ def workload(
             the like, which have no length, a few.
         as_configured: with the activation checkpointing that the arguments ask for. False: without,
             as for a search or the plan of a report, which checkpoint as the plan says.
-        more: further fields of the `Workload`.
+        more: further fields of the `Workload`; `eval_step=None, eval_batch=None` leaves the
+            Trainer's evaluation out.
 
     Raises:
         InvalidArgument: the Trainer uses more than one device, or has no training data.
@@ -90,6 +92,9 @@ def workload(
         "clip_grad_norm": args.max_grad_norm or None,
         "global_batch": samples_per_step(args),
     }
+    if trainer.eval_dataset is not None and not {"eval_step", "eval_batch"} & more.keys():
+        evaluated = _longest_evaluation(trainer, examine)
+        given.update(eval_step=loss.evaluate, eval_batch=evaluated)
     model = trainer.model
     if as_configured and args.torch_compile:
         warnings.warn("torch_compile=True of TrainingArguments was not used", stacklevel=2)
@@ -270,7 +275,17 @@ def _longest_batch(trainer: Any, examine: int) -> Any:
     known = len(trainer.accelerator._dataloaders)
     loader = copy.copy(trainer).get_train_dataloader()  # it may keep what it finds out
     del trainer.accelerator._dataloaders[known:]  # what asking for a loader adds
-    return longest_batch(loader, examine, trainer.args.train_batch_size)
+    return longest_of(loader, examine, trainer.args.train_batch_size)
+
+
+def _longest_evaluation(trainer: Any, examine: int) -> Any:
+    """Return an evaluation batch of the longest samples, of the longer data set where several."""
+    given = trainer.eval_dataset
+    data_sets = given.values() if isinstance(given, Mapping) else [given]
+    known = len(trainer.accelerator._dataloaders)
+    loaders = [copy.copy(trainer).get_eval_dataloader(each) for each in data_sets]
+    del trainer.accelerator._dataloaders[known:]
+    return longest_of(loaders, examine, trainer.args.eval_batch_size)
 
 
 def _optimizer(trainer: Any) -> Any:
@@ -417,7 +432,8 @@ class TrainerLoss:
         self._trainer = trainer
         self._precision = own_precision(trainer.args)
         # named here so that a study knows a training with another loss
-        self._functions = (type(trainer).compute_loss, trainer.compute_loss_func)
+        kind = type(trainer)
+        self._functions = (kind.compute_loss, kind.prediction_step, trainer.compute_loss_func)
         self._smoothing = trainer.args.label_smoothing_factor
         self._samples = samples_per_step(trainer.args)
 
@@ -432,6 +448,15 @@ class TrainerLoss:
                 num_items_in_batch=None if items is None else micro_batches * items,
             )
         return micro_batches * loss if self._is_share(items) else loss
+
+    def evaluate(self, model: torch.nn.Module, batch: Any) -> None:
+        """Run the Trainer's `prediction_step` on a batch that is on the model's device."""
+        trainer = copy.copy(self._trainer)
+        trainer.model = trainer.model_wrapped = model
+        trainer._prepare_inputs = dict  # it would move them to the device of the arguments
+        loss_only = trainer.compute_metrics is None or trainer.args.prediction_loss_only
+        with own_autocast(model, self._precision):
+            trainer.prediction_step(model, dict(batch), loss_only)
 
     def _is_share(self, items: Any) -> bool:
         """Whether the Trainer adds up these losses as they are, as its `training_step` decides."""

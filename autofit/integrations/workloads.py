@@ -5,7 +5,7 @@ The baseline of such a search is the training as it is, its own mixed precision 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,9 @@ import torch
 
 from autofit.registry import Unnamed, load_strategies
 from autofit.report.report import Report
+from autofit.searching.loader_batches import longest_batch
 from autofit.strategy import Strategy
+from autofit.training.batch import tensors_of
 from autofit.training.workload import Workload
 
 if TYPE_CHECKING:
@@ -27,6 +29,20 @@ def own_autocast(model: torch.nn.Module, precision: str | None) -> AbstractConte
         return nullcontext()
     device = next(model.parameters()).device.type
     return torch.autocast(device, dtype=getattr(torch, precision))
+
+
+def longest_of(loaders: Any, examine: int, batch_size: int | None = None) -> Any:
+    """Return a batch of the longest samples of a loader, or of several; None: there is none.
+
+    Args:
+        loaders: one, or a list or mapping of them.
+        examine, batch_size: see `longest_batch`.
+    """
+    several = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
+    if not isinstance(several, (list, tuple)):
+        return None if several is None else longest_batch(several, examine, batch_size)
+    found = [longest_batch(each, examine, batch_size) for each in several]
+    return max(found, key=lambda batch: sum(t.numel() for t in tensors_of(batch)), default=None)
 
 
 def search_workload(

@@ -216,6 +216,30 @@ def test_a_prediction_and_a_check_take_the_trainers_accumulation() -> None:
     assert verdict.required_bytes == found.required_bytes
 
 
+class Validated(Forgetful):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert not self.training
+        super().training_step(batch, batch_idx)
+
+
+class WithValidation(Data):
+    def val_dataloader(self) -> list[DataLoader[Any]]:
+        return [DataLoader(Numbers(), 2), DataLoader(Numbers(), 512)]
+
+
+def test_a_validation_is_measured_where_module_and_data_have_one() -> None:
+    module, data = Validated(), WithValidation()
+    for other in ((Forgetful(), data), (module, Data()), (module, data, 0)):
+        own = trainer_of(limit_val_batches=other[2]) if len(other) > 2 else None
+        assert integration.workload(*other[:2], trainer=own).eval_samples is None
+    workload = integration.workload(module, data)
+    assert workload.eval_samples == 512
+    trial = autofit.probe(workload, device="cpu", vram_budget="64MiB")
+    assert trial.measurement.evaluation_peak_bytes is not None, str(trial)
+    found: Any = autofit.predict(workload, gpu="L4")
+    assert found.evaluation_bytes is not None
+
+
 @pytest.mark.parametrize("use", [integration.workload, integration.search])
 @pytest.mark.parametrize(
     ("distributed", "words"),

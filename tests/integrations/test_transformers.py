@@ -103,7 +103,7 @@ class MeanLoss(InOrder):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
-def trainer_of(folder: Path, kind: Any = InOrder, **changed: Any) -> Any:
+def trainer_of(folder: Path, kind: Any = InOrder, evaluated: Any = None, **changed: Any) -> Any:
     arguments = {
         "use_cpu": True,
         "per_device_train_batch_size": 4,
@@ -119,7 +119,8 @@ def trainer_of(folder: Path, kind: Any = InOrder, **changed: Any) -> Any:
         "disable_tqdm": True,
     }
     args = transformers.TrainingArguments(str(folder), **arguments | changed)
-    return kind(causal_lm(), args, train_dataset=samples(), data_collator=collate)
+    data = {"train_dataset": samples(), "eval_dataset": evaluated}
+    return kind(causal_lm(), args, **data, data_collator=collate)
 
 
 def losses_by_apply(report: Report, trainer: Any) -> list[float]:
@@ -242,6 +243,36 @@ def test_a_check_probes_or_predicts_the_trainer(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, bf16=True)
     assert integration.check(trainer, device="cpu", vram_budget="64MiB").fits
     assert not integration.check(trainer, gpu="L4", vram_budget="320MiB").fits
+
+
+class NotesEvaluations(InOrder):
+    def prediction_step(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        self.args.seen.append((model.training, torch.is_grad_enabled(), len(inputs["input_ids"])))
+        return super().prediction_step(model, inputs, *given, **named)
+
+
+def test_an_evaluation_is_the_trainers_own(tmp_path: Path) -> None:
+    data = {"all": samples()}
+    trainer = trainer_of(tmp_path, NotesEvaluations, data, per_device_eval_batch_size=6)
+    workload = integration.workload(trainer)
+    batch: Any = workload.eval_batch
+    assert batch["attention_mask"].sum(1).tolist() == [31, 31, 31, 28, 28, 28]
+    trainer.args.seen = []
+    probed = autofit.probe(workload, device="cpu", vram_budget="64MiB")
+    assert probed.measurement.evaluation_peak_bytes is not None, str(probed)
+    assert trainer.args.seen == [], "it ran in the worker"
+    with torch.no_grad():
+        workload.eval_step(trainer.model, batch)  # type: ignore[misc]  # it is there
+    assert trainer.args.seen == [(False, False, 6)]
+
+
+def test_an_evaluation_of_the_trainer_may_be_what_does_not_fit(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, evaluated=samples(), per_device_eval_batch_size=4096)
+    workload, alone = map(integration.workload, (trainer, trainer_of(tmp_path)))
+    found, less = (autofit.predict(each, gpu="L4") for each in (workload, alone))
+    assert found.evaluation_bytes == found.required_bytes > less.required_bytes + 2**26
+    assert not autofit.check(workload, device="cpu", vram_budget="64MiB").fits
+    assert autofit.check(alone, device="cpu", vram_budget="64MiB").fits
 
 
 @pytest.mark.parametrize("use", [integration.workload, integration.search])
