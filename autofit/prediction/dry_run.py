@@ -53,7 +53,7 @@ from autofit.space import Space
 from autofit.strategy import Capabilities, Strategy, World
 from autofit.torch_private import gone_in
 from autofit.training.batch import Batch, map_tensors, tensors_of
-from autofit.training.evaluation import evaluate
+from autofit.training.evaluation import evaluate, unchanged
 from autofit.training.loss import LossSource
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload, compiled_part
@@ -201,7 +201,8 @@ def _run_evaluation(training: Training, workload: Workload, tracer: CudaTracer) 
         return None
     tracer.operations = None
     batch = meta_batch(workload, samples, tracer, workload.evaluation_batch)
-    evaluate(training, eval_step, training.placed(batch), samples)
+    with unchanged(training):
+        evaluate(training, eval_step, training.placed(batch), samples)
     return tracer.allocations
 
 

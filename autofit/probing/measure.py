@@ -25,7 +25,7 @@ from autofit.plan import Plan
 from autofit.probing.faults import has_moved, spilled
 from autofit.probing.messages import ProbeRequest
 from autofit.training.batch import Batch, map_tensors
-from autofit.training.evaluation import evaluate
+from autofit.training.evaluation import evaluate, unchanged
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload
 from autofit.units import counted, format_bytes
@@ -188,19 +188,20 @@ def evaluation_peak(
         samples: of the evaluation; None: there is none.
 
     Raises:
-        Exception: as of `autofit.training.evaluation.evaluate`.
+        Exception: as of `evaluate` and `unchanged` in `autofit.training.evaluation`.
     """
     if samples is None or workload.eval_step is None:
         return None
     device, batch = builder.device, workload.evaluation_batch(samples)
-    collect_garbage()
-    device.synchronize()
-    device.release_cache(workspaces=False)  # cuBLAS keeps its own through a training
-    device.reset_peaks()
-    with device.accounting():
-        evaluate(training, workload.eval_step, training.placed(batch), samples)
-    device.synchronize()
-    return device.read()
+    with unchanged(training):
+        collect_garbage()
+        device.synchronize()
+        device.release_cache(workspaces=False)  # cuBLAS keeps its own through a training
+        device.reset_peaks()
+        with device.accounting():
+            evaluate(training, workload.eval_step, training.placed(batch), samples)
+        device.synchronize()
+        return device.read()
 
 
 def _verdict(

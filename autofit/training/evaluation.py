@@ -51,15 +51,28 @@ def evaluate(training: Training, eval_step: EvalStep, batch: Batch, samples: int
         samples: of the batch, for messages.
 
     Raises:
-        InvalidArgument: it changed the model.
+        InvalidArgument: it left modules in another mode.
         Exception: what the user's code or the device raised.
+    """
+    model = training.model
+    with _in_eval_mode(model), torch.no_grad(), training.context(), _named(samples):
+        eval_step(model, batch)
+
+
+@contextmanager
+def unchanged(training: Training) -> Iterator[None]:
+    """Refuse what changes the model inside.
+
+    Summing the model's bits takes memory of the device, so an evaluation is measured inside.
+
+    Raises:
+        InvalidArgument: values or requires_grad differ at the end.
     """
     model = training.model
     with training.in_host_memory():
         values = _checksums(model)
     requires_grad = {name: each.requires_grad for name, each in model.named_parameters()}
-    with _in_eval_mode(model), torch.no_grad(), training.context(), _named(samples):
-        eval_step(model, batch)
+    yield
     now = {name: each.requires_grad for name, each in model.named_parameters()}
     _refuse("the requires_grad", requires_grad, now)
     with training.in_host_memory():
