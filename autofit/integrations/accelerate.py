@@ -10,13 +10,14 @@ The loader makes micro-batches of `report.best.plan.micro_batch` samples. One de
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from autofit.errors import InvalidArgument
-from autofit.integrations.applied import Applied, Division, divide, on_model
+from autofit.integrations.applied import Applied, Division, divide, on_model, replaced
 from autofit.report.report import Report
 from autofit.strategy import Strategy
 
@@ -74,7 +75,8 @@ def applied(
             plan, or cannot run it.
 
     Warns:
-        UserWarning: the Accelerator has mixed precision, and the plan has none.
+        UserWarning: the Accelerator has mixed precision, and the plan has none; or, while the
+            loop runs, a step whose gradients are not those of the mean over its samples.
     """
     if accelerator.num_processes > 1:
         raise InvalidArgument(
@@ -89,16 +91,39 @@ def applied(
     steps, before = division.plan.accumulation_steps, accelerator.gradient_accumulation_steps
     lines = [
         f"gradient_accumulation_steps={steps} (was {before})",
-        f"the DataLoader should have batch_size={division.plan.micro_batch}",
+        f"the DataLoader should have batch_size={division.plan.micro_batch}"
+        + f"; {division.whole_steps}" * (steps > 1),
         *division.lines("an Accelerator"),
     ]
     with ExitStack() as stack:
         stack.callback(setattr, accelerator, "gradient_accumulation_steps", before)
         accelerator.gradient_accumulation_steps = steps
+        stack.enter_context(_steps_watched(division, accelerator))
         unwrapped = accelerator.unwrap_model(model)
         own = getattr(optimizer, "optimizer", optimizer)  # without accelerate's wrapper
         stack.enter_context(on_model(division.rest, unwrapped, own))
         yield Applied(tuple(lines), stack)
+
+
+@contextmanager
+def _steps_watched(division: Division, accelerator: Any) -> Iterator[None]:
+    """Warn of a step that ends with the loader and has other gradients than a whole one."""
+    backward, ran = accelerator.backward, itertools.count(1)
+
+    def watched(loss: Any, **given: Any) -> None:
+        nonlocal ran
+        micro_batches = next(ran)
+        state = accelerator.gradient_state
+        if accelerator.sync_gradients:
+            ran = itertools.count(1)
+            left = state.remainder % division.plan.micro_batch if state.remainder > 0 else 0
+            last = left if state.end_of_dataloader and left else division.plan.micro_batch
+            if words := division.misweighed(micro_batches, last):
+                warnings.warn(words, stacklevel=3)
+        backward(loss, **given)
+
+    with replaced(accelerator, "backward", watched):
+        yield
 
 
 def _check_precision(division: Division, has: str) -> None:

@@ -25,6 +25,7 @@ from autofit.report.report import Report
 from autofit.strategy import ALONE, Strategy
 from autofit.training.batch import Samples, batch_size, describe
 from autofit.training.training import ForwardContext, ForwardContexts
+from autofit.units import counted
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,44 @@ class Division:
         if self.batched:
             return Samples(self.batched, frozenset(describe(batch)) - self.batched).size(batch)
         return batch_size(batch)
+
+    def misweighed(self, micro_batches: int, last_samples: int) -> str | None:
+        """Say how far the gradients of a step are from those of the mean over its samples.
+
+        Args:
+            micro_batches: that the step had; fewer than the plan's where a loader ended.
+            last_samples: of the last of them.
+
+        Returns:
+            Words where a trainer that divides each micro-batch's loss by the plan's accumulation
+            has other gradients; None where it has the same.
+        """
+        plan = self.plan
+        if plan.accumulation_steps == 1 or not micro_batches:
+            return None
+        found = []
+        if micro_batches < plan.accumulation_steps:
+            found.append(
+                "when the loader ends within a step of "
+                f"{counted(micro_batches, 'micro-batch')}, its gradients are "
+                f"{micro_batches}/{plan.accumulation_steps} of their mean"
+            )
+        if micro_batches > 1 and 0 < last_samples < plan.micro_batch:
+            found.append(
+                f"a micro-batch of {last_samples} samples counts as much as one of "
+                f"{plan.micro_batch}"
+            )
+        return f"{', and '.join(found)}: {self.whole_steps}" if found else None
+
+    @property
+    def whole_steps(self) -> str:
+        """What to do so that each step has all its micro-batches, in words."""
+        return (
+            "drop samples until their number is a multiple of "
+            f"{self.plan.samples_per_step} (drop_last=True leaves a short micro-batch "
+            "out), or train with report.apply(model, optimizer), which weights by "
+            "samples"
+        )
 
     def lines(self, stack: str) -> list[str]:
         """Say which settings are applied to the model, as this stack has no argument for them."""

@@ -116,7 +116,8 @@ def predict(module: Any, data: Any = None, **given: Any) -> Prediction | GpuTabl
     """Predict the memory of this module's training: `autofit.predict` of its `workload`.
 
     Args:
-        module, data: see `workload`.
+        module: see `workload`.
+        data: see `workload`.
         given: gpu, plan and the other arguments of `autofit.predict`; trainer, sample_batch,
             optimizer, global_batch and examine as for `workload`.
 
@@ -133,7 +134,8 @@ def check(module: Any, data: Any = None, **given: Any) -> Verdict:
     """Check whether this module's training fits: `autofit.check` of its `workload`.
 
     Args:
-        module, data: see `workload`.
+        module: see `workload`.
+        data: see `workload`.
         given: vram_budget, gpu and the other arguments of `autofit.check`; trainer, sample_batch,
             optimizer, global_batch and examine as for `workload`.
 
@@ -400,12 +402,18 @@ def _callback(division: Division) -> Any:
         def on_train_batch_start(
             self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
         ) -> None:
-            found, plan = division.samples_in(batch), division.plan
-            if batch_idx == 0 and found != plan.micro_batch:
+            found, meant = division.samples_in(batch), division.plan.micro_batch
+            steps = division.plan.accumulation_steps
+            if trainer.is_last_batch or found < meant:
+                words = division.misweighed(batch_idx % steps + 1, found)
+                if words and (batch_idx or trainer.is_last_batch):
+                    warnings.warn(words, stacklevel=2)
+            if batch_idx == 0 and found != meant:
                 warnings.warn(
                     (
                         f"the training loader makes micro-batches of {found} samples, but the plan "
-                        f"is {plan}: give the DataLoader batch_size={plan.micro_batch}"
+                        f"has {meant}, so an optimizer step has {steps * found} samples instead of "
+                        f"{steps * meant}: give the DataLoader batch_size={meant}"
                     ),
                     stacklevel=2,
                 )

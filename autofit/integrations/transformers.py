@@ -226,6 +226,9 @@ def apply(
 
     Raises:
         InvalidArgument: the Trainer uses more than one device, or cannot run the plan.
+
+    Warns:
+        UserWarning: the last step of an epoch would not have the gradients of its samples' mean.
     """
     _check_one_device(trainer)
     args = trainer.args
@@ -247,8 +250,28 @@ def apply(
             stack.callback(trainer.remove_callback, callback)
             stack.callback(callback.undo)
         undo = stack.pop_all()
+    if words := _last_misweighed(trainer, division):
+        warnings.warn(words, stacklevel=2)
     said = (*lines, *division.lines("TrainingArguments"))
     return Applied(said or ("nothing to change: TrainingArguments already match the plan",), undo)
+
+
+def _last_misweighed(trainer: Any, division: Division) -> str | None:
+    """Say how an epoch's last step weighs a short micro-batch; None: as it should, or unknown.
+
+    A Trainer divides by the micro-batches that a step has, or by the items that their losses are
+    means over.
+    """
+    args, plan = trainer.args, division.plan
+    counts_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    samples = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else 0
+    steps, left = divmod(samples, plan.samples_per_step)
+    if counts_items or args.dataloader_drop_last or 0 < args.max_steps <= steps:
+        return None
+    whole, short = divmod(left, plan.micro_batch)
+    if not whole or not short:
+        return None
+    return division.misweighed(plan.accumulation_steps, short)
 
 
 def _check_one_device(trainer: Any) -> None:

@@ -16,11 +16,6 @@ from torch import nn
 import autofit
 
 
-def encoder():
-    layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
-    return nn.Sequential(nn.Embedding(1000, 128), nn.TransformerEncoder(layer, 2))
-
-
 def images():
     return nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 8, 3))
 
@@ -34,7 +29,6 @@ def loss_fn(model, batch):
 
 
 cases = {
-    "encoder": (encoder, torch.randint(0, 1000, (8, 64))),
     "images": (images, torch.randn(8, 3, 64, 64)),
     "layers": (layers, torch.randn(64, 256)),
 }
@@ -43,7 +37,7 @@ for name, (build, batch) in cases.items():
     workload = autofit.Workload(
         build, batch, loss_fn=loss_fn, eval_step=loss_fn, eval_batch=16 * len(batch)
     )
-    predicted = autofit.predict(workload, gpu="L4")
+    predicted = autofit.predict(workload, gpu="H200")
     trial = autofit.probe(workload, device="cuda", strategies=[])
     told = predicted.evaluation_bytes - predicted.breakdown["non_torch"]
     found[name] = told, trial.measurement.evaluation_peak_bytes, str(trial)

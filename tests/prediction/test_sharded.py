@@ -263,7 +263,7 @@ def test_fewer_parameters_than_ranks_cannot_be_dealt_out() -> None:
     few = r"zero1 .* 2 are too few for 4"
     plan = Plan(4, settings={"parallel.mode": "zero1"}, world_size=4)
     with pytest.raises(Unsupported, match=few) as caught:
-        autofit.predict(given, gpu=["L4"], plan=plan, strategies=[])
+        autofit.predict(given, gpu=["L4"], plan=plan)
     assert caught.value.exit_code == 2
 
 
