@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, overload
 
 from autofit.checks.tuned import AskedPlan
 from autofit.codec import to_json
 from autofit.devices.gpus import NCCL_BYTES, NCCL_UNKNOWN, Gpu, find_gpu, known_gpus
-from autofit.errors import InvalidArgument, PredictionUnavailable, hides_own_frames
+from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.plan import Plan
 from autofit.prediction import predict as one_gpu
 from autofit.prediction.predict import Prediction
@@ -83,45 +82,35 @@ def predict(
         Exception: raised by the user's own code.
     """
     asked = AskedPlan.read(workload, plan)
-    predict_on = partial(_predict_on, workload, asked, strategies, world_size)
+    given: dict[str, Any] = {
+        "plan": asked.plan,
+        "strategies": strategies,
+        "payloads": asked.payloads,
+        "world_size": world_size,
+    }
     if not isinstance(gpu, (list, tuple)):
-        predicted = predict_on(asked.gpu if gpu is None else gpu)
+        predicted = one_gpu.predict(
+            workload,
+            gpu=asked.gpu if gpu is None else gpu,
+            calibration=asked.calibration_for(gpu),
+            **given,
+        )
         asked.check_same_model(predicted.parameters, workload)
         return predicted
     if not gpu:
         raise InvalidArgument('gpu is empty: name some, or pass ["all"] for all known ones')
-    chosen = known_gpus() if list(gpu) == ["all"] else [find_gpu(each) for each in gpu]
-    found: dict[str, Prediction | InvalidArgument] = {}
-    for each in sorted(chosen, key=lambda gpu: gpu.total_bytes):
-        (progress or (lambda line: None))(f"{each.name} ({len(found) + 1} of {len(chosen)})")
-        try:
-            found[each.name] = predict_on(each)
-        except InvalidArgument as error:  # it lacks a type, say
-            found[each.name] = error
-    predictions = {name: each for name, each in found.items() if isinstance(each, Prediction)}
-    lacking = {name: each for name, each in found.items() if isinstance(each, InvalidArgument)}
-    if not predictions:
-        raise next(iter(lacking.values()))
-    asked.check_same_model(next(iter(predictions.values())).parameters, workload)
-    return GpuTable(predictions, {name: str(error) for name, error in lacking.items()})
-
-
-def _predict_on(
-    workload: Workload,
-    asked: AskedPlan,
-    strategies: Iterable[str | Strategy] | None,
-    world_size: int | None,
-    gpu: str | int | Gpu | None,
-) -> Prediction:
-    return one_gpu.predict(
-        workload,
-        plan=asked.plan,
-        gpu=gpu,
-        strategies=strategies,
-        payloads=asked.payloads,
-        calibration=asked.calibration_for(gpu.name if isinstance(gpu, Gpu) else gpu),
-        world_size=world_size,
+    named = known_gpus() if list(gpu) == ["all"] else [find_gpu(each) for each in gpu]
+    chosen = [one_gpu.calibrated(each, asked.calibration_for(each.name)) for each in named]
+    table = GpuTable(
+        *one_gpu.predict_each(
+            workload,
+            sorted(chosen, key=lambda gpu: gpu.total_bytes),
+            progress=progress or (lambda line: None),
+            **given,
+        )
     )
+    asked.check_same_model(next(iter(table.predictions.values())).parameters, workload)
+    return table
 
 
 @dataclass(frozen=True)
@@ -144,7 +133,7 @@ class GpuTable:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         rows = [
-            {**each.to_dict(), "fits": each.fits(), "largest_micro_batch": largest_of(each)[0]}
+            {**each.to_dict(), "fits": each.fits(), "largest_micro_batch": each.largest_micro_batch}
             for each in self.predictions.values()
         ]
         written: dict[str, Any] = to_json({"gpus": rows, "lacking": self.lacking})
@@ -166,13 +155,5 @@ class GpuTable:
         for name, each in self.predictions.items():
             needs, fits = format_bytes(each.interval[1]), each.fits()
             answer = {True: "yes", False: "no", None: "?"}[fits]
-            yield name, format_bytes(each.gpu.total_bytes), needs, answer, largest_of(each)[1]
-
-
-def largest_of(prediction: Prediction) -> tuple[int | None, str]:
-    """Return the largest micro-batch that fits the GPU, and what is printed of it."""
-    try:
-        largest = prediction.largest_micro_batch
-    except PredictionUnavailable as error:  # of other sizes; the plan's own answer stands
-        return None, str(error)
-    return largest, str(largest or "none")
+            largest = str(each.largest_micro_batch or "none")
+            yield name, format_bytes(each.gpu.total_bytes), needs, answer, largest

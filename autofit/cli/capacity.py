@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -40,9 +40,12 @@ from autofit.cli.options import (
     read_budget,
     with_eval_batch,
 )
-from autofit.errors import InvalidArgument, users_code
+from autofit.errors import InvalidArgument, PredictionUnavailable, users_code
 from autofit.report.report import Report, check_is_file
 from autofit.world import world_of_environment
+
+if TYPE_CHECKING:
+    from autofit.prediction.predict import Prediction
 
 
 def _check_gpus(texts: list[str] | None) -> list[str] | None:
@@ -91,7 +94,7 @@ def predict(
     """
     with stdout_for_results_only():
         workload = with_eval_batch(load_target(target), eval_batch)
-        from autofit.checks.predict import largest_of, predict as run
+        from autofit.checks.predict import predict as run
 
         plan = given_plan(workload, micro_batch, global_batch, setting, plan_from, world_size)
         is_table = gpu is not None and (len(gpu) > 1 or gpu == ["all"])
@@ -107,7 +110,7 @@ def predict(
             else:
                 name = gpu[0] if gpu else None
                 prediction = run(workload, plan=plan, gpu=name, world_size=world_size)
-                largest, told = largest_of(prediction)
+                largest, told = _largest_of(prediction)
     if is_table:
         print_result(json.dumps(table.to_dict(), indent=1) if as_json else str(table))
         raise typer.Exit(0 if table.fits else 1)
@@ -120,6 +123,15 @@ def predict(
     first, _, rows = str(prediction).partition("\n")
     print_result(f"{first}{ASSUMED * is_assumed}\n{rows}")
     print_result(f"  {'largest micro-batch':<20}{told} on {prediction.gpu.name}")
+
+
+def _largest_of(prediction: Prediction) -> tuple[int | None, str]:
+    """Return the largest micro-batch that fits the GPU, and what is printed of it."""
+    try:
+        largest = prediction.largest_micro_batch
+    except PredictionUnavailable as error:  # of other sizes; the plan's own answer stands
+        return None, str(error)
+    return largest, str(largest or "none")
 
 
 def check(

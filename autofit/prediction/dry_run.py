@@ -480,71 +480,44 @@ def _stateful_parts(workload: Workload) -> dict[str, Any]:
 # What a strategy offers where there is no GPU: its dimensions on the meta device.
 
 
-@dataclass(frozen=True)
-class Offered:
-    """The dimensions of a strategy on the meta device.
+def meta_dimensions(
+    strategy: Strategy, settings: Settings, workload: Workload, gpu: Gpu, world_size: int = 1
+) -> Mapping[str, Dimension]:
+    """Return the dimensions that a strategy offers on that many GPUs, among them these settings.
 
     Values that can only be found by running the model (levels of checkpointing, say) are missing.
 
-    Attributes:
-        dimensions: by setting.
-        notes: of the strategy, for the reader of a result.
-        answers: what the GPU was asked, and its answers; another that answers alike has the same.
-    """
-
-    dimensions: Mapping[str, Dimension]
-    notes: tuple[str, ...] = ()
-    answers: Mapping[str, object] = field(default_factory=dict)
-
-    def check(self, settings: Settings) -> None:
-        """Refuse settings that are not among the dimensions.
-
-        Raises:
-            InvalidArgument: the strategy has no such setting or value on that GPU.
-            PredictionUnavailable: the value can only be found by running the model.
-        """
-        try:
-            Space(self.dimensions, sample_batch_size=1).complete(settings)
-        except InvalidArgument as error:
-            if self.notes:
-                raise _takes_a_run(f"{error}; {'; '.join(self.notes)}") from error
-            raise
-
-
-def offered(strategy: Strategy, workload: Workload, gpu: Gpu, world_size: int = 1) -> Offered:
-    """Return what a strategy offers for a workload on that many GPUs.
-
     Raises:
-        PredictionUnavailable: the dimensions can only be found by running the model.
+        InvalidArgument: the strategy has no such setting or value on that GPU.
+        PredictionUnavailable: the setting or the value can only be found by running the model.
     """
+    dimensions, notes = _offered(strategy, workload, gpu, world_size)
+    try:
+        Space(dimensions, sample_batch_size=1).complete(settings)
+    except InvalidArgument as error:
+        if notes:
+            raise _takes_a_run(f"{error}; {'; '.join(notes)}") from error
+        raise
+    return dimensions
+
+
+def _offered(
+    strategy: Strategy, workload: Workload, gpu: Gpu, world_size: int
+) -> tuple[Mapping[str, Dimension], Sequence[str]]:
+    """Return the dimensions of a strategy on the meta device, and its notes."""
     tracer = CudaTracer(gpu)
     world, device = World(size=world_size), MetaDevice(tracer)
     builder = TrainingBuilder(lambda: meta_copy(workload, tracer), device, seed=0, world=world)
     context = StrategyContext(builder, [])
     try:
         with stage(tracer, not_copied(workload)):
-            dimensions = collect_dimensions([strategy], context)
+            return collect_dimensions([strategy], context), context.notes
     except Exception as error:
         own = str(error) if isinstance(error, PredictionUnavailable) else gone_in(error)
         why = own or f"{type(error).__name__}: {error}"
         raise _takes_a_run(
             f"the meaning of a setting of {strategy.name!r} is unknown: {why}"
         ) from error
-    return Offered(dimensions, tuple(context.notes), tracer.answers)
-
-
-def meta_dimensions(
-    strategy: Strategy, settings: Settings, workload: Workload, gpu: Gpu, world_size: int = 1
-) -> Mapping[str, Dimension]:
-    """Return the dimensions that a strategy offers on that many GPUs, among them these settings.
-
-    Raises:
-        InvalidArgument: the strategy has no such setting or value on that GPU.
-        PredictionUnavailable: the setting or the value can only be found by running the model.
-    """
-    found = offered(strategy, workload, gpu, world_size)
-    found.check(settings)
-    return found.dimensions
 
 
 def _takes_a_run(why: str) -> PredictionUnavailable:

@@ -19,8 +19,8 @@ from autofit.notebook import shown
 from autofit.plan import Dimension, Plan, ResolvedPlan, check_count, settings_of
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.cuda.roofline import Cost
-from autofit.prediction.dry_run import dry_run, meta_dimensions
-from autofit.prediction.dry_run_worker import in_worker
+from autofit.prediction.dry_run import meta_dimensions
+from autofit.prediction.dry_run_worker import Progress, in_worker
 from autofit.prediction.needs import (
     MOST,
     SharedRuns,
@@ -76,15 +76,70 @@ def predict(
         WorkerFailed: the worker died, twice.
         Exception: raised by the user's own code.
     """
+    asked = _asked(workload, plan, strategies, payloads, world_size)
+    told = in_worker(
+        _predict, workload, calibrated(find_gpu(gpu), calibration), *asked, known=known
+    )
+    return replace(told, _workload=workload)
+
+
+def predict_each(
+    workload: Workload,
+    gpus: Sequence[Gpu],
+    *,
+    plan: Plan | None = None,
+    strategies: Iterable[str | Strategy] | None = None,
+    payloads: Mapping[str, Any] | None = None,
+    world_size: int | None = None,
+    progress: Progress,
+) -> tuple[dict[str, Prediction], dict[str, str]]:
+    """Predict a plan on each GPU, and the largest micro-batch there, from dry runs they share.
+
+    Args:
+        workload, plan, strategies, payloads, world_size: as for `predict`.
+        gpus: those of one name count once.
+        progress: called with a line about each GPU.
+
+    Returns:
+        The predictions by name, and by name why the plan cannot run on a GPU.
+
+    Raises:
+        InvalidArgument: an argument is not valid, or the plan can run on none of them.
+        Exception: as of `predict`.
+    """
+    asked = _asked(workload, plan, strategies, payloads, world_size)
+    told, lacking = in_worker(_predict_each, workload, gpus, *asked, progress=progress)
+    found = {}
+    for name, (prediction, largest) in told.items():
+        found[name] = replace(prediction, _workload=workload)
+        vars(found[name])["largest_micro_batch"] = largest  # as if it had been asked for
+    return found, lacking
+
+
+def calibrated(gpu: Gpu, calibration: Mapping[str, Any] | None) -> Gpu:
+    """Return the GPU with what a search has measured of it; None or empty: nothing.
+
+    Raises:
+        InvalidArgument: it is no calibration.
+    """
+    if not calibration:
+        return gpu
+    learned = from_json(calibration, Calibration, "the calibration").non_torch_bytes
+    return replace(gpu, context_bytes=learned, context_margin_bytes=0)
+
+
+def _asked(
+    workload: Workload,
+    plan: Plan | None,
+    strategies: Iterable[str | Strategy] | None,
+    payloads: Mapping[str, Any] | None,
+    world_size: int | None,
+) -> tuple[Plan, Sequence[Strategy], Mapping[str, Any]]:
+    """Return the plan, its strategies and payloads, as `_predict` takes them."""
     check_arguments(workload, plan)
     chosen = plan_of_ranks(workload, plan, world_size)
-    found = find_gpu(gpu)
-    if calibration:
-        learned = from_json(calibration, Calibration, "the calibration").non_torch_bytes
-        found = replace(found, context_bytes=learned, context_margin_bytes=0)
     own = strategies_of(chosen) if strategies is None else load_strategies(strategies)
-    told = in_worker(_predict, workload, chosen, found, own, payloads or {}, known=known)
-    return replace(told, _workload=workload)
+    return chosen, own, payloads or {}
 
 
 def plan_of_ranks(workload: Workload, plan: Plan | None, world_size: int | None) -> Plan:
@@ -251,14 +306,22 @@ class Calibration:
     non_torch_bytes: Amount
 
 
-def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Prediction:
+def predict_resolved(
+    workload: Workload, resolved: ResolvedPlan, gpu: Gpu, runs: SharedRuns | None = None
+) -> Prediction:
     """Predict a plan that is resolved already, like `predict`.
+
+    Args:
+        workload: what is trained.
+        resolved: the plan.
+        gpu: the GPU.
+        runs: dry runs of the workload to use and to add to; None: none.
 
     Raises:
         PredictionUnavailable: the training needs values; the message names the line.
         Exception: raised by the user's own code.
     """
-    run = dry_run(workload, resolved, gpu)
+    run = (runs or SharedRuns(workload)).run(resolved, gpu)
     recording, expandable = run.recording_on(gpu), expandable_segments()
     breakdown = run.labels.at_peak(recording, expandable_segments=expandable)
     ample = replay(recording, expandable_segments=expandable)
@@ -286,12 +349,43 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
 # In the worker.
 
 
-def _predict(
+def _predict_each(
     workload: Workload,
+    gpus: Sequence[Gpu],
     plan: Plan,
-    gpu: Gpu,
     strategies: Sequence[Strategy],
     payloads: Mapping[str, Any],
+    progress: Progress,
+) -> tuple[dict[str, tuple[Prediction, int | None]], dict[str, str]]:
+    """Predict for each GPU in turn, and then the largest micro-batches, the largest GPU's first.
+
+    What smaller ones hold lies between its dry runs.
+    """
+    runs, found = SharedRuns(workload), dict[str, Prediction]()
+    lacking: dict[str, InvalidArgument] = {}
+    for gpu in gpus:
+        progress(f"{gpu.name} ({len(found) + len(lacking) + 1} of {len(gpus)})")
+        try:
+            found[gpu.name] = _predict(workload, gpu, plan, strategies, payloads, runs)
+        except InvalidArgument as error:  # it lacks a type, say
+            lacking[gpu.name] = error
+    if not found:
+        raise next(iter(lacking.values()))
+    largest = {
+        name: _largest_micro_batch(workload, each, each.gpu.total_bytes, runs)
+        for name, each in sorted(found.items(), key=lambda item: -item[1].gpu.total_bytes)
+    }
+    told = {name: (each, largest[name]) for name, each in found.items()}
+    return told, {name: str(error) for name, error in lacking.items()}
+
+
+def _predict(
+    workload: Workload,
+    gpu: Gpu,
+    plan: Plan,
+    strategies: Sequence[Strategy],
+    payloads: Mapping[str, Any],
+    runs: SharedRuns | None = None,
 ) -> Prediction:
     """Predict a plan with the dimensions that its strategies offer on the meta device.
 
@@ -309,15 +403,20 @@ def _predict(
         elif settings or (plan.world_size > 1 and strategy.phase is Phase.PARALLEL):
             dimensions |= meta_dimensions(strategy, settings, workload, gpu, plan.world_size)
     space = Space(dimensions, workload.sample_batch_size)
-    return predict_resolved(workload, resolve(plan, space, strategies, payloads), gpu)
+    resolved = resolve(plan, space, strategies, payloads)
+    return predict_resolved(workload, resolved, gpu, runs)
 
 
 def _largest_micro_batch(
-    workload: Workload, prediction: Prediction, vram_budget_bytes: int
+    workload: Workload,
+    prediction: Prediction,
+    vram_budget_bytes: int,
+    runs: SharedRuns | None = None,
 ) -> int | None:
+    runs = runs or SharedRuns(workload)
     if (prediction.evaluation_bytes or 0) > vram_budget_bytes:
         return None  # whatever the micro-batch
-    plan, runs = prediction.plan, SharedRuns(workload)
+    plan = prediction.plan
     space = Space({}, 1, plan.global_batch, world_size=plan.world_size)
 
     def at(micro_batch: int) -> Plan:
