@@ -112,45 +112,61 @@ def workload(
     return Workload(module, sample_batch, **given | more)
 
 
-def predict(module: Any, data: Any = None, **given: Any) -> Prediction | GpuTable:
-    """Predict the memory of this module's training: `autofit.predict` of its `workload`.
+def predict(
+    module: Any,
+    data: Any = None,
+    *,
+    trainer: Any = None,
+    sample_batch: Any = None,
+    examine: int = MOST_EXAMINED,
+    **more: Any,
+) -> Prediction | GpuTable:
+    """Predict the memory of a LightningModule's training: `autofit.predict` of its `workload`.
 
     Args:
         module: see `workload`.
         data: see `workload`.
-        given: gpu, plan and the other arguments of `autofit.predict`; trainer, sample_batch,
-            optimizer, global_batch and examine as for `workload`.
+        trainer: see `workload`.
+        sample_batch: see `workload`.
+        examine: see `workload`.
+        more: further arguments of `autofit.predict` (gpu, plan, world_size, strategies).
 
     Raises:
         InvalidArgument: see `workload`, and what `autofit.predict` raises.
     """
     from autofit.checks.predict import predict as run
 
-    predicted: Prediction | GpuTable = run(_workload_of(module, data, given), **given)
+    given = {"trainer": trainer, "sample_batch": sample_batch, "examine": examine}
+    predicted: Prediction | GpuTable = run(workload(module, data, **given), **more)
     return predicted
 
 
-def check(module: Any, data: Any = None, **given: Any) -> Verdict:
-    """Check whether this module's training fits: `autofit.check` of its `workload`.
+def check(
+    module: Any,
+    data: Any = None,
+    *,
+    trainer: Any = None,
+    sample_batch: Any = None,
+    examine: int = MOST_EXAMINED,
+    **more: Any,
+) -> Verdict:
+    """Check whether a LightningModule's training fits: `autofit.check` of its `workload`.
 
     Args:
         module: see `workload`.
         data: see `workload`.
-        given: vram_budget, gpu and the other arguments of `autofit.check`; trainer, sample_batch,
-            optimizer, global_batch and examine as for `workload`.
+        trainer: see `workload`.
+        sample_batch: see `workload`.
+        examine: see `workload`.
+        more: further arguments of `autofit.check` (vram_budget, gpu, device, plan, ...).
 
     Raises:
         InvalidArgument: see `workload`, and what `autofit.check` raises.
     """
     from autofit.checks.check import check as run
 
-    return run(_workload_of(module, data, given), **given)
-
-
-def _workload_of(module: Any, data: Any, given: dict[str, Any]) -> Workload:
-    names = ("trainer", "sample_batch", "optimizer", "global_batch", "examine")
-    own = {name: given.pop(name) for name in names if name in given}
-    return workload(module, data, **own)
+    given = {"trainer": trainer, "sample_batch": sample_batch, "examine": examine}
+    return run(workload(module, data, **given), **more)
 
 
 def search(

@@ -4,7 +4,7 @@
     print(autofit.integrations.transformers.apply(report, trainer))
     trainer.train()
 
-`autofit.predict(workload(trainer), gpu="L4")` tells the memory of the Trainer as it is.
+`predict(trainer, gpu="L4")` and `check(trainer)` tell the memory of the Trainer as it is.
 
 What is searched is what the Trainer would run: its model, its collator over its longest samples,
 its `compute_loss`, the optimizer that it creates, its clipping, and
@@ -103,42 +103,54 @@ def workload(
     return Workload(model, sample_batch, **given | more)
 
 
-def predict(trainer: Any, **given: Any) -> Prediction | GpuTable:
+def predict(
+    trainer: Any, *, sample_batch: Any = None, examine: int = MOST_EXAMINED, **more: Any
+) -> Prediction | GpuTable:
     """Predict the memory of this Trainer as it is: `autofit.predict` of its `workload`.
 
     Args:
         trainer: see `workload`.
-        given: gpu, plan and the other arguments of `autofit.predict`; sample_batch and examine as
-            for `workload`.
+        sample_batch: see `workload`.
+        examine: see `workload`.
+        more: further arguments of `autofit.predict` (gpu, plan, world_size, strategies). A report
+            as plan replaces the Trainer's own checkpointing, as `apply` does.
 
     Raises:
         InvalidArgument: see `workload`, and what `autofit.predict` raises.
     """
     from autofit.checks.predict import predict as run
 
-    predicted: Prediction | GpuTable = run(_workload_of(trainer, given), **given)
+    given = _of_a_plan(trainer, sample_batch, examine, more.get("plan"))
+    predicted: Prediction | GpuTable = run(given, **more)
     return predicted
 
 
-def check(trainer: Any, **given: Any) -> Verdict:
+def check(
+    trainer: Any, *, sample_batch: Any = None, examine: int = MOST_EXAMINED, **more: Any
+) -> Verdict:
     """Check whether this Trainer fits as it is: `autofit.check` of its `workload`.
 
     Args:
         trainer: see `workload`.
-        given: vram_budget, gpu and the other arguments of `autofit.check`; sample_batch and examine
-            as for `workload`.
+        sample_batch: see `workload`.
+        examine: see `workload`.
+        more: further arguments of `autofit.check` (vram_budget, gpu, device, plan, ...); a report
+            as for `predict`.
 
     Raises:
         InvalidArgument: see `workload`, and what `autofit.check` raises.
     """
     from autofit.checks.check import check as run
 
-    return run(_workload_of(trainer, given), **given)
+    return run(_of_a_plan(trainer, sample_batch, examine, more.get("plan")), **more)
 
 
-def _workload_of(trainer: Any, given: dict[str, Any]) -> Workload:
-    own = {name: given.pop(name) for name in ("sample_batch", "examine") if name in given}
-    return workload(trainer, as_configured=given.get("plan") is None, **own)
+def _of_a_plan(trainer: Any, sample_batch: Any, examine: int, plan: Any) -> Workload:
+    """Return the workload, whose checkpointing a report as plan decides."""
+    as_configured = not isinstance(plan, Report)
+    return workload(
+        trainer, sample_batch=sample_batch, examine=examine, as_configured=as_configured
+    )
 
 
 def search(
