@@ -64,9 +64,8 @@ def monitor(
         check_writable(path, (".csv",), "a timeline")
     what = f"process {pid}" if command is None else shorten(shlex.join(command), 80)
     gpus, began, status = all_devices(), time.monotonic(), 0
-    timeline = Timeline(
-        what, [f"GPU {at} ({gpu.name()})" for at, gpu in enumerate(gpus)], out or ()
-    )
+    names = [f"GPU {at} ({gpu.name()})" for at, gpu in enumerate(gpus)]
+    timeline = Timeline(what, names, out or ())
     if command:
         status = _run(command, timeline, gpus, every)
     else:
@@ -83,6 +82,7 @@ def monitor(
 
 def _run(command: Sequence[str], timeline: Timeline, gpus: Sequence[Nvml], every_s: float) -> int:
     """Run and watch a command, which signals reach as if it ran alone; return its status."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with interrupts_deferred():  # else a signal could end this process alone
             child = subprocess.Popen(command, stdout=sys.stderr)
@@ -98,8 +98,10 @@ def _run(command: Sequence[str], timeline: Timeline, gpus: Sequence[Nvml], every
     try:
         timeline.fill(watch(child.pid, gpus), rest)
     finally:
-        child.wait()
-    return child.returncode
+        status = child.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return status
 
 
 def _family(pid: int) -> dict[int, int]:

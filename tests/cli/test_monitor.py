@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import emulated_gpu
+from autofit.cli.main import app
 from autofit.units import GIB, MIB
 from emulated_gpu import Machine, find_card
 
@@ -186,3 +187,10 @@ def test_the_memory_of_the_gpu_is_that_of_the_process(tmp_path: Path, machine: M
     assert "gpu1_process_bytes" not in told  # it was never there
     assert rows[0]["gpu0_process_bytes"] == ""  # before its context
     assert {row["gpu1_process_bytes"] for row in rows} == {""}
+
+
+def test_a_watch_leaves_the_signal_handlers_as_they_were() -> None:
+    ending = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in ending]
+    app(["monitor", "--every", "0.1", "--", "sleep", "0.2"], standalone_mode=False)
+    assert [signal.getsignal(number) for number in ending] == before
