@@ -170,4 +170,6 @@ BEYOND, NO_SPEED = 1e9, -1000.0  # logs of a size and of a speed that no plan ha
 TINY = 1e-9  # beside 1, of singular values; of log speeds, so that nothing is divided by zero
 FARTHEST = 30.0  # standard deviations from which a normal's tail is nothing
 FORECAST_STEPS = 10  # that a probe is said to take, or `TIMED_S`
-QUICK_TIMED_S, TIMED_S = 1.0, 2.0  # seconds of timed steps that end a probe, by effort
+# Seconds of timed steps that end a probe, by effort. Only steps that scatter take so many, and
+# where steps do, probes differ by more than longer timing would tell.
+QUICK_TIMED_S, TIMED_S = 1.0, 2.0

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autofit.probing.session import Session
 
 ARITHMETIC, TRAFFIC, LAUNCHES, OPTIMIZER = BOUNDS
-MOST_STEPS = 3
+MOST_STEPS = 3  # a median; torch takes about half a second to read the events of a step
 # Steps are profiled for about so long, but at least one and at most `MOST_STEPS`.
 PROFILED_S = 0.5
 _STEP, _UPDATE = "autofit: step", "autofit: update"

@@ -124,8 +124,7 @@ class Bench:
         name, answer = f"{row.peer}, accumulation by hand", answer | sizes
         own = self._folder_of(name, row.precision)
         own.mkdir()
-        precision = row.precision.replace("own", "float32")
-        verdict = self._verdict(own, answer, precision)
+        verdict = self._verdict(own, answer, row.task_precision)
         return replace(row, peer=name, found=row.found | {"answer": answer}, verdict=verdict)
 
     def _folder_of(self, name: str, precision: str) -> Path:
@@ -149,8 +148,7 @@ class Bench:
             for key, (first, *_) in alike.items():
                 row = rows[first]
                 path = self._folder_of(row.peer, row.precision) / "answer.json"
-                precision = row.precision.replace("own", "float32")
-                told = self.judged("speed", path, self.timed_steps, precision=precision)
+                told = self.judged("speed", path, self.timed_steps, precision=row.task_precision)
                 rates[key].append(statistics.median(told["samples_per_second"]))
         of_row = {at: rates[key] for key, places in alike.items() for at in places}
         return [replace(row, rates=of_row.get(at, [])) for at, row in enumerate(rows)]

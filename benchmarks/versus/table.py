@@ -40,6 +40,11 @@ class Row:
     verdict: dict[str, Any] | None = None
     rates: list[float] = field(default_factory=list)
 
+    @property
+    def task_precision(self) -> str:
+        """The precision of the task that the tool was given."""
+        return self.precision.replace("own", "float32")
+
 
 @dataclass(frozen=True)
 class Comparison:

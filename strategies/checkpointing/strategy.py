@@ -57,8 +57,7 @@ _DETAILS = re.compile(r"\[[^\]]*\]?|[\w.]*\d[\w.]*")
 _NOTHING_WORTH_IT = (
     "no checkpoint levels: no part of the model would free much of the memory "
     "it keeps for the backward pass; memory kept by the loss or by code "
-    "outside of submodules cannot be recomputed, and layers that stand alone in an nn.Sequential "
-    "only as groups of a few, each an nn.Sequential"
+    "outside of submodules cannot be recomputed"
 )
 _NOTHING_LOWERS_THE_PEAK = (
     "no checkpoint levels: recomputation would not lower the peak, which is "
