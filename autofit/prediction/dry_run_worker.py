@@ -76,9 +76,10 @@ def in_worker(
         return kept
     run = partial(_run, around, call, progress is not None)
     with _shared.lock:
-        _shared.progress = progress
+        prober = _shared.prober()
+        _shared.progress = progress  # which is not told of the worker's start
         try:
-            result: _Result = _shared.prober().run(run, expected_seconds=MOST_SECONDS)
+            result: _Result = prober.run(run, expected_seconds=MOST_SECONDS)
         finally:
             _shared.progress = None
     if known is not None:

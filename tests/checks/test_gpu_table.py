@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,28 @@ def test_a_row_says_what_a_prediction_for_that_gpu_alone_says() -> None:
     read = json.loads(json.dumps(table.to_dict()))
     assert [row["fits"] for row in read["gpus"]] == [True, True]
     assert table.fits
+
+
+@dataclass
+class Noted:
+    """A loss that leaves a mark in a file each time it runs, in whichever process."""
+
+    file: Path
+
+    def __call__(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with self.file.open("a") as file:
+            file.write(".")
+        return model(batch).square().mean()
+
+
+def test_gpus_that_answer_alike_take_the_dry_runs_of_one(tmp_path: Path) -> None:
+    def marks(*names: str) -> int:
+        file = tmp_path / "-".join(names)
+        workload = Workload(nn.Linear(64, 64), torch.randn(8, 64), loss_fn=Noted(file))
+        autofit.predict(workload, gpu=[with_memory(name, GIB) for name in names])
+        return file.stat().st_size
+
+    assert marks("L4", "RTX 4090") == marks("L4")
 
 
 def test_a_gpu_that_lacks_a_setting_of_the_plan_is_named() -> None:

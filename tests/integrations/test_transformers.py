@@ -236,6 +236,7 @@ def test_a_prediction_checkpoints_as_the_arguments_say(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, gradient_checkpointing=True, **size)
     recomputed: Any = integration.predict(trainer, gpu="L4")
     assert recomputed.breakdown["activations"] < 0.9 * kept.breakdown["activations"]
+    assert integration.predict(trainer, gpu="L4", plan=Plan(64, global_batch=64)) == recomputed
     assert not any(getattr(each, "gradient_checkpointing", 0) for each in trainer.model.modules())
 
 
