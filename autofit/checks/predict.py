@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -89,28 +89,23 @@ def predict(
         "world_size": world_size,
     }
     if not isinstance(gpu, (list, tuple)):
-        predicted = one_gpu.predict(
-            workload,
-            gpu=asked.gpu if gpu is None else gpu,
-            calibration=asked.calibration_for(gpu),
-            **given,
-        )
+        measured, name = asked.calibration_for(gpu), asked.gpu if gpu is None else gpu
+        predicted = one_gpu.predict(workload, gpu=name, calibration=measured, **given)
         asked.check_same_model(predicted.parameters, workload)
         return predicted
-    if not gpu:
-        raise InvalidArgument('gpu is empty: name some, or pass ["all"] for all known ones')
-    named = known_gpus() if list(gpu) == ["all"] else [find_gpu(each) for each in gpu]
-    chosen = [one_gpu.calibrated(each, asked.calibration_for(each.name)) for each in named]
-    table = GpuTable(
-        *one_gpu.predict_each(
-            workload,
-            sorted(chosen, key=lambda gpu: gpu.total_bytes),
-            progress=progress or (lambda line: None),
-            **given,
-        )
-    )
+    chosen = [one_gpu.calibrated(g, asked.calibration_for(g.name)) for g in _gpus(gpu)]
+    tell = progress or (lambda line: None)
+    table = GpuTable(*one_gpu.predict_each(workload, chosen, progress=tell, **given))
     asked.check_same_model(next(iter(table.predictions.values())).parameters, workload)
     return table
+
+
+def _gpus(named: Sequence[Any]) -> list[Gpu]:
+    """Return the GPUs by memory."""
+    if not named:
+        raise InvalidArgument('gpu is empty: name some, or pass ["all"] for all known ones')
+    found = known_gpus() if list(named) == ["all"] else [find_gpu(each) for each in named]
+    return sorted(found, key=lambda gpu: gpu.total_bytes)
 
 
 @dataclass(frozen=True)

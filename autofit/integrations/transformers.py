@@ -120,7 +120,7 @@ def predict(
     """
     from autofit.checks.predict import predict as run
 
-    given = _of_a_plan(trainer, sample_batch, examine, more.get("plan"))
+    given = _workload_for(trainer, sample_batch, examine, more.get("plan"))
     predicted: Prediction | GpuTable = run(given, **more)
     return predicted
 
@@ -142,11 +142,11 @@ def check(
     """
     from autofit.checks.check import check as run
 
-    return run(_of_a_plan(trainer, sample_batch, examine, more.get("plan")), **more)
+    return run(_workload_for(trainer, sample_batch, examine, more.get("plan")), **more)
 
 
-def _of_a_plan(trainer: Any, sample_batch: Any, examine: int, plan: Any) -> Workload:
-    """Return the workload, whose checkpointing a report as plan decides."""
+def _workload_for(trainer: Any, sample_batch: Any, examine: int, plan: Any) -> Workload:
+    """Return the workload as the arguments have it, or as a report given as the plan has it."""
     as_configured = not isinstance(plan, Report)
     return workload(
         trainer, sample_batch=sample_batch, examine=examine, as_configured=as_configured

@@ -74,7 +74,7 @@ def find_batch_size(
     given = {"criterion": criterion, "loss_fn": loss_fn, "optimizer": optimizer}
     workload = workload_of(model, sample_batch, **given, global_batch=global_batch)
     report = search(
-        _of_a_kept_size(workload),
+        _with_global_batch(workload),
         vram_budget=vram_budget,
         device=device,
         strategies=[],
@@ -94,7 +94,7 @@ def find_batch_size(
     )
 
 
-def _of_a_kept_size(workload: Workload) -> Workload:
+def _with_global_batch(workload: Workload) -> Workload:
     if workload.global_batch is not None:
         return workload
     if workload.makes_batches:
