@@ -233,21 +233,23 @@ def largest_that_fits(
     apart). After 24 evaluations the best one so far is returned.
 
     Args:
-        need: micro-batch -> bytes.
+        need: micro-batch -> bytes; more than the budget where it cannot be trained.
         budget: bytes.
         start: the first micro-batch.
         most: the largest micro-batch to think of.
 
     Returns:
-        A micro-batch that was evaluated; None if one sample does not fit.
+        A micro-batch that was evaluated; None if neither one sample nor two fit.
     """
     looked = {start: need(start)}
-    if min(looked.values()) > budget and 1 not in looked:
-        looked[1] = need(1)
+    for least in (1, 2):  # BatchNorm may refuse one sample
+        if min(looked.values()) > budget and least not in looked and least < start:
+            looked[least] = need(least)
     sides: list[bool] = []
     while len(looked) < MOST_LOOKS:
         fits = max((at for at, needed in looked.items() if needed <= budget), default=0)
-        fails = min((at for at, needed in looked.items() if needed > budget), default=most + 1)
+        above = (at for at, needed in looked.items() if needed > budget and at > fits)
+        fails = min(above, default=most + 1)
         if fits == 0 or fails - fits <= max(1, fits // _FINE):
             break
         at = _crossing(looked, budget)

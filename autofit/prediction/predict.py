@@ -12,7 +12,7 @@ from typing import Any
 from autofit.codec import Amount, from_json, to_json
 from autofit.devices.gpus import NCCL_UNKNOWN, Gpu, find_gpu
 from autofit.devices.request import budget_bytes
-from autofit.errors import InvalidArgument, PredictionUnavailable, hides_own_frames
+from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.memory.allocator import expandable_segments
 from autofit.memory.replay import replay
 from autofit.notebook import shown
@@ -429,7 +429,7 @@ def _largest_micro_batch(
     def needed(micro_batch: int) -> int:
         if micro_batch == plan.micro_batch:
             return prediction.interval[1] + prediction.unknown_bytes
-        with suppress(PredictionUnavailable):
+        with suppress(Exception):  # the plan itself was predicted: another size cannot be trained
             need = runs.need(replace(prediction._resolved, plan=at(micro_batch)), prediction.gpu)
             return need.high_bytes + need.unknown_bytes
         return sys.maxsize

@@ -52,6 +52,19 @@ def test_it_does_not_fit_by_prediction() -> None:
     assert all(word in explained for word in ("required", "allowed", "activations", "weights"))
 
 
+def test_a_model_that_refuses_one_sample_has_a_largest_micro_batch() -> None:
+    """BatchNorm over single values raises ValueError at a micro-batch of 1."""
+
+    def normalized() -> nn.Module:
+        return nn.Sequential(nn.Linear(512, 4096), nn.BatchNorm1d(4096), nn.Linear(4096, 512))
+
+    given = replace(workload(), model=normalized)
+    verdict = check(given, plan=Plan(200_000), vram_budget="2GiB", gpu="L4")
+    assert verdict.fits is False
+    assert verdict.largest_micro_batch is not None
+    assert verdict.largest_micro_batch > 2
+
+
 @pytest.mark.parametrize(
     ("tell", "asked"),
     [
