@@ -40,7 +40,7 @@ class OutOfBudget(Exception):
     """The limit left no room for a request, even after the cache was flushed.
 
     Args:
-        requested_bytes: size of the request.
+        requested_bytes: size of the segment that was to hold it, which is what torch tells.
         allocator: what refused it.
     """
 
@@ -99,7 +99,7 @@ class CachingAllocator:
             block = self._expandable.best_fit(pool, size) or self._expandable.grow(pool, size)
             split_from = ROUNDING_BYTES
         if block is None:
-            block = self._retry(pool, size, nbytes)
+            block = self._retry(pool, size)
         if block.size - size >= split_from:
             pool.add(block.cut(size))
         self.allocated_bytes += block.size
@@ -128,13 +128,13 @@ class CachingAllocator:
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
-    def _retry(self, pool: Pool, size: int, nbytes: int) -> Block:
+    def _retry(self, pool: Pool, size: int) -> Block:
         self.empty_cache()
         self.retries += 1
         grow = self._expandable.grow if self._expandable is not None else self._new_segment
         block = grow(pool, size)
         if block is None:
-            raise OutOfBudget(nbytes, self)
+            raise OutOfBudget(pool.segment_bytes(size), self)
         return block
 
     def _new_segment(self, pool: Pool, size: int) -> Block | None:

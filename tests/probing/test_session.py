@@ -23,6 +23,7 @@ from autofit.registry import load_strategies
 from autofit.strategy import Comparison
 from autofit.training.training import TrainingBuilder
 from autofit.training.workload import Workload
+from benchmarks.workloads import tiny_gpt
 from tests.classifier import CROSS_ENTROPY, classifier, labelled, session_of
 
 MIB = 2**20
@@ -82,6 +83,14 @@ def test_probes_do_not_see_each_other() -> None:
     again = _probe(session, Plan(64)).value
     assert again.peak_allocated_bytes == first.peak_allocated_bytes
     assert again.peak_reserved_bytes == first.peak_reserved_bytes
+
+
+def test_a_plan_whose_own_segments_fill_the_budget_is_not_repeated() -> None:
+    """What it needs is free, but in pieces, as it would be in a repeat."""
+    reply = _probe(session_of(tiny_gpt), Plan(16, accumulation_steps=2), 64 * MIB)
+    assert reply.value.outcome is Outcome.OOM
+    assert reply.value.peak_allocated_bytes < 60 * MIB
+    assert not reply.worth_repeating
 
 
 @pytest.mark.parametrize(
