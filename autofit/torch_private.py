@@ -200,11 +200,6 @@ USES = {
         "compilations not be counted",
         optional=True,
     ),
-    "activation budgets of compiled code": Use(
-        ("torch._functorch.config",),
-        "settings that compile within a budget of activations are left out",
-        optional=True,
-    ),
     "CUDA graphs of compiled code": Use(
         ("torch._inductor.cudagraph_trees",),
         "settings that record CUDA graphs are left out: their memory could not be freed",

@@ -331,6 +331,8 @@ def _line(reason: str) -> str:
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):  # by TorchScript, which dynamo does not enter
+        return True
     return vars(module).get(_CALL) is not None or type(module).__name__ == "OptimizedModule"
 
 

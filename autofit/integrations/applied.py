@@ -287,15 +287,14 @@ def _entered_around(
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Give an object an attribute of its own, for as long as this is entered."""
-    before = vars(owner).get(name)
-    vars(owner)[name] = value
+    own = vars(owner)
+    before = {name: own[name]} if name in own else {}
+    own[name] = value
     try:
         yield
     finally:
-        if before is None:
-            vars(owner).pop(name, None)
-        else:
-            vars(owner)[name] = before
+        own.pop(name, None)
+        own.update(before)
 
 
 def library(*names: str) -> Any:

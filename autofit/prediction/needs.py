@@ -51,10 +51,6 @@ class Need:
         """What must be free for the plan to be said to fit, without what is unknown."""
         return self.required_bytes + self.margin_bytes
 
-    def fits(self, vram_budget_bytes: int) -> bool | None:
-        """Return whether the plan fits into a budget; None: what is unknown decides."""
-        return told(self.high_bytes, self.unknown_bytes, vram_budget_bytes)
-
 
 def told(high_bytes: int, unknown_bytes: int, vram_budget_bytes: int) -> bool | None:
     """Return whether a plan fits; None: what is unknown decides."""

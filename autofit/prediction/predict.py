@@ -52,8 +52,8 @@ def predict(
 
     The training runs on torch's meta device, where nothing is computed, and its allocations are
     replayed through a simulation of the CUDA caching allocator. It runs in a worker process, which
-    later predictions use again; this process is left as it is. After a search on that GPU,
-    `calibration=report.calibration` makes it more accurate.
+    later predictions use again; this process is left as it is. What a search measured on that GPU
+    makes it more accurate: the `calibration` of its report.
 
     Args:
         workload: model, sample batch, loss and optimizer.

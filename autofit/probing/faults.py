@@ -35,7 +35,6 @@ class Fault:
         kind: the row of the catalogue that decided, such as "caching allocator".
         type_names: qualified names of the deciding exception's classes, the exception's own first.
         message: its text, cut to 4 kB.
-        error_code: its `error_code` (cudaError_t), where it has one.
         otherwise: the outcome where device memory was not short; None: the same. Some
             messages (cuBLAS, cuDNN, graph capture) mean a lack of memory only where it was.
         kills_context: the worker must be replaced, whatever a health check says.
@@ -46,7 +45,6 @@ class Fault:
     kind: str
     type_names: tuple[str, ...]
     message: str
-    error_code: int | None = None
     otherwise: Outcome | None = None
     kills_context: bool = False
     is_consequence: bool = False
@@ -82,7 +80,6 @@ def fault_of(exception: BaseException) -> Fault:
         kind=row.name,
         type_names=_type_names(link),
         message=_cut(gone_in(link) or text_of(link)),
-        error_code=_error_code(link),
         otherwise=row.otherwise,
         kills_context=any(row.kills_context for row in rows),
         is_consequence=row.is_consequence,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autofit.errors import InvalidArgument
-from autofit.integrations.applied import library, on_model
+from autofit.integrations.applied import library, on_model, replaced
 from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.searching.loader_batches import longest_batch
 from autofit.strategy import Context, Numerics, Phase, TrainingView
@@ -41,6 +41,15 @@ class Foreign:
 
 def resolved(act: Callable[[TrainingView], Any]) -> ResolvedPlan:
     return ResolvedPlan(Plan(1, settings={"foreign.on": True}), {}, [Foreign(act)])
+
+
+def test_a_replaced_attribute_is_put_back_even_if_it_was_none() -> None:
+    model: Any = nn.Linear(2, 2)
+    model.note = None
+    with replaced(model, "note", "another"), replaced(model, "further", "new"):
+        assert (model.note, model.further) == ("another", "new")
+    assert model.note is None
+    assert not hasattr(model, "further")
 
 
 def test_a_forward_context_is_entered_around_the_models_own_forward() -> None:

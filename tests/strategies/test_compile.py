@@ -117,6 +117,10 @@ def test_a_compiled_model_and_a_dry_run_are_left_alone() -> None:
     compiled.compile()
     context = PlainContext(lambda: Workload(compiled, torch.randn(4, 8)))
     assert list(COMPILE.dimensions(context)[MODE].values) == ["off"]
+    script: Any = torch.jit
+    traced = script.trace(Model(), torch.randn(4, 8))
+    context = PlainContext(lambda: Workload(traced, torch.randn(4, 8)))
+    assert list(COMPILE.dimensions(context)[MODE].values) == ["off"]
     dry = PlainContext(workload, "meta")
     assert list(COMPILE.dimensions(dry)[MODE].values) == ["off"]
 
