@@ -32,7 +32,7 @@ from autofit.errors import (
     tried_when,
 )
 from autofit.measurement import Outcome
-from autofit.report.changes import changes
+from autofit.report.details import changes
 from autofit.report.report import Report, load, write
 from autofit.report.summary import Place
 from autofit.report.text import WIDTH, in_markdown, in_text, laid_out

@@ -33,8 +33,8 @@ from autofit.strategy import Comparison, Phase, Strategy
 from autofit.torch_private import gone_in
 from autofit.training.batch import describe
 from autofit.training.fingerprint import fingerprint
+from autofit.training.lengths import Tokens, tokens_of_mix
 from autofit.training.loss import LossSource
-from autofit.training.tokens import Tokens, tokens_of_mix
 from autofit.training.training import TrainingBuilder
 from autofit.training.workload import Workload, compiled_in_place, compiled_part
 from autofit.units import format_bytes

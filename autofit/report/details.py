@@ -1,4 +1,4 @@
-"""All that a report says beside its answer, in sections that every form lays out."""
+"""All that a report says beside its answer, and how two differ: sections for every form."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from autofit.report.summary import (
     Place,
     apply_line,
     evaluation_words,
+    is_sure,
     loader_verdict,
     pay_off,
+    plan_words,
     range_words,
+    ratio_words,
     settings_words,
+    speed_words,
     written,
 )
 from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded
@@ -33,6 +37,7 @@ ABOUT_TRIALS = (
 )
 _SHORT_DETAIL = 60
 _MOST_MODULES = 6
+_ALWAYS_COMPARED = ("plan", "throughput", "memory")
 
 Table = Sequence[Sequence[str]]
 """Rows of cells, the titles first."""
@@ -245,3 +250,43 @@ def environment_rows(record: Record) -> Mapping[str, str]:
         "fingerprint": workload["fingerprint"],
     }
     return {label: str(value) for label, value in known.items() if value is not None}
+
+
+def changes(before: Record, after: Record) -> Section:
+    """Return plan, speed and memory of both reports, and all else that differs.
+
+    Above the table stands why the two may not be compared like for like.
+    """
+    was, now = _facts(before), _facts(after)
+    rows = [
+        (label, was.get(label, ""), now.get(label, ""))
+        for label in {**was, **now}
+        if label in _ALWAYS_COMPARED or was.get(label) != now.get(label)
+    ]
+    speeds = [record.speed_of(record.best) for record in (before, after)]
+    if all(speeds):
+        ranges = [record.speed_range(record.best) for record in (before, after)]
+        ratio = ratio_words((speeds[1] or 0.0) / (speeds[0] or 1.0), *ranges)
+        rows.insert(len(_ALWAYS_COMPARED), ("speedup", "", ratio))
+    lines = [f"{ACT}The workloads differ"] * ("fingerprint" in [label for label, *_ in rows])
+    lines += [
+        f"{ACT}The {name} report does not decide which plan is the fastest"
+        for name, record in (("earlier", before), ("later", after))
+        if not is_sure(record)
+    ]
+    return Section("Changes", lines, [("", "before", "after"), *rows])
+
+
+def _facts(record: Record) -> dict[str, str]:
+    """Return the facts of a report in words, by label; what each search has anew is left out."""
+    best, baseline = record.best, record.baseline_beside_best
+    facts = {
+        "plan": plan_words(best.plan, record),
+        "throughput": speed_words(best, record),
+        "memory": format_bytes(best.measurement.held_bytes),
+        **{label: figure for label, figure, _ in figures(record)},
+        "throughput of the baseline": speed_words(baseline, record),
+        "memory of the baseline": format_bytes(baseline.measurement.held_bytes),
+        **environment_rows(record),
+    }
+    return {label: fact for label, fact in facts.items() if label not in ("searched", "duration")}

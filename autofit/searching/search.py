@@ -30,7 +30,6 @@ from autofit.searching.engine import run_search
 from autofit.searching.events import Event, OnEvent
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
 from autofit.searching.options import SearchArguments, SearchOptions
-from autofit.searching.places import Places, open_runner
 from autofit.searching.predicted_lines import predicted_lines
 from autofit.searching.result import (
     INTERRUPTED,
@@ -40,7 +39,7 @@ from autofit.searching.result import (
     record_of,
     with_measured_need,
 )
-from autofit.searching.runner import Runner
+from autofit.searching.runner import Places, Runner, open_runner
 from autofit.searching.storage import check_opens
 from autofit.searching.study import Store
 from autofit.searching.wording import logged

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autofit.measurement import ACT
-from autofit.report.changes import changes
+from autofit.report.details import changes
 from autofit.report.record import Record
 from autofit.report.summary import summary
 from autofit.report.text import markdown, plain

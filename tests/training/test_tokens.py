@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autofit.training.batch import Samples
-from autofit.training.tokens import Tokens, tokens_of
+from autofit.training.lengths import Tokens, tokens_of
 
 IDS = torch.zeros(4, 16, dtype=torch.int64)
 IMAGES = torch.zeros(4, 3, 8, 8)
