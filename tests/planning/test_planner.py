@@ -62,9 +62,9 @@ def test_no_step_is_longer_than_four_times_the_largest_measured(searched: Search
         largest = max(largest, request.plan.micro_batch)
 
 
-def _probed(device: SimulatedDevice) -> list[Any]:
+def _probed(device: SimulatedDevice, max_probes: int | None = None) -> list[Any]:
     prober = device.prober()
-    run_search(prober, device.spec())
+    run_search(prober, device.spec(), max_probes=max_probes)
     return prober.probed
 
 
@@ -111,12 +111,12 @@ def test_with_a_global_batch_every_plan_keeps_it(make_device: MakeDevice) -> Non
 
 def test_a_split_that_may_not_change_leaves_one_geometry(make_device: MakeDevice) -> None:
     other = make_device(global_batch=50, may_change_accumulation=False)
-    splits = {r.plan.accumulation_steps for r in _probed(other)}
+    splits = {r.plan.accumulation_steps for r in _probed(other, 8)}
     assert splits == {other.space.baseline.accumulation_steps}
 
 
 def test_the_largest_micro_batch_is_kept(make_device: MakeDevice) -> None:
-    assert max(r.plan.micro_batch for r in _probed(make_device(max_micro_batch=9))) <= 9
+    assert max(r.plan.micro_batch for r in _probed(make_device(max_micro_batch=9), 8)) <= 9
 
 
 @pytest.mark.parametrize("most_changed", [1, 2], ids=["one setting at a time", "every variant"])

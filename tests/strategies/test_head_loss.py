@@ -176,8 +176,9 @@ def check_equal(given: dict[str, Any], loss: Loss, rows: int) -> list[bool]:
     return by_chunks
 
 
-@pytest.mark.parametrize("rows", [1, 7, 1000])
-@pytest.mark.parametrize("loss", BY_CHUNKS, ids=range(len(BY_CHUNKS)))
+@pytest.mark.parametrize(
+    ("loss", "rows"), [*((loss, 7) for loss in BY_CHUNKS), (flat, 1), (flat, 1000)]
+)
 def test_a_loss_by_chunks_is_the_plain_one(loss: Loss, rows: int) -> None:
     assert check_equal({"bias": True}, loss, rows) == [True]
 

@@ -55,6 +55,12 @@ def found_on_a_gpu(optimizer: Any) -> list[Any]:
     return list(found[SETTING].values)
 
 
+@pytest.fixture
+def any_time_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[type(IMPLEMENTATION).__module__], "WORTH", float("-inf"))
+
+
+@pytest.mark.usefixtures("any_time_is_worth_it")
 def test_what_saves_time_is_offered_and_nothing_that_is_in_use() -> None:
     assert offered(adamw) == ["default", "fused"]
     assert offered(partial(adamw, foreach=True)) == ["default", "for_loop", "fused"]
@@ -160,11 +166,8 @@ class Quantized(nn.Module):
         return self.layers(x * self.codes[0])
 
 
-def test_frozen_parameters_are_not_stepped_to_find_implementations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    of = sys.modules[type(IMPLEMENTATION).__module__]
-    monkeypatch.setattr(of, "WORTH", float("-inf"))  # whatever time it takes
+@pytest.mark.usefixtures("any_time_is_worth_it")
+def test_frozen_parameters_are_not_stepped_to_find_implementations() -> None:
     context = PlainContext(lambda: Workload(Quantized, torch.randn(2, WIDTH), optimizer=adamw))
     assert list(IMPLEMENTATION.dimensions(context)[SETTING].values) == ["default", "fused"]
 
@@ -357,6 +360,7 @@ def test_temporaries_of_an_update_are_predicted() -> None:
     assert 0 < required["for_loop"] - required["fused"] <= 2 * LARGEST_BYTES
 
 
+@pytest.mark.usefixtures("any_time_is_worth_it")
 def test_one_of_several_optimizers_is_chosen_by_name() -> None:
     model = nn.ModuleDict({"a": make_model(), "b": nn.Linear(WIDTH, 4)})
     optimizers = {

@@ -13,11 +13,10 @@ from autofit.devices.gpus import Gpu, find_gpu
 from autofit.prediction.cuda.scratch import RULES, Reduction, Size, bytes_on, scratch
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import STEPS, stage
-from benchmarks.traces.recorded import recorded_trainings
+from benchmarks.traces.recorded import RecordedTraining, recorded_trainings
 from benchmarks.traces.trainings import TRAININGS
 
 H200 = find_gpu("H200")
-RECORDED = {recorded.name: recorded for recorded in recorded_trainings()}
 EXACT = {
     "gpt_fp32": ["_scaled_dot_product_efficient_attention_backward", "sum"],
     "gpt_bf16_b24": ["sum"],
@@ -26,6 +25,11 @@ EXACT = {
     "vit_fp32": ["native_layer_norm", "sum"],
     "lstm_fp32": ["sum"],
 }
+
+
+@cache
+def trainings() -> dict[str, RecordedTraining]:
+    return {each.name: each for each in recorded_trainings()}
 
 
 def taken(sizes: list[Size], gpu: Gpu = H200) -> list[int]:
@@ -67,7 +71,7 @@ def recorded(training: str, operator: str) -> list[list[int]]:
     return [
         sizes
         for name, sizes in zip(
-            RECORDED[training].operators, RECORDED[training].scratch_sizes, strict=True
+            trainings()[training].operators, trainings()[training].scratch_sizes, strict=True
         )
         if name.split(".")[1] == operator
     ]
@@ -126,4 +130,4 @@ def counted(operators: list[str] | tuple[str, ...]) -> list[str]:
     ],
 )
 def test_the_same_operators_run_in_the_same_order(name: str) -> None:
-    assert counted(ran(name).operators) == counted(RECORDED[name].operators)
+    assert counted(ran(name).operators) == counted(trainings()[name].operators)
