@@ -32,34 +32,32 @@ OPENS = """
 """
 
 
-def test_no_code_of_the_current_directory_runs(tmp_path: Path) -> None:
-    """A worker replaces its path at once, and what it imports until then is Python's own."""
-    (tmp_path / "scripts").mkdir()
-    script = tmp_path / "scripts" / "opens.py"
-    script.write_text(textwrap.dedent(OPENS))
-    here = tmp_path / "here"
-    here.mkdir()
-    for name in ("json", "sys", "types"):
-        (here / f"{name}.py").write_text(f"open({str(here / 'run')!r}, 'a').write({name!r})")
-    done = subprocess.run([sys.executable, script], cwd=here, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not (here / "run").exists()
+def test_no_code_runs_but_what_its_parent_imports(tmp_path: Path) -> None:
+    """None of the current directory, nor of where -E and -s keep the parent from looking.
 
-
-@pytest.mark.parametrize("flag", ["-E", "-s"])
-def test_a_worker_imports_from_where_its_parent_does(tmp_path: Path, flag: str) -> None:
-    """Variables that a parent does not read, its worker does not read either."""
-    (tmp_path / "planted").mkdir()
-    planted = tmp_path / "planted" / "sitecustomize.py"
-    planted.write_text(f"open({str(tmp_path / 'run')!r}, 'a').write('x')")
+    A worker replaces its path at once, and what it imports until then is Python's own.
+    """
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    of_the_user = tmp_path / ".local" / "lib" / version / "site-packages"
+    planted = {
+        tmp_path / "here": ("json", "sys", "types"),
+        tmp_path / "variable": ("sitecustomize",),
+        of_the_user: ("usercustomize",),
+    }
+    for folder, names in planted.items():
+        folder.mkdir(parents=True)
+        for name in names:
+            code = f"open({str(tmp_path / 'run')!r}, 'a').write({name!r})"
+            (folder / f"{name}.py").write_text(code)
     script = tmp_path / "opens.py"
     script.write_text(textwrap.dedent(OPENS))
-    environment = os.environ | {"PYTHONPATH": str(planted.parent)}
-    if flag == "-s":  # reads PYTHONPATH
-        del environment["PYTHONPATH"]
-        environment["HOME"] = str(tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "variable"), "HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, flag, script], env=environment, capture_output=True, text=True
+        [sys.executable, "-E", "-s", script],
+        cwd=tmp_path / "here",
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "run").exists()

@@ -127,7 +127,7 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-FINE = [
+FINE: list[type[Clean]] = [
     Clean,
     Dropout,
     BatchNorm,
@@ -159,10 +159,9 @@ def gate(checkpointing: Any) -> Callable[[nn.Module, list[list[str]]], Any]:
     return lambda model, layers: checkpointing.check_parity(_context(model), layers)
 
 
-@pytest.mark.parametrize("kind", FINE)
-def test_what_is_made_right_is_let_through(gate: Gate, kind: type[Clean]) -> None:
+def test_what_is_made_right_is_let_through(gate: Gate) -> None:
     torch.manual_seed(0)
-    assert gate(Stack([Clean, kind, Clean]), [["blocks.0", "blocks.1"]]).left_out == {}
+    assert gate(Stack(FINE), [[f"blocks.{index}" for index in range(len(FINE))]]).left_out == {}
 
 
 class NotANumber(Clean):
