@@ -48,11 +48,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Yield three trainings of each model, one after the other, then all others.
-
-    The others come in the order of a hash, so that any first ones are a fair sample; it also tells
-    which use the checkpointing of their library, half of those that can.
-    """
+    """Yield three trainings of each model, one after the other, then those of `mixed_cases`."""
     optimizers = list(OPTIMIZERS)
     for turn in range(len(PRECISIONS)):
         for at, name in enumerate(MODELS):
@@ -60,6 +56,15 @@ def cases() -> Iterator[Case]:
             optimizer = optimizers[(at // len(PRECISIONS) + turn) % 3]
             checkpointed = (at + turn) % 2 == 1 and MODELS[name].switchable
             yield Case(name, precision, optimizer, checkpointed)
+    yield from mixed_cases()
+
+
+def mixed_cases() -> Iterator[Case]:
+    """Yield every model x precision x optimizer x batch in the order of a hash.
+
+    So any first ones are a fair sample. The hash also tells which use the checkpointing of their
+    library, half of those that can.
+    """
     hashed = {}
     for name, precision, optimizer, factor in product(
         MODELS, PRECISIONS, ("sgd", "adamw", "adafactor"), BATCH_FACTORS

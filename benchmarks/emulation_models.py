@@ -8,9 +8,11 @@ answers, with values from when the training asks for one. Compared are peak allo
 reserved, and required bytes: the smallest limit under which the last two of four steps run without
 a flush, to a page of 2 MiB. Non-torch bytes are left out on both sides.
 
-    python -m benchmarks.emulation_models RESULTS.jsonl [--shard 1/4] [--seconds 1200]
+    python -m benchmarks.emulation_models RESULTS.jsonl [--mixed] [--shard 1/4] [--seconds 1200]
 
-A hash orders all but the first three cases of each model. How often a training is said to fit into
+A hash orders all but the first three cases of each model; `--mixed` leaves these out. Where a
+training asks for values, a large batch takes many minutes on a CPU; `--uncomputed` leaves such
+trainings without an answer. How often a training is said to fit into
 a GPU that it does not fit is told too, beside estimates from the number of parameters alone.
 
 `.ci/run` runs it on 30 models of transformers, the one such package that development installs.
@@ -46,7 +48,7 @@ from autofit.registry import resolve, strategies_of
 from autofit.space import Space
 from autofit.units import GIB
 from benchmarks.emulated_models import MODELS
-from benchmarks.emulation_cases import Case, cases, workload_of
+from benchmarks.emulation_cases import Case, cases, mixed_cases, workload_of
 from benchmarks.oracle.emulation import Emulated, Emulation
 
 GPU = "H200"
@@ -130,20 +132,21 @@ def told_by_a_dry_run(workload: Workload, plan: Plan) -> dict[str, Any]:
 
 
 def told_by_the_card(
-    workload: Workload, plan: Plan, near_bytes: int | None
+    workload: Workload, plan: Plan, near_bytes: int | None, *, may_compute: bool
 ) -> tuple[Bytes, Emulated]:
     """Return what torch's own allocator needs; without values unless the training asks for one."""
     strategies = strategies_of(plan)
     dimensions = {name: Dimension([value]) for name, value in plan.settings.items()}
     resolved = resolve(plan, Space(dimensions, workload.sample_batch_size), strategies)
-    with Emulation(workload, strategies, find_gpu(GPU)) as emulation:
+    gpu = find_gpu(GPU)
+    with Emulation(workload, strategies, gpu, may_compute=may_compute) as emulation:
         need = emulation.need(resolved, near_bytes)
     ample = need.ample
     found = Bytes(ample.peak_allocated_bytes, ample.peak_reserved_bytes, need.limit_bytes)
     return found, need
 
 
-def result_of(case: Case) -> Result:
+def result_of(case: Case, *, may_compute: bool = True) -> Result:
     """Tell a case by both; an error of either is part of the result."""
     found: dict[str, Any] = {}
     try:
@@ -159,7 +162,9 @@ def result_of(case: Case) -> Result:
         started = time.perf_counter()
         dry = found.get("rehearsed")
         near_bytes = dry.required if dry is not None else None
-        found["emulated"], need = told_by_the_card(workload, plan, near_bytes)
+        found["emulated"], need = told_by_the_card(
+            workload, plan, near_bytes, may_compute=may_compute
+        )
         found["emulation_s"] = time.perf_counter() - started
         found["computed_values"] = need.computed_values
         found["estimates"] = need.ample.estimates
@@ -289,12 +294,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=(), help="models by name")
     parser.add_argument("--table", action="store_true", help="print the summary and run nothing")
     parser.add_argument("--package", help="models of that package alone")
+    parser.add_argument("--mixed", action="store_true", help="those in the order of a hash alone")
+    parser.add_argument("--uncomputed", action="store_true", help="compute no values on the card")
     parser.add_argument("--shard", default="1/1", help="run each so manieth case alone")
     parser.add_argument("--most", type=int, help="run at most so many cases")
     parser.add_argument("--seconds", type=float, help="begin no case after so long")
     options = parser.parse_args(arguments)
     if not options.table:
-        run(options.results, chosen(options), options.most, options.seconds)
+        run(options.results, chosen(options), options)
     results = read(options.results)
     print("\n".join(table(results)))
     figures = summary(results)
@@ -304,22 +311,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def chosen(options: argparse.Namespace) -> list[Case]:
     """Return the cases that were asked for."""
     number, of = map(int, options.shard.split("/"))
+    asked = mixed_cases() if options.mixed else cases()
     only = options.only or [n for n in MODELS if options.package in (None, MODELS[n].package)]
-    found = dict.fromkeys(case for case in cases() if case.model in only)  # each once
+    found = dict.fromkeys(case for case in asked if case.model in only)  # each once
     return list(found)[number - 1 :: of]
 
 
-def run(path: Path, asked: Sequence[Case], most: int | None, seconds: float | None) -> None:
+def run(path: Path, asked: Sequence[Case], options: argparse.Namespace) -> None:
     """Run the cases that the file does not have, and append a line for each."""
     done = {result.case for result in read(path)}
-    ends = time.monotonic() + (seconds or math.inf)
+    ends = time.monotonic() + (options.seconds or math.inf)
     with path.open("a") as file:
         if not done:
             print(json.dumps({"versions": versions()}), file=file, flush=True)
-        for case in [case for case in asked if case not in done][:most]:
+        for case in [case for case in asked if case not in done][: options.most]:
             if time.monotonic() > ends:
                 return
-            result = result_of(case)
+            result = result_of(case, may_compute=not options.uncomputed)
             print(result.to_json(), file=file, flush=True)
             errors = (result.error(kind) for kind in ("allocated", "reserved", "required"))
             shown = "".join(f"{'-' if e is None else format(e, '+.2%'):>10}" for e in errors)

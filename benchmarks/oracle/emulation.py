@@ -102,6 +102,8 @@ class Emulation(AbstractContextManager["Emulation"]):
         strategies: those that may have settings in a plan.
         gpu: the GPU.
         values: whether operators compute; they do from the first time that the training asks.
+        may_compute: None of them does otherwise, and a training that asks for a value has no
+            answer.
 
     Attributes:
         values: whether they do.
@@ -110,6 +112,7 @@ class Emulation(AbstractContextManager["Emulation"]):
     Raises (its methods):
         emulated_gpu.Unavailable: there can be no emulated GPU here.
         WorkerFailed: the worker ended or hung instead of answering.
+        ValuesAsked: the training asked for a value, and nothing may compute.
         Exception: raised by the user's own code.
     """
 
@@ -120,8 +123,9 @@ class Emulation(AbstractContextManager["Emulation"]):
         gpu: Gpu,
         *,
         values: bool = False,
+        may_compute: bool = True,
     ) -> None:
-        self.values, self.looks = values, 0
+        self.values, self.looks, self._may_compute = values, 0, may_compute
         self._roomy = False  # whether the card has `ROOM` times the GPU's memory
         self._workload, self._strategies = workload, strategies
         self._card, self._machine = card_of(gpu), new_machine()
@@ -139,6 +143,8 @@ class Emulation(AbstractContextManager["Emulation"]):
         try:
             return self.worker().run(partial(run, values=self.values))
         except ValuesAsked:
+            if not self._may_compute:
+                raise
             self._restart(values=True)
             return self.worker().run(partial(run, values=True))
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from autofit.prediction.cuda.values import asking_line, is_an_optimizer, passes_
 from autofit.probing.faults import fault_of
 from autofit.probing.measure import evaluation_peak, micro_batches_to_run, samples_on, warm_up
 from autofit.training import evaluation
-from emulated_gpu import estimates, reads_watched
+from emulated_gpu import driver, estimates, reads_watched
 
 if TYPE_CHECKING:
     from autofit.probing.session import Session
@@ -48,21 +49,26 @@ class ValuesAsked(Exception):
         self.line = line
 
 
-def _asked_by_torch() -> bool:
-    """Return whether torch reads a value now that changes no allocation.
+def _asker() -> FrameType:
+    """Return the frame that reads a value now."""
+    frame = sys._getframe()
+    while frame.f_back is not None and _is_between(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _is_between(file: str) -> bool:
+    return file in (__file__, driver.__file__) or passes_on(file)
+
+
+def _is_torchs(asker: FrameType) -> bool:
+    """Return whether what is read changes no allocation.
 
     A gradient scaler asks whether gradients overflowed, and is told that they did not; autofit asks
     whether an evaluation changed the model.
     """
-    frame = sys._getframe()
-    while frame.f_back is not None and _is_between(frame.f_code.co_filename):
-        frame = frame.f_back
-    asker = frame.f_code.co_filename
-    return asker in (grad_scaler.__file__, evaluation.__file__) or is_an_optimizer(asker)
-
-
-def _is_between(file: str) -> bool:
-    return file == __file__ or passes_on(file)
+    file = asker.f_code.co_filename
+    return file in (grad_scaler.__file__, evaluation.__file__) or is_an_optimizer(file)
 
 
 @dataclass(frozen=True)
@@ -200,9 +206,9 @@ def _values_refused() -> Iterator[None]:
     ended = threading.Event()
 
     def seen() -> bool:  # below the code that asks: what is raised here would be swallowed
-        if ended.is_set() or _asked_by_torch():
+        if ended.is_set() or _is_torchs(asker := _asker()):
             return True
-        lines.append(asking_line())
+        lines.append(asking_line(asker))
         threading.Timer(_PATIENCE_S, stop).start()
         return False
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -111,9 +112,9 @@ def is_an_optimizer(file: str) -> bool:
     return file.startswith(_OPTIMIZERS) and file != lbfgs.__file__
 
 
-def asking_line() -> str:
-    """Return the user's line that asks for a value now, as "file:number: text"."""
-    return _users_line(traceback.extract_stack())
+def asking_line(asker: FrameType) -> str:
+    """Return the user's line by which a frame asks for a value, as "file:number: text"."""
+    return _users_line(traceback.extract_stack(asker))
 
 
 def is_number(tensor: torch.Tensor) -> bool:
