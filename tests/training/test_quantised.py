@@ -1,0 +1,57 @@
+"""LoRA adapters beside frozen linears that bitsandbytes keeps in four bits, on the CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+
+bnb: Any = pytest.importorskip("bitsandbytes")
+WIDTH, RANK = 256, 8
+
+
+class Adapted(nn.Module):
+    """A frozen linear and what is trained beside it."""
+
+    def __init__(self, frozen: nn.Module) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, RANK, bias=False), nn.Linear(RANK, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(x) + self.up(self.down(x))
+
+
+def workload() -> autofit.Workload:
+    make = partial(bnb.nn.Linear4bit, WIDTH, WIDTH, bias=False, compute_dtype=torch.float32)
+    model = nn.Sequential(*(Adapted(make()) for _ in range(2))).to("cpu")  # which quantises
+    batch = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    return autofit.Workload(model, batch, criterion=nn.functional.mse_loss)
+
+
+def test_a_prediction_counts_four_bits_a_frozen_weight() -> None:
+    predicted = autofit.predict(workload(), gpu="L4")
+    frozen, trained = WIDTH * WIDTH // 2, 2 * WIDTH * RANK * 4
+    assert predicted.breakdown["weights"] >= 2 * (frozen + trained)
+    assert predicted.breakdown["weights"] < 2 * 1.1 * (frozen + trained)
+    assert 0 < predicted.breakdown["optimizer_state"] < 2 * 2.1 * trained
+
+
+def test_a_search_trains_the_adapters_alone() -> None:
+    given = workload()
+    before = {name: tensor.clone() for name, tensor in given.build_model().state_dict().items()}
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "vram_budget": "64MiB",
+        "max_probes": 2,
+        "progress": False,
+    }
+    report = autofit.search(given, strategies=["checkpointing"], **options)
+    assert report.best.measurement.ok
+    after = given.build_model().state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
