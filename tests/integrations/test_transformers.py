@@ -273,6 +273,7 @@ def test_an_evaluation_of_the_trainer_may_be_what_does_not_fit(tmp_path: Path) -
     found, less = (autofit.predict(each, gpu="L4") for each in (workload, alone))
     assert found.evaluation_bytes == found.required_bytes > less.required_bytes + 2**26
     assert not autofit.check(workload, device="cpu", vram_budget="64MiB").fits
+    assert autofit.check(alone, device="cpu", vram_budget="64MiB").fits
 
 
 @pytest.mark.parametrize("use", [integration.workload, integration.search])
