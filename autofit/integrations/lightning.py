@@ -380,7 +380,7 @@ def _optimizer(module: Any) -> Any:
     if isinstance(made, Mapping):
         made = made["optimizer"]
     while isinstance(made, (tuple, list)) and made:  # [optimizers], [schedulers]
-        if len(made) > 1 and isinstance(made[1], torch.optim.Optimizer):
+        if len(made) > 1 and isinstance(made[1], (torch.optim.Optimizer, Mapping)):
             break
         made = made[0]
         made = made.get("optimizer") if isinstance(made, Mapping) else made

@@ -122,6 +122,20 @@ def test_three_steps_of_the_trainer_have_the_losses_of_apply(
     assert not any("forward" in vars(child) for child in module.modules())
 
 
+def test_gradients_are_clipped_by_value_as_the_trainer_does(
+    make_report: Callable[..., Report], losses_of_apply: Callable[..., list[float]]
+) -> None:
+    module, data = Classifier(), Data()
+    clips = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    workload = integration.workload(module, data, trainer=trainer_of(**clips))
+    report = make_report(workload, Plan(8), ())
+    expected = losses_of_apply(report, module, optimizer_of, DataLoader(Numbers(), 8))
+    module.losses.clear()
+    trainer = trainer_of(max_epochs=1, **clips, **integration.arguments(report))
+    trainer.fit(module, datamodule=data)
+    assert module.losses == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.cuda
 def test_three_steps_on_a_gpu_have_the_losses_of_apply(
     make_report: Callable[..., Report], losses_of_apply: Callable[..., list[float]]
@@ -255,6 +269,46 @@ def test_a_trainer_that_is_distributed_is_refused(
         distributed = {"strategy": make()}
     with pytest.raises(InvalidArgument, match=words):
         use(Classifier(), Data(), trainer=trainer_of(**distributed))
+
+
+class Forms(Classifier):
+    """Returns its optimizers in one of the forms that Lightning takes."""
+
+    def __init__(self, form: Callable[[torch.optim.Optimizer, Any], Any]) -> None:
+        super().__init__()
+        self.form = form
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        return self.form(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda optimizer, scheduler: optimizer,
+        lambda optimizer, scheduler: [optimizer],
+        lambda optimizer, scheduler: ([optimizer], [scheduler]),
+        lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": scheduler},
+        lambda optimizer, scheduler: [{"optimizer": optimizer}],
+    ],
+)
+def test_the_optimizer_is_found_in_every_form(form: Any) -> None:
+    workload = integration.workload(Forms(form), Data())
+    assert isinstance(workload.optimizer, torch.optim.SGD)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda optimizer, scheduler: [optimizer, optimizer],
+        lambda optimizer, scheduler: ([optimizer, optimizer], [scheduler]),
+        lambda optimizer, scheduler: [{"optimizer": optimizer}, {"optimizer": optimizer}],
+    ],
+)
+def test_two_optimizers_are_refused(form: Any) -> None:
+    with pytest.raises(InvalidArgument, match="configure_optimizers"):
+        integration.workload(Forms(form), Data())
 
 
 def test_an_optimizer_that_asks_for_the_trainer_may_be_given() -> None:
