@@ -74,6 +74,7 @@ def _holding_itself() -> list[Any]:
         ({"vram_budget": 0}, r"bytes.*\b0"),
         ({"vram_budget": 1.5}, r"\(0, 1\].*1\.5"),
         ({"vram_budget": "4000TiB"}, r"4000 TiB.*\d GiB"),
+        ({"vram_budget": "9" * 400 + "GiB"}, r"no device .* '9999"),
         ({"strategies": ["precison"]}, r"'precison'.*checkpointing, .*precision"),
         ({"strategies": 3}, r"strategies.*3"),
         ({"progress": 3}, r"progress.*True.*3"),

@@ -145,6 +145,33 @@ class Broken(nn.Module):
         raise KeyError("no such layer")
 
 
+class Raising:
+    """What a model may hold: it raises when it is pickled."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "seen", "words"),
+    [
+        (TypeError("a lock"), autofit.InvalidArgument, "a lock.*function that builds the model"),
+        (MemoryError("no room"), MemoryError, "no room"),
+        (SystemExit("enough"), SystemExit, "enough"),
+    ],
+)
+def test_what_pickling_a_model_raises_is_told(
+    error: BaseException, seen: type[BaseException], words: str
+) -> None:
+    model = net()
+    vars(model)["held"] = Raising(error)
+    with pytest.raises(seen, match=words):
+        autofit.fits(model, batch(), "1GiB", **LOSS)
+
+
 def test_an_error_of_the_forward_is_the_users_own() -> None:
     with pytest.raises(KeyError, match="no such layer"):
         autofit.fits(Broken(), batch(), "2GiB", **LOSS)

@@ -60,10 +60,14 @@ def test_check_says_no_and_what_would_fit(target: str) -> None:
     assert "largest micro-batch" in said
 
 
-def test_check_cannot_tell_what_depends_on_values(target: str) -> None:
-    code, said = run("check", target.replace(":make", ":branching"), "--gpu", "L4")
+def test_check_cannot_tell_what_depends_on_values(target: str, tmp_path: Path) -> None:
+    junit = tmp_path / "junit.xml"
+    branching = target.replace(":make", ":branching")
+    code, said = run("check", branching, "--gpu", "L4", "--junit-xml", str(junit))
     assert code == 5
     assert "could not be told" in said
+    suite = ElementTree.parse(junit).getroot()
+    assert (suite.get("failures"), suite.get("errors")) == ("0", "1")
 
 
 def test_check_writes_junit_and_the_summary_of_the_job(
@@ -86,15 +90,22 @@ def test_check_writes_junit_and_the_summary_of_the_job(
     assert "| required |" in page.read_text()
 
 
-def test_check_fails_where_the_need_grew(target: str, tmp_path: Path) -> None:
-    earlier = tmp_path / "earlier.json"
+def test_check_fails_where_the_need_grew(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier, junit, page = (tmp_path / name for name in ("earlier.json", "junit.xml", "page.md"))
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
     code, said = run("check", target, "--gpu", "L4", "--micro-batch", "1000", "--json")
     assert code == 0
     earlier.write_text(said)
     grown = ["check", target, "--gpu", "L4", "--micro-batch", "100000", "--baseline", str(earlier)]
-    code, said = run(*grown)
+    code, said = run(*grown, "--junit-xml", str(junit))
     assert code == 1
     assert "required bytes +" in said
+    failure = ElementTree.parse(junit).find("testcase/failure")
+    assert failure is not None
+    assert "required bytes +" in failure.get("message", "")
+    assert "fits, and needs more than before" in page.read_text()
     assert re.search(r"1000 x 1.*100000 x 1", said, re.DOTALL)
     compared = json.loads(run(*grown, "--json")[1])["regression"]
     assert compared["growth"] > 0.05

@@ -307,6 +307,16 @@ def test_a_level_means_the_modules_that_the_report_names(
     assert "nowhere" in ran.err
 
 
+def test_a_search_takes_another_global_batch(here: Callable[..., Ran], tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    limits = (*ON_CPU, "--max-probes", "1", "--global-batch", "8", "--out", str(out))
+    ran = here("search", "models.py:small", *limits)
+    assert ran.code == 0, ran.err
+    report = json.loads(out.read_text())
+    assert report["workload"]["global_batch"] == 8
+    assert {trial["plan"]["global_batch"] for trial in report["trials"]} == {8}
+
+
 def test_a_probe_without_options_runs_the_baseline(here: Callable[..., Ran]) -> None:
     ran = here("probe", "models.py:small", *ON_CPU)
     assert ran.code == 0, ran.err

@@ -300,6 +300,12 @@ def test_a_workload_is_what_the_trainer_trains(tmp_path: Path) -> None:
     assert workload.recipe.weight(batch, 4) == sum(lengths), "targets that are not -100"
 
 
+def test_the_trainers_own_optimizer_is_what_a_plan_trains_with(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    assert integration.workload(trainer).optimizer is trainer.optimizer
+
+
 def test_the_loss_travels_without_the_trainers_model_and_data(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, OwnLoss)
     workload = integration.workload(trainer)

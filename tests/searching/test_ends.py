@@ -90,6 +90,22 @@ def test_what_begins_after_the_search_tells_what_it_found() -> None:
     assert last.progress.best is not None
 
 
+@pytest.mark.parametrize(
+    "stage", ["comparing the answer", "measuring what bounds a step", "ending the worker"]
+)
+def test_ctrl_c_after_the_search_leaves_its_answer(stage: str) -> None:
+    def press(event: events.Event) -> None:
+        if isinstance(event, events.StageStarted) and event.stage.startswith(stage):
+            raise KeyboardInterrupt
+
+    report = autofit.search(
+        torch.nn.Linear(8, 4), torch.randn(4, 8), global_batch=8, device="cpu", seed=1,
+        vram_budget="8MiB", strategies=["precision"], max_probes=4, progress=press,
+    )  # fmt: skip
+    assert report.record.search.stopped_because == INTERRUPTED
+    assert report.best.ok
+
+
 # -- The limits of a search, given its trials, and the checks of its arguments
 
 
