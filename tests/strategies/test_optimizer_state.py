@@ -60,7 +60,9 @@ def by_adamw() -> Workload:
     return wide(optimizer=adamw)
 
 
-def test_conformance() -> None:
+def test_conformance(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = import_module(type(UPDATE).__module__)
+    monkeypatch.setattr(of, "WORTH", float("-inf"))  # however busy the machine is
     assert check_strategy("optimizer", workloads=[by_adamw]) == 4  # plain, fused, when, state
 
 
