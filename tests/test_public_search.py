@@ -31,6 +31,7 @@ from autofit.probing.survey import Survey
 from autofit.searching.events import (
     Event,
     MachineBusy,
+    ProbeFinished,
     ProbeStarted,
     Repeating,
     StageStarted,
@@ -127,6 +128,7 @@ class Searched:
     """A search that was run once, and what stood around it."""
 
     report: autofit.Report
+    events: list[Event]
     model: nn.Module
     weights_before: dict[str, torch.Tensor]
     states_before: tuple[Any, ...]
@@ -167,6 +169,7 @@ def searched() -> Searched:
     blocks = [LocalBlock() for _ in range(4)]
     model = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 3))
     weights = {name: value.clone() for name, value in model.state_dict().items()}
+    events: list[Event] = []
     before, frozen = states(), gc.get_freeze_count()
     workload = autofit.Workload(
         model,
@@ -180,8 +183,9 @@ def searched() -> Searched:
         vram_budget="32MiB",
         device="cpu",
         max_probes=4,
+        progress=events.append,
     )
-    return Searched(report, model, weights, before, states(), frozen, gc.get_freeze_count())
+    return Searched(report, events, model, weights, before, states(), frozen, gc.get_freeze_count())
 
 
 def test_the_best_plan_is_compared_and_keeps_the_global_batch(searched: Searched) -> None:
@@ -202,6 +206,13 @@ def test_it_stays_within_its_limits(searched: Searched) -> None:
     assert searched.report.record.search.probes == len(searched.report.trials) <= 4
     held = [trial.measurement.held_bytes or 0 for trial in searched.report.trials if trial.ok]
     assert 0 < max(held) <= 32 * 2**20
+
+
+def test_whoever_watches_sees_each_probe_start_and_finish(searched: Searched) -> None:
+    started = [event.plan for event in searched.events if isinstance(event, ProbeStarted)]
+    finished = [event.trial for event in searched.events if isinstance(event, ProbeFinished)]
+    assert finished == list(searched.report.trials)
+    assert started == [trial.plan for trial in finished]
 
 
 def test_a_search_changes_nothing_of_the_users(searched: Searched) -> None:
