@@ -10,10 +10,10 @@ a flush, to a page of 2 MiB. Non-torch bytes are left out on both sides.
 
     python -m benchmarks.emulation_models RESULTS.jsonl [--mixed] [--shard 1/4] [--seconds 1200]
 
-A hash orders all but the first three cases of each model; `--mixed` leaves these out. Where a
-training asks for values, a large batch takes many minutes on a CPU; `--uncomputed` leaves such
-trainings without an answer. How often a training is said to fit into
-a GPU that it does not fit is told too, beside estimates from the number of parameters alone.
+A hash orders all but the first three cases of each model; `--mixed` leaves these three out. Where a
+training asks for values, a large batch takes many minutes on a CPU: `--uncomputed` gives such
+trainings up. How often a training is said to fit into a GPU that it does not fit is told too,
+beside estimates from the number of parameters alone.
 
 `.ci/run` runs it on 30 models of transformers, the one such package that development installs.
 

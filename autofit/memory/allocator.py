@@ -40,7 +40,7 @@ class OutOfBudget(Exception):
     """The limit left no room for a request, even after the cache was flushed.
 
     Args:
-        requested_bytes: size of the segment that was to hold it, which is what torch tells.
+        requested_bytes: size of the segment that was to hold the request, as in torch's message.
         allocator: what refused it.
     """
 

@@ -102,8 +102,7 @@ class Emulation(AbstractContextManager["Emulation"]):
         strategies: those that may have settings in a plan.
         gpu: the GPU.
         values: whether operators compute; they do from the first time that the training asks.
-        may_compute: None of them does otherwise, and a training that asks for a value has no
-            answer.
+        may_compute: whether they may; False: a training that asks for a value raises `ValuesAsked`.
 
     Attributes:
         values: whether they do.

@@ -14,3 +14,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def any_time_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offer every implementation of an optimizer, however little time it saves."""
+    monkeypatch.setattr("autofit.strategies.optimizer.WORTH", float("-inf"))

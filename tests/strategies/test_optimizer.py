@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -53,11 +52,6 @@ def found_on_a_gpu(optimizer: Any) -> list[Any]:
     plain = {SETTING: "default"}
     found = meta_dimensions(IMPLEMENTATION, plain, workload(optimizer), find_gpu("H200"))
     return list(found[SETTING].values)
-
-
-@pytest.fixture
-def any_time_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[type(IMPLEMENTATION).__module__], "WORTH", float("-inf"))
 
 
 @pytest.mark.usefixtures("any_time_is_worth_it")
