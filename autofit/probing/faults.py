@@ -162,20 +162,12 @@ def memory_was_short(
     return flushed or held >= SHORT * min(vram_budget_bytes, available_bytes)
 
 
-def is_explained(
-    fault: Fault, before: MemoryReading, after: MemoryReading, *, vram_budget_bytes: int
-) -> bool:
-    """Return whether a probe alone used up its budget, so that it would do so again.
-
-    Live bytes and the failed request together exceed it; or segments and the request do, where no
-    segment was left by an earlier probe: what is free in them is in pieces too small.
-    """
+def is_explained(fault: Fault, after: MemoryReading, *, vram_budget_bytes: int) -> bool:
+    """Return whether live bytes and the failed request together exceed the budget."""
     if fault.requested_bytes is None:
         return False
-    held = after.peak_allocated_bytes
-    if not before.reserved_bytes:
-        held = max(held, after.peak_reserved_bytes)
-    return held + fault.requested_bytes + after.non_torch_bytes > vram_budget_bytes
+    needed = after.peak_allocated_bytes + fault.requested_bytes + after.non_torch_bytes
+    return needed > vram_budget_bytes
 
 
 def spilled(held_bytes: int, available_bytes: int) -> str | None:

@@ -148,7 +148,7 @@ class Session:
         short = memory_was_short(before, after, vram_budget_bytes=budget, available_bytes=available)
         outcome = fault.outcome_where(memory_was_short=short)
         explained = outcome is not Outcome.OOM or is_explained(
-            fault, before, after, vram_budget_bytes=budget
+            fault, after, vram_budget_bytes=budget
         )
         moved = has_moved(foreign_before, foreign, total_bytes=self._device.total_bytes)
         measurement = Measurement(

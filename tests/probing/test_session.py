@@ -85,8 +85,8 @@ def test_probes_do_not_see_each_other() -> None:
     assert again.peak_reserved_bytes == first.peak_reserved_bytes
 
 
-def test_a_plan_whose_own_segments_fill_the_budget_is_not_repeated() -> None:
-    """What it needs is free, but in pieces, as it would be in a repeat."""
+def test_a_plan_without_room_for_one_more_segment_is_not_repeated() -> None:
+    """As many bytes are free, but in pieces, as they would be in a repeat."""
     reply = _probe(session_of(tiny_gpt), Plan(16, accumulation_steps=2), 64 * MIB)
     assert reply.value.outcome is Outcome.OOM
     assert reply.value.peak_allocated_bytes < 60 * MIB
