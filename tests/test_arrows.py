@@ -57,7 +57,7 @@ ALLOWED = {
     "devices": VOCABULARY | {"memory"},
     "training": VOCABULARY | {"devices", "memory"},
     "snapshot": VOCABULARY | {"interrupts"},
-    "equivalence": VOCABULARY | {"snapshot", "training"},
+    "equivalence": VOCABULARY | {"devices", "snapshot", "training"},
     "probing": VOCABULARY | TRAINING | {"interrupts", "registry"},
     "prediction": VOCABULARY | TRAINING | {"probing", "registry"},
     "report": VOCABULARY | {"registry"},

@@ -11,10 +11,11 @@ import platform
 import re
 import stat
 import tempfile
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from time import perf_counter  # itself, since the user's code may put another in its place
+from typing import Any
 
 import torch
 
@@ -60,72 +61,78 @@ class Environment:
     python: str = platform.python_version()
 
 
-class Device(Protocol):
-    """One device, used by this process."""
+class Device:
+    """One device, used by this process; each kind of device says where it differs.
 
-    @property
-    def torch_device(self) -> torch.device:
-        """The device in torch."""
+    Attributes:
+        torch_device: the device in torch.
+        environment: the environment for a report.
+        total_bytes: bytes of memory on the device.
+        free_bytes: bytes that this process could use when the device was opened.
+        exclusive_key: a name, unique on this host, that two searches must not use at once; None:
+            shareable.
+        tracked_steps: steps beyond the warm-up that must run under `accounting` for peaks to be
+            known.
+    """
+
+    torch_device: torch.device
+    environment: Environment
+    total_bytes: int
+    free_bytes: int
+    exclusive_key: str | None = None
+    tracked_steps = 0
 
     @property
     def capabilities(self) -> Capabilities:
         """The native features of the hardware."""
-
-    @property
-    def environment(self) -> Environment:
-        """The environment for a report."""
-
-    @property
-    def exclusive_key(self) -> str | None:
-        """A name, unique on this host, that two searches must not use at once; None: shareable."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of memory on the device."""
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that this process could use when the device was opened."""
-
-    @property
-    def tracked_steps(self) -> int:
-        """Steps beyond the warm-up that must run under `accounting` for peaks to be known."""
+        raise NotImplementedError
 
     def limit(self, vram_budget_bytes: int) -> None:
         """From now on, run out of memory where reserved and non-torch bytes exceed the budget."""
+        raise NotImplementedError
 
     def accounting(self) -> AbstractContextManager[None]:
         """Count what is allocated inside against the budget."""
+        return nullcontext()
 
     def in_host_memory(self) -> AbstractContextManager[None]:
         """Have what is made inside lie in the host's memory: it does not count."""
+        return nullcontext()
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the device, in storage that counts against the budget."""
+        return tensor.to(self.torch_device, non_blocking=True)
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of a sample batch in the host memory that a data loader should fill."""
+        return tensor
 
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Move the parameters and buffers of a module to the device, and return that module."""
+        return model.to(self.torch_device)
 
     def mark(self) -> Any:
         """Return the moment at which the work queued so far ends."""
+        return perf_counter()
 
     def seconds_between(self, earlier: Any, later: Any) -> float:
         """Return the seconds from one mark to a later one; only after `synchronize`."""
+        return float(later - earlier)
 
     def synchronize(self) -> None:
         """Wait for all queued work."""
 
     def read(self) -> MemoryReading:
         """Return the memory counters."""
+        raise NotImplementedError
 
     def allocated_bytes(self) -> int:
         """Return bytes in live tensors; cheap enough to call after every step."""
+        raise NotImplementedError
 
     def reset_peaks(self) -> None:
         """Restart the peaks at the current values."""
+        raise NotImplementedError
 
     def release_cache(self, *, workspaces: bool = True) -> None:
         """Return unused cached memory to the device.
@@ -139,18 +146,18 @@ class Device(Protocol):
 
     def foreign_bytes(self) -> int | None:
         """Return the bytes that other processes use on the device; None: unknown."""
+        return None
 
     def busy_percent(self) -> int | None:
         """Return the share of the last second or less in which the device computed, in percent.
 
         None: unknown.
         """
+        return None
 
     def busy(self) -> str | None:
         """Return what others do on the device while this process does nothing; None: not much."""
-
-    def close(self) -> None:
-        """Restore the device and this process's use of it; it is not used afterwards."""
+        return None
 
 
 _SHARED_FOLDER = Path("/tmp")  # TMPDIR differs between users and jobs, the device does not

@@ -12,21 +12,18 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from time import perf_counter  # itself, since the user's code may put another in its place
 
 import torch
 
-from autofit.devices.base import Environment, MemoryReading
+from autofit.devices.base import Device, Environment, MemoryReading
 from autofit.errors import DeviceUnavailable
 from autofit.memory.allocator import CachingAllocator, expandable_segments
 from autofit.memory.tracer import CompiledMemoryTracer, MemoryTracer
 from autofit.strategy import Capabilities
 
 
-class TracedDevice:
-    """A `Device` whose tensors pass a tracer into the simulated allocator."""
-
-    exclusive_key: str | None = None
+class TracedDevice(Device):
+    """A device whose tensors pass a tracer into the simulated allocator."""
 
     def __init__(self, tracer: MemoryTracer, non_torch_bytes: int = 0) -> None:
         self._tracer, self._non_torch_bytes = tracer, non_torch_bytes
@@ -44,18 +41,6 @@ class TracedDevice:
     def in_host_memory(self) -> AbstractContextManager[None]:
         """Leave what is made inside out of the simulated allocator."""
         return self._tracer.aside()
-
-    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def mark(self) -> float:
-        return perf_counter()
-
-    def seconds_between(self, earlier: float, later: float) -> float:
-        return later - earlier
-
-    def synchronize(self) -> None:
-        """Do nothing: work is done when its call returns."""
 
     def read(self) -> MemoryReading:
         return MemoryReading(
@@ -76,18 +61,6 @@ class TracedDevice:
     def release_cache(self, *, workspaces: bool = True) -> None:
         self._allocator.empty_cache()
 
-    def foreign_bytes(self) -> int | None:
-        return 0
-
-    def busy_percent(self) -> int | None:
-        return None
-
-    def busy(self) -> str | None:
-        return None
-
-    def close(self) -> None:
-        """Do nothing: the allocator ends with this object."""
-
 
 class CpuDevice(TracedDevice):
     """The host's processor and memory, accounted for like a GPU's.
@@ -107,6 +80,9 @@ class CpuDevice(TracedDevice):
         super().__init__(self.tracer)
         self.torch_device = torch.device("cpu")
         self.total_bytes, self.free_bytes = host_memory()
+        self.environment = Environment(
+            "cpu", gpu=None, capability=None, total_bytes=self.total_bytes
+        )
 
     @contextmanager
     def accounting(self) -> Iterator[None]:
@@ -119,10 +95,6 @@ class CpuDevice(TracedDevice):
         """bfloat16 where the processor multiplies in it; the rest is for GPUs."""
         flags = Path("/proc/cpuinfo").read_text()
         return Capabilities("cpu", bfloat16="avx512_bf16" in flags or "amx_bf16" in flags)
-
-    @property
-    def environment(self) -> Environment:
-        return Environment("cpu", gpu=None, capability=None, total_bytes=self.total_bytes)
 
     def limit(self, vram_budget_bytes: int) -> None:
         self._allocator.limit_bytes = vram_budget_bytes

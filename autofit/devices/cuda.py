@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -59,8 +58,8 @@ def why_none() -> str:
     return code[0] if code else re.split(r"\.\s+(?=[A-Z])", text, maxsplit=1)[0].rstrip(".")
 
 
-class CudaDevice:
-    """A `Device` on a GPU; the constructor creates the CUDA context.
+class CudaDevice(Device):
+    """A GPU; the constructor creates the CUDA context.
 
     Args:
         name: "cuda:1"; without an index the current device of this process.
@@ -69,8 +68,6 @@ class CudaDevice:
         DeviceUnavailable: there is no CUDA device, or not that one, or it does not respond.
         torch.OutOfMemoryError, torch.AcceleratorError: there is no memory for a context.
     """
-
-    tracked_steps = 0
 
     def __init__(self, name: str = "cuda") -> None:
         if not torch.cuda.is_available():
@@ -84,38 +81,37 @@ class CudaDevice:
                 f"{_NO_CACHING}={os.environ[_NO_CACHING]!r} disables torch's caching allocator, so "
                 "memory cannot be counted or limited: unset it"
             )
-        self._makes_context = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
-        self._current_before = 0 if self._makes_context else torch.cuda.current_device()
+        makes_context = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
         index = torch.device(name).index
-        index = self._current_before if index is None else index
+        if index is None:
+            index = 0 if makes_context else torch.cuda.current_device()
         if index >= torch.cuda.device_count():
             raise DeviceUnavailable(
                 f"{name} was requested, but torch sees {torch.cuda.device_count()} CUDA device(s)"
             )
         self.torch_device = torch.device("cuda", index)
-        self.exclusive_key: str | None = device_uuid(index)
-        self._nvml = Nvml(self.exclusive_key)
+        self.exclusive_key = uuid = device_uuid(index)
+        self._nvml = Nvml(uuid)
         before = self._nvml.used_bytes() or 0
         torch.cuda.set_device(self.torch_device)
         self._use_first()
-        self._fraction_before = torch.cuda.get_per_process_memory_fraction(self.torch_device)
         self._properties = torch.cuda.get_device_properties(index)
         outside = self._used_bytes() - self._reserved_bytes()
-        others = before if self._makes_context else 0
+        others = before if makes_context else 0
         self._own = ProcessMemory(context_bytes=outside - others, outside_bytes=outside)
         self._listed_as = self._find_itself()
         free, self.total_bytes = map(int, torch.cuda.mem_get_info(index))
         self.free_bytes = min(free + self._own_bytes(), self.total_bytes)
         self._statistics = AllocatorStatistics(self.torch_device)
-
-    def close(self) -> None:
-        """Release cached memory and restore the memory fraction and the current device."""
-        self._statistics.close()
-        try:
-            self.release_cache()
-            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.torch_device)
-        finally:
-            torch.cuda.set_device(self._current_before)
+        major, minor = torch.cuda.get_device_capability(self.torch_device)
+        self.environment = Environment(
+            device=str(self.torch_device),
+            gpu=self._properties.name,
+            capability=f"{major}.{minor}",
+            total_bytes=self.total_bytes,
+            driver=self._nvml.driver(),
+            cuda=torch.version.cuda,
+        )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -128,18 +124,6 @@ class CudaDevice:
             compute_capability=(major, minor),
         )
 
-    @property
-    def environment(self) -> Environment:
-        major, minor = torch.cuda.get_device_capability(self.torch_device)
-        return Environment(
-            device=str(self.torch_device),
-            gpu=self._properties.name,
-            capability=f"{major}.{minor}",
-            total_bytes=self.total_bytes,
-            driver=self._nvml.driver(),
-            cuda=torch.version.cuda,
-        )
-
     def limit(self, vram_budget_bytes: int) -> None:
         """Cap the caching allocator at the budget less the non-torch bytes."""
         allowed = max(vram_budget_bytes - self.read().non_torch_bytes, 0)
@@ -147,18 +131,6 @@ class CudaDevice:
         whole = max(self.total_bytes, int(self._properties.total_memory))
         fraction = min((allowed + 0.5) / whole, 1.0)  # so that rounding takes no byte of it
         torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
-
-    @contextmanager
-    def accounting(self) -> Iterator[None]:
-        """Do nothing: the caching allocator accounts by itself."""
-        yield
-
-    def in_host_memory(self) -> AbstractContextManager[None]:
-        """Do nothing: what is made there by name is not counted."""
-        return nullcontext()
-
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.torch_device, non_blocking=True)
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor in pinned memory, as `DataLoader(pin_memory=True)` does.
@@ -171,9 +143,6 @@ class CudaDevice:
             return tensor.pin_memory()
         except RuntimeError:  # too little pinned memory, or a layout that cannot be pinned
             return tensor
-
-    def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        return model.to(self.torch_device)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
@@ -302,7 +271,7 @@ class CudaDevice:
 
 
 class AllocatorStatistics:
-    """Statistics of one device; what the process resets until `close` is noted before.
+    """Statistics of one device; what the process resets from now on is noted before.
 
     Args:
         device: a CUDA device that this process uses.
@@ -311,16 +280,9 @@ class AllocatorStatistics:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._noted = dict.fromkeys((*_PEAKS, *_COUNTS), 0)
-        self._replaced: dict[str, Callable[..., Any]] = {}
         for name, reset in _RESETS.items():
             if (function := getattr(torch._C, name, None)) is not None:
-                self._replaced[name] = function
                 setattr(torch._C, name, partial(self._note_and, function, reset))
-
-    def close(self) -> None:
-        """Give torch its functions back."""
-        for name, function in self._replaced.items():
-            setattr(torch._C, name, function)
 
     def read(self) -> Mapping[str, int]:
         """Return torch's, with peaks since `restart_peaks` and counts since the start."""

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from autofit.devices.base import Device
 from autofit.equivalence.comparison import (
     MOST_NOISE,
     NoiseFloor,
@@ -34,10 +35,6 @@ from autofit.strategy import NUMPY, PYTHON, Capabilities, Comparison, Strategy, 
 from autofit.torch_private import gone_in
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload
-
-if TYPE_CHECKING:
-    from autofit.devices.base import Device
-
 
 Apply: TypeAlias = Callable[[Training], AbstractContextManager[Any]]
 """Applies some settings to a training; leaving the context undoes them."""
@@ -416,29 +413,19 @@ class PlainContext(StrategyContext):
         device: str | torch.device = "cpu",
         capabilities: Capabilities | None = None,
     ) -> None:
-        # Building and profiling use no other part of a device.
-        plain = cast("Device", _PlainDevice(torch.device(device), capabilities))
+        plain = _PlainDevice(torch.device(device), capabilities)
         super().__init__(TrainingBuilder(build, plain, seed=0), [])
 
 
-class _PlainDevice:
-    """The part of `autofit.devices.base.Device` that trainings are built with."""
+class _PlainDevice(Device):
+    """A device of which nothing is counted or measured."""
 
     def __init__(self, torch_device: torch.device, capabilities: Capabilities | None) -> None:
         self.torch_device = torch_device
-        self.capabilities = capabilities or Capabilities(
+        self._capabilities = capabilities or Capabilities(
             torch_device.type, bfloat16=True, float16=True, tf32=True
         )
 
-    def in_host_memory(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.torch_device)
-
-    def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        return model.to(self.torch_device)
-
-    def synchronize(self) -> None: ...
-
-    def release_cache(self) -> None: ...
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from autofit.devices.base import Environment
 from autofit.devices.cpu import TracedDevice
 from autofit.devices.gpus import Gpu
 from autofit.equivalence.steps import StrategyContext
@@ -265,21 +264,12 @@ def _unavailable(unsupported: Unsupported) -> PredictionUnavailable:
 
 
 class MetaDevice(TracedDevice):
-    """Stands for the tracer's GPU in a dry run; implements `autofit.devices.base.Device`."""
-
-    tracked_steps = 0
+    """Stands for the tracer's GPU in a dry run, of which nothing is measured."""
 
     def __init__(self, tracer: CudaTracer) -> None:
         super().__init__(tracer)
         self.torch_device = torch.device("meta")
         self._gpu, self._known = tracer.gpu, tracer.known
-
-    @property
-    def total_bytes(self) -> int:
-        """The memory of the GPU."""
-        return self._gpu.total_bytes
-
-    free_bytes = total_bytes
 
     @property
     def capabilities(self) -> Capabilities:
@@ -291,15 +281,6 @@ class MetaDevice(TracedDevice):
             tf32=self._gpu.tf32,
             compute_capability=self._gpu.capability,
         )
-
-    @property
-    def environment(self) -> Environment:
-        """The GPU, and versions."""
-        major, minor = self._gpu.capability
-        return Environment("meta", self._gpu.name, f"{major}.{minor}", self.total_bytes)
-
-    def limit(self, vram_budget_bytes: int) -> None:
-        """Do nothing: a dry run has no limit, replays of it have one."""
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of that shape which counts; the tensor itself if it counts already."""
@@ -314,9 +295,6 @@ class MetaDevice(TracedDevice):
         """Move the parameters and buffers of a module to the device, and return that module."""
         model._apply(self.place)  # type: ignore[no-untyped-call]  # torch: what .to(device) is made of
         return model
-
-    def check_health(self) -> None:
-        """Do nothing: there is no device that could fail."""
 
 
 # The meta copy of a workload: the same modules and optimizers, with tensors that have no values.
