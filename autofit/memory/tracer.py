@@ -127,10 +127,9 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         try:
             self._settle(given)
             self.account(func, args, kwargs, result)
-        except OutOfBudget as refusal:
-            # The traceback must not keep alive what did not fit.
-            del given, result
-            raise _out_of_memory(refusal) from None
+        except torch.OutOfMemoryError:
+            del given, result  # the traceback must not keep alive what did not fit
+            raise
         return result
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -141,21 +140,9 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """Allocate what an operator returned; subclasses may add the memory of its kernel.
 
         Raises:
-            OutOfBudget: there is no room for it.
-        """
-        self._settle(tensors_in(result))
-
-    def allocate(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a new tensor that no operator made, once its storage is allocated.
-
-        Raises:
             torch.OutOfMemoryError: there is no room for it.
         """
-        try:
-            self._settle([tensor])
-        except OutOfBudget as refusal:
-            raise _out_of_memory(refusal) from None
-        return tensor
+        self._settle(tensors_in(result))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -269,10 +256,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if tracked is None or tracked.number == _FOREIGN or tracked.nbytes == nbytes:
             return
         before = tracked.number
-        try:
-            self._resize(tracked, nbytes)
-        except OutOfBudget as refusal:
-            raise _out_of_memory(refusal) from None
+        self._resize(tracked, nbytes)
         self.resized[tracked.number] = before
 
     def _on_collected(self, tracked: _Storage) -> None:
@@ -300,6 +284,8 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 self.events.append((number, nbytes))
                 if torch.is_grad_enabled() and not in_backward():
                     self.forward.add(number)
+        except OutOfBudget as refusal:
+            raise _out_of_memory(refusal) from None
         finally:
             self._busy = False
         self._release_collected()
@@ -383,8 +369,10 @@ class CompiledMemoryTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # to
         guards: Any = torch._C._dynamo.guards
         allocate = guards._empty_strided_cpu
 
-        def counted(*args: Any) -> torch.Tensor:
-            return self.allocate(allocate(*args))
+        def counted(*args: Any) -> Any:
+            made = allocate(*args)
+            self._settle([made])
+            return made
 
         guards._empty_strided_cpu = counted
         _replace(allocate, counted)
