@@ -9,8 +9,8 @@ strategy must pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -352,6 +352,15 @@ class TrainingView(Protocol):
 
     def step(self, batch: Any) -> torch.Tensor:
         """Run one optimizer step, the user's own where there is one; return the detached loss."""
+
+
+@contextmanager
+def undone(undo: Callable[[], None]) -> Iterator[None]:
+    """Take back at the end what a training added: call what its `wrap_...` returned."""
+    try:
+        yield
+    finally:
+        undo()
 
 
 STANDARD_TERMS = ("autocast", "tf32", "optimizer_implementation")

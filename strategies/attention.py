@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from autofit.plan import CostHint, Dimension, Scalar
-from autofit.strategy import Context, Numerics, Phase, TrainingView
+from autofit.strategy import Context, Numerics, Phase, TrainingView, undone
 
 from .calls import Calls
 from .one_setting import OneSetting
@@ -98,11 +98,9 @@ def _order(value: str) -> list[SDPBackend]:
 
 @contextmanager
 def _preferred(training: TrainingView, value: str) -> Iterator[None]:
-    undo = training.wrap_forward(lambda: sdpa_kernel(_order(value), set_priority=True))
-    try:
+    order = _order(value)
+    with undone(training.wrap_forward(lambda: sdpa_kernel(order, set_priority=True))):
         yield
-    finally:
-        undo()
 
 
 def _look(

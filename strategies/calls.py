@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from autofit.strategy import TrainingView
+from autofit.strategy import TrainingView, undone
 
 
 class Calls(TorchFunctionMode):
@@ -36,8 +36,5 @@ class Calls(TorchFunctionMode):
 
 def run_step(training: TrainingView, batch: Any) -> None:
     """Run a step without the update."""
-    undo = training.wrap_optimizer_step(lambda update: None)
-    try:
+    with undone(training.wrap_optimizer_step(lambda update: None)):
         training.step(batch)
-    finally:
-        undo()

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.errors import release_exception, with_type
 from autofit.plan import CostHint, Dimension, Scalar
-from autofit.strategy import Context, Numerics, Phase, TrainingView
+from autofit.strategy import Context, Numerics, Phase, TrainingView, undone
 
 from .optimizer_state import STATE, shares_held, state_in_bfloat16
 from .update_in_backward import LINES, WHEN, share_held, updated_in_backward
@@ -353,15 +353,12 @@ def _timed(training: TrainingView, batch: Any) -> tuple[float, float]:
         update()
         spent += _now(training.device) - began
 
-    undo = training.wrap_optimizer_step(timed)
-    try:
+    with undone(training.wrap_optimizer_step(timed)):
         for _ in range(_STEPS):
             spent, began = 0.0, _now(training.device)
             training.step(batch)
             steps.append(_now(training.device) - began)
             updates.append(spent)
-    finally:
-        undo()
     return min(updates), min(steps)
 
 

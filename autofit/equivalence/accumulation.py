@@ -46,7 +46,7 @@ from autofit.equivalence.steps import state_of
 from autofit.errors import release_exception, with_type
 from autofit.measurement import ACT
 from autofit.plan import Plan, ResolvedPlan
-from autofit.strategy import Comparison
+from autofit.strategy import Comparison, undone
 from autofit.training.batch import (
     Batch,
     batch_size,
@@ -363,11 +363,8 @@ def _length(whole: int, sample: int) -> int:
 def _targets_ignored(training: Training) -> Iterator[None]:
     """Ignore some targets of each sample in cross entropies, in every micro-batch alike."""
     mode = _IgnoredTargets(training.plan.micro_batch_sizes)
-    undo = training.wrap_forward(mode.micro_batch, also_recomputation=False)
-    try:
+    with undone(training.wrap_forward(mode.micro_batch, also_recomputation=False)):
         yield
-    finally:
-        undo()
 
 
 class _IgnoredTargets(TorchFunctionMode):

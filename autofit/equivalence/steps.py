@@ -31,7 +31,7 @@ from autofit.errors import InvalidArgument, Unsupported, release_exception
 from autofit.plan import Plan, ResolvedPlan, Settings
 from autofit.snapshot import process
 from autofit.snapshot.snapshot import Snapshot, generator_access
-from autofit.strategy import NUMPY, PYTHON, Capabilities, Comparison, Strategy, World
+from autofit.strategy import NUMPY, PYTHON, Capabilities, Comparison, Strategy, World, undone
 from autofit.torch_private import gone_in
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload
@@ -200,11 +200,8 @@ def gradients_noted(training: Training, *, update: bool) -> Iterator[dict[str, t
         if update:
             step()
 
-    undo = training.wrap_optimizer_step(note)
-    try:
+    with undone(training.wrap_optimizer_step(note)):
         yield noted
-    finally:
-        undo()
 
 
 def _strided(gradient: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autofit.errors import is_users_class
-from autofit.strategy import TrainingView
+from autofit.strategy import TrainingView, undone
 
 from .products import around_products
 
@@ -385,13 +385,9 @@ def saving_by(
     training: TrainingView, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]
 ) -> Iterator[None]:
     """Save tensors in the training's forward passes by these functions, and by no others."""
-    undo = training.wrap_forward(
-        lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack), also_recomputation=False
-    )
-    try:
+    hooks = partial(torch.autograd.graph.saved_tensors_hooks, pack, unpack)
+    with undone(training.wrap_forward(hooks, also_recomputation=False)):
         yield
-    finally:
-        undo()
 
 
 @dataclass
