@@ -190,14 +190,10 @@ _INTERRUPTED = 128 + signal.SIGINT
 class Interrupted(AutofitError):
     """A signal ended the command, which has printed what it had; a shell's script should end, too.
 
-    Args:
-        message: what was ended.
-        number: of the signal; SIGTERM of a search counts as Ctrl-C.
+    SIGTERM of a search counts as Ctrl-C.
     """
 
-    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
-        super().__init__(message)
-        self.exit_code = 128 + number
+    exit_code = _INTERRUPTED
 
 
 @contextmanager

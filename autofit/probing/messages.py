@@ -35,7 +35,6 @@ from autofit.probing.serialization import dumps, unreachable_by_value
 from autofit.strategy import Strategy
 
 if TYPE_CHECKING:
-    from autofit.devices.base import Device
     from autofit.probing.session import Session
 
 
@@ -178,11 +177,6 @@ class DeviceFacts:
     total_bytes: int
     free_bytes: int
     exclusive_key: str | None
-
-    @classmethod
-    def of(cls, device: Device) -> DeviceFacts:
-        """Return the facts of a device."""
-        return cls(device.total_bytes, device.free_bytes, device.exclusive_key)
 
 
 class DeviceFull(DeviceUnavailable):

@@ -24,18 +24,18 @@ from autofit.equivalence.accumulation import compare_split_gradients
 from autofit.equivalence.steps import StrategyContext
 from autofit.errors import InvalidArgument, NoFeasiblePlan, release_exception, with_type
 from autofit.measurement import ACT, NOT_TRIED
-from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar, settings_of
+from autofit.plan import Dimension, Plan, Scalar, settings_of
 from autofit.registry import collect_dimensions, names_of_ranks
 from autofit.snapshot import process
 from autofit.snapshot.snapshot import Snapshot, live_objects
 from autofit.space import Space
 from autofit.strategy import Comparison, Phase, Strategy
 from autofit.torch_private import gone_in
-from autofit.training.batch import describe
+from autofit.training.batch import Batch, describe
 from autofit.training.fingerprint import fingerprint
 from autofit.training.lengths import Tokens, tokens_of_mix
 from autofit.training.loss import LossSource
-from autofit.training.training import TrainingBuilder
+from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload, compiled_in_place, compiled_part
 from autofit.units import format_bytes
 
@@ -447,21 +447,19 @@ def _loss_source(session: Session, builder: TrainingBuilder) -> str | None:
         return LossSource.TRAINING_STEP
     session.on_stage(FIRST_SAMPLES)
     try:
-        workload = builder.fresh_workload()
-        samples = min(workload.sample_batch_size, 2)
-        whole = workload.batch(samples)
-        with (
-            builder.device.accounting(),
-            builder.training(workload, ResolvedPlan(Plan(samples))) as training,
-            training.context(),
-        ):
-            batch, _ = next(training.micro_batches(whole))
-            return training.recipe.loss_and_source(training.model, batch)[1]
+        samples = min(builder.fresh_workload().sample_batch_size, 2)
+        source: LossSource | None = builder.with_training(_source_of_loss, samples)
+        return source
     except Exception as error:
         release_exception(error)
         return None
     finally:
         builder.reclaim_or_not()
+
+
+def _source_of_loss(training: Training, batch: Batch) -> LossSource | None:
+    training.loss(batch)
+    return training.loss_source
 
 
 def _dimensions(

@@ -119,7 +119,7 @@ def _open(opening: Mapping[str, Any]) -> tuple[Session, DeviceFacts]:
         world=world,
         notes=notes_on_choice(opening["device"]),
     )
-    return session, DeviceFacts.of(device)
+    return session, DeviceFacts(device.total_bytes, device.free_bytes, device.exclusive_key)
 
 
 def _open_device(name: str | None) -> Device:

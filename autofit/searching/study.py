@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Self
 
 import optuna
@@ -51,7 +50,7 @@ def _difference(part: str, stored: str | None, here: str | None) -> str:
     return f"{part}: {stored or 'none'} there, {here or 'none'} here"
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """An open study; a context manager that closes it.
 
     Attributes:
@@ -222,15 +221,7 @@ class Store:
         with suppress(StudyError), self._writing(), checked(self.name):
             self._held.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _check_identity(self, identity: Mapping[str, str]) -> None:

@@ -51,11 +51,6 @@ class LoaderSettings:
     pin_memory: bool = False
     prefetch_factor: int | None = None
 
-    def __str__(self) -> str:
-        shown = {name: value for name, value in asdict(self).items() if value is not None}
-        del shown["batch_size"]
-        return ", ".join(f"{name}={value}" for name, value in shown.items())
-
 
 NAMES = tuple(LoaderSettings.__dataclass_fields__)
 

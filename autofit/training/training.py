@@ -349,8 +349,7 @@ class Training(AbstractContextManager["Training"]):
         """
         total: torch.Tensor | None = None
         for micro_batch, weight in self.micro_batches(batch):
-            with self.context():
-                loss, self.loss_source = self.recipe.loss_and_source(self.model, micro_batch)
+            loss = self.loss(micro_batch)
             is_only = total is None and self._is_last
             share = loss.detach() * weight if weight else torch.zeros_like(loss.detach())
             total = share if total is None else total + share

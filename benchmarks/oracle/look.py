@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from autofit.errors import release_exception
 from autofit.measurement import Outcome
 from autofit.memory.replay import STEADY_STEPS
 from autofit.plan import ResolvedPlan
-from autofit.prediction.cuda.values import asking_line, is_an_optimizer, passes_on
+from autofit.prediction.cuda.values import is_an_optimizer, passes_on, users_line
 from autofit.probing.faults import fault_of
 from autofit.probing.measure import evaluation_peak, micro_batches_to_run, samples_on, warm_up
 from autofit.training import evaluation
@@ -208,7 +209,7 @@ def _values_refused() -> Iterator[None]:
     def seen() -> bool:  # below the code that asks: what is raised here would be swallowed
         if ended.is_set() or _is_torchs(asker := _asker()):
             return True
-        lines.append(asking_line(asker))
+        lines.append(users_line(traceback.extract_stack(asker)))
         threading.Timer(_PATIENCE_S, stop).start()
         return False
 

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -80,12 +79,12 @@ class Unsupported:
         """Return it from the place of the raise, with the line found among the callers."""
         frames = traceback.extract_stack()
         inside = [at for at, frame in enumerate(frames) if frame.filename.startswith(_OURS)]
-        return cls(_first_line(error), _users_line(frames[inside[0] :]))
+        return cls(_first_line(error), users_line(frames[inside[0] :]))
 
     @classmethod
     def caught(cls, error: Exception) -> Unsupported:
         """Return it from the place of the catch, with the line found in the traceback."""
-        return cls(_first_line(error), _users_line(traceback.extract_tb(error.__traceback__)))
+        return cls(_first_line(error), users_line(traceback.extract_tb(error.__traceback__)))
 
 
 def is_unsupported(error: Exception) -> bool:
@@ -110,11 +109,6 @@ def asked_by_an_optimizer() -> bool:
 def is_an_optimizer(file: str) -> bool:
     """Return whether a file is one of torch's optimizers that decide nothing by values."""
     return file.startswith(_OPTIMIZERS) and file != lbfgs.__file__
-
-
-def asking_line(asker: FrameType) -> str:
-    """Return the user's line by which a frame asks for a value, as "file:number: text"."""
-    return _users_line(traceback.extract_stack(asker))
 
 
 def is_number(tensor: torch.Tensor) -> bool:
@@ -239,7 +233,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _users_line(frames: Sequence[traceback.FrameSummary]) -> str:
+def users_line(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return the innermost line that is neither torch's nor autofit's; else what torch ran."""
     files = [(frame, frame.filename) for frame in frames]
     others = [frame for frame, file in files if not passes_on(file) and not file.startswith("<")]
