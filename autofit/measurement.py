@@ -385,15 +385,20 @@ def fastest_of(trials: Sequence[Trial]) -> Trial | None:
     they came out side by side (`autofit.planning.confirmation.finalists`) decide what is tried and
     returned.
     """
-    fits: dict[Plan, list[Trial]] = {}
-    for trial in probes_of(trials):
-        if trial.ok:
-            fits.setdefault(trial.plan, []).append(trial)
+    fits = by_plan(trial for trial in probes_of(trials) if trial.ok)
     return max(
         map(middle_of, fits.values()),
         key=lambda trial: trial.samples_per_second or 0.0,
         default=None,
     )
+
+
+def by_plan(trials: Iterable[Trial]) -> dict[Plan, list[Trial]]:
+    """Return the trials of each plan, in their order."""
+    found: dict[Plan, list[Trial]] = {}
+    for trial in trials:
+        found.setdefault(trial.plan, []).append(trial)
+    return found
 
 
 def middle_of(trials: Sequence[Trial]) -> Trial:
@@ -491,10 +496,7 @@ def seconds_of(trial: Trial) -> float:
 
 
 def _repeated(timed: Iterable[Trial]) -> list[list[Trial]]:
-    alike: dict[Plan, list[Trial]] = {}
-    for trial in timed:
-        alike.setdefault(trial.plan, []).append(trial)
-    return [trials for trials in alike.values() if len(trials) > 1]
+    return [trials for trials in by_plan(timed).values() if len(trials) > 1]
 
 
 def _of_similar(timed: Sequence[tuple[float, float]]) -> Mapping[float, float]:

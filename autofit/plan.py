@@ -104,6 +104,14 @@ def check_count(name: str, value: Any) -> int:
     return count
 
 
+def thinned(values: Sequence[_Value], most: int) -> list[_Value]:
+    """Return at most so many of the values, evenly spread, both ends included."""
+    if len(values) <= most:
+        return list(values)
+    last = len(values) - 1
+    return [values[round(number * last / (most - 1))] for number in range(most)]
+
+
 def unlike(settings: Settings, others: Settings) -> dict[str, Scalar]:
     """Return the settings that `others` lacks or has with another value."""
     return {name: value for name, value in settings.items() if value != others.get(name)}

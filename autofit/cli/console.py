@@ -20,7 +20,7 @@ from typing import Any
 import typer
 import typer.core
 
-from autofit.cli.options import check_writable
+from autofit.cli.options import check_out
 from autofit.codec import for_terminal
 from autofit.errors import (
     AutofitError,
@@ -109,7 +109,7 @@ def export_report(report: Path, stack: str, paths: Sequence[Path]) -> None:
     if len(paths) > 1:
         raise InvalidArgument("--export writes one file: give --out once")
     for path in paths:
-        check_writable(path, (path.suffix,))
+        check_out(path, (path.suffix,))
     text = _shown_at(load(report), report).export(stack, *paths)
     if not paths:
         print_result(text.rstrip("\n"))

@@ -58,7 +58,7 @@ from autofit.cli.options import (
     Target,
     Timeout,
     Verbose,
-    check_writable,
+    check_out,
     given_plan,
     load_target,
     read_budget,
@@ -122,7 +122,7 @@ def search(
     Options that take a list take commas.
     """
     for path in out or ():
-        check_writable(path)
+        check_out(path)
     from autofit.searching.options import SearchOptions
 
     options = SearchOptions(
@@ -242,7 +242,7 @@ def report(
         export_report(path, export, out or ())
         return
     for file in out or ():
-        check_writable(file)
+        check_out(file)
     loaded = load(path).with_costs(epoch_samples=epoch_samples, price_per_hour=price_per_hour)
     if later is not None:
         if as_json:

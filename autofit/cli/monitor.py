@@ -25,7 +25,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from autofit.cli.console import print_result, say
-from autofit.cli.options import AsJson, check_writable, paths
+from autofit.cli.options import AsJson, check_out, paths
 from autofit.devices.nvml import Nvml, all_devices
 from autofit.errors import AutofitError, InvalidArgument
 from autofit.interrupts import ended_like_interrupted, interrupts_deferred
@@ -61,7 +61,7 @@ def monitor(
     if math.isnan(every):  # older versions of click take it for within any range
         raise InvalidArgument("--every must be a number of seconds, got nan")
     for path in out or ():
-        check_writable(path, (".csv",), "a timeline")
+        check_out(path, (".csv",), "a timeline")
     what = f"process {pid}" if command is None else shorten(shlex.join(command), 80)
     gpus, began, status = all_devices(), time.monotonic(), 0
     names = [f"GPU {at} ({gpu.name()})" for at, gpu in enumerate(gpus)]

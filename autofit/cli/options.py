@@ -25,7 +25,7 @@ import typer
 from autofit.devices.request import check_budget, device_names
 from autofit.errors import InvalidArgument, users_code
 from autofit.plan import Plan, Scalar
-from autofit.report.report import Report, check_is_file, load
+from autofit.report.report import Report, check_writable, load
 from autofit.units import kind_of
 
 if TYPE_CHECKING:
@@ -290,14 +290,12 @@ Out = Annotated[
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show every trial and the reasons")]
 
 
-def check_writable(path: Path, forms: Sequence[str] = REPORT_FORMS, what: str = "a report") -> None:
+def check_out(path: Path, forms: Sequence[str] = REPORT_FORMS, what: str = "a report") -> None:
     """Refuse a path of `--out` before the work rather than after it."""
     if path.suffix not in forms:
         *others, last = forms
         raise InvalidArgument(f"--out {path}: {what} is written as {', '.join(others)} or {last}")
-    check_is_file(path)
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InvalidArgument(f"--out {path}: the folder must exist and be writable")
+    check_writable(path, f"--out {path}")
 
 
 def _read_setting(text: str) -> tuple[str, Scalar]:

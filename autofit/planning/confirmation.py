@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autofit.measurement import Trial, TrialKind, compared_log_speed, middle_of
+from autofit.measurement import Trial, TrialKind, by_plan, compared_log_speed, middle_of
 from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.constants import (
     BLOCKS_WHERE_UNSURE,
@@ -317,12 +317,9 @@ def _searched(posterior: Posterior) -> Mapping[Plan, Finalist]:
 
 def _measured(posterior: Posterior, *, turns: bool) -> Mapping[Plan, Finalist]:
     """Return each plan that fits by its turns, or else by the probes of the search."""
-    of: dict[Plan, list[Trial]] = {}
-    for trial in posterior.fitting:
-        if (trial.kind is TrialKind.CONFIRMATION) == turns:
-            of.setdefault(trial.plan, []).append(trial)
+    meant = (t for t in posterior.fitting if (t.kind is TrialKind.CONFIRMATION) == turns)
     found = {}
-    for plan, its in of.items():
+    for plan, its in by_plan(meant).items():
         start_up_s = float(posterior.start_up_s[posterior.index(plan)])
         log_speed = posterior.over_training(np.array(compared_log_speed(its)), start_up_s)
         found[plan] = Finalist(plan, tuple(its), float(log_speed))

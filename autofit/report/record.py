@@ -28,6 +28,7 @@ from autofit.measurement import (
     Noise,
     Trial,
     TrialKind,
+    by_plan,
     check_ran,
     compared_log_speed,
     middle_of,
@@ -525,10 +526,8 @@ def one_a_plan(trials: Iterable[Trial]) -> list[Trial]:
 
     Of a plan that was not in it, the last; a vetoed proposal only repeats an earlier result.
     """
-    of: dict[Plan, list[Trial]] = {}
-    for trial in trials:
-        if trial.kind is not TrialKind.VETOED and trial.ok and trial.samples_per_second:
-            of.setdefault(trial.plan, []).append(trial)
+    ran = (t for t in trials if t.kind is not TrialKind.VETOED and t.ok and t.samples_per_second)
+    of = by_plan(ran)
     blocks = {
         plan: [t for t in its if t.kind is TrialKind.CONFIRMATION] for plan, its in of.items()
     }

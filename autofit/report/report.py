@@ -335,6 +335,17 @@ def check_is_file(target: Path) -> None:
         raise InvalidArgument(f"cannot write {target}: it is no regular file")
 
 
+def check_writable(target: Path, given: str) -> None:
+    """Refuse before the work what `write` would refuse after it; `given` says how it was asked for.
+
+    Raises:
+        InvalidArgument: the path is no file, or its folder is not there or cannot be written.
+    """
+    check_is_file(target)
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise InvalidArgument(f"{given}: the folder must exist and be writable")
+
+
 def _write_whole(target: Path, text: str) -> None:
     """Write all of the text or nothing: a full disk must not destroy an earlier report."""
     real = Path(os.path.realpath(target))  # what a symbolic link leads to is replaced, not the link

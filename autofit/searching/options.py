@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from optuna.samplers import BaseSampler
@@ -16,6 +17,7 @@ from autofit.errors import InvalidArgument
 from autofit.plan import check_count
 from autofit.planning.search_spec import Effort
 from autofit.registry import Unnamed
+from autofit.report.report import check_writable
 from autofit.searching.events import OnEvent
 from autofit.searching.limits import Allowance, check_study, check_timeout
 from autofit.strategy import Numerics, Strategy
@@ -89,14 +91,7 @@ def _check_profile(profile: Any) -> None:
         raise InvalidArgument(
             f"profile must be a .json or .json.gz file for a trace, got {profile!r}"
         )
-    if "\0" in os.fspath(profile):
-        raise InvalidArgument(f"profile={os.fspath(profile)!r}: the name of a file has no NUL")
-    folder = os.path.dirname(os.path.abspath(profile))
-    is_other = os.path.exists(profile) and not os.path.isfile(profile)  # a folder, or a pipe
-    if is_other or not os.access(folder, os.W_OK | os.X_OK):
-        raise InvalidArgument(
-            f"profile={os.fspath(profile)!r}: give a file in a folder that can be written"
-        )
+    check_writable(Path(profile), f"profile={os.fspath(profile)!r}")
 
 
 @dataclass(frozen=True)

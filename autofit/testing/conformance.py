@@ -27,7 +27,16 @@ from torch import nn
 from autofit.codec import from_json, to_json
 from autofit.equivalence.comparison import MOST_NOISE, NoiseFloor, StepTrace, compare
 from autofit.equivalence.steps import PlainContext, gradients_noted, one_thread
-from autofit.plan import Dimension, DimensionForm, Plan, ResolvedPlan, Scalar, Settings, payloads_of
+from autofit.plan import (
+    Dimension,
+    DimensionForm,
+    Plan,
+    ResolvedPlan,
+    Scalar,
+    Settings,
+    payloads_of,
+    thinned,
+)
 from autofit.registry import collect_dimensions, load_strategies, numerics_of
 from autofit.snapshot.snapshot import HOOKS, Digest, differences, digest
 from autofit.strategy import Capabilities, Numerics, Strategy
@@ -205,7 +214,7 @@ class Case:
             return
         yield self._resolved(first)
         for name, dimension in self._dimensions.items():
-            for value in _spread(dimension.values[1:]):
+            for value in thinned(dimension.values[1:], _MOST_VALUES):
                 yield self._resolved(self._with_allowed_others(first | {name: value}, dimension))
 
     def _resolved(self, settings: Settings) -> ResolvedPlan:
@@ -324,14 +333,6 @@ class Case:
     def _fresh(self) -> tuple[Workload, torch.nn.Module]:
         workload = self._build()
         return workload, workload.build_model().to(self._device)
-
-
-def _spread(values: Sequence[Scalar]) -> list[Scalar]:
-    """Return at most _MOST_VALUES of them, both ends included."""
-    if len(values) <= _MOST_VALUES:
-        return list(values)
-    last = len(values) - 1
-    return [values[round(number * last / (_MOST_VALUES - 1))] for number in range(_MOST_VALUES)]
 
 
 class _Deliberate(Exception):

@@ -30,7 +30,6 @@ QUANTA = 2048
 # Share by which sums of the same seconds may differ.
 ROUNDING = 1e-9
 
-MAX_LEVELS = 24
 # Share of what training holds without checkpointing that a level must save over the last one.
 LEAST_STEP = 0.01
 
@@ -151,14 +150,6 @@ def spread(placements: Sequence[Placement]) -> list[Placement]:
     if kept[-1] != placements[-1] and len(kept) > 1:
         kept[-1] = placements[-1]
     return kept
-
-
-def thinned(placements: Sequence[Placement], levels: int = MAX_LEVELS) -> list[Placement]:
-    """Return at most so many placements, evenly spread, both ends included."""
-    if len(placements) <= levels:
-        return list(placements)
-    last = len(placements) - 1
-    return [placements[round(number * last / (levels - 1))] for number in range(levels)]
 
 
 def cheapest(

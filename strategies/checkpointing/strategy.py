@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autofit.errors import release_exception
-from autofit.plan import CostHint, Dimension, Scalar
+from autofit.plan import CostHint, Dimension, Scalar, thinned
 from autofit.strategy import Comparison, Context, Numerics, Phase, TrainingView
 
 from ..calls import run_step
@@ -47,6 +47,9 @@ LONG_ENOUGH_S = 0.03
 
 # The least time of a unit: a coarse clock may measure none, and the unit would seem free.
 LEAST_SHARE_OF_A_STEP = 1e-6
+
+# Levels: with more, two neighbours would differ by less than a search can tell.
+MOST_LEVELS = 24
 
 # Units named in a note.
 MOST_NAMED = 8
@@ -193,9 +196,7 @@ def make_dimension(
         times: of the parts of the units.
         state: names of what a forward pass changes, for `checkpointed`.
     """
-    from .placement import thinned  # in the worker alone
-
-    placements = thinned(find_placements(model, timeline, times))
+    placements = thinned(find_placements(model, timeline, times), MOST_LEVELS)
     payloads: dict[Scalar, Any] = {}
     hints: dict[Scalar, CostHint] = {}
     for level, placement in enumerate(placements):
@@ -210,7 +211,7 @@ def make_dimension(
 
 def find_placements(model: nn.Module, timeline: Timeline, times: Times) -> list[Placement]:
     """Return the best placements of a timeline's units, possibly more than become levels."""
-    from .placement import frontier, spread
+    from .placement import frontier, spread  # in the worker alone
 
     least_s = LEAST_SHARE_OF_A_STEP * times.step_s
     seconds = {unit: max(times.of(unit, model), least_s) for unit in timeline.calls_of}

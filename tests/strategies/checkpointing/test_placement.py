@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from autofit.plan import thinned
+
 Part = Callable[[str], Any]
 
 
@@ -123,7 +125,7 @@ def _placements(part: Part, points: Sequence[tuple[int, float]]) -> list[Any]:
 @pytest.mark.parametrize("levels", [2, 4, 6])
 def test_thinning_keeps_both_ends_and_spreads_evenly(part: Part, levels: int) -> None:
     placements = _placements(part, [(100 - number, float(number)) for number in range(31)])
-    kept = part("placement").thinned(placements, levels)
+    kept = thinned(placements, levels)
     assert (kept[0], kept[-1]) == (placements[0], placements[-1])
     gaps = {round(b.recompute_s - a.recompute_s) for a, b in pairwise(kept)}
     assert len(kept) == levels
