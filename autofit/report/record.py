@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from autofit.codec import (
     Amount,
@@ -47,7 +47,6 @@ from autofit.plan import (
     unlike,
 )
 from autofit.registry import resolve, strategies_of
-from autofit.report.findings import Findings
 from autofit.report.rates import rates_by_name
 from autofit.space import Space
 from autofit.strategy import Strategy
@@ -166,7 +165,8 @@ class Record:
             "bytes" by kind at moments of it, "peak", the moment of most, "phases" with their first
             moments, "modules" at the peak, and "how" it was looked at; or "why_not". {}: unknown.
         calibration: constants of the device for later predictions.
-        findings: what was found beside the answer; see `autofit.report.findings`.
+        findings: what was found beside the answer: the largest evaluation, the loader, and what
+            bounds a step.
 
     Raises:
         InvalidArgument: the best trial or the baseline is not among the trials.
@@ -449,6 +449,50 @@ class _Calibration(TypedDict):
     non_torch_bytes: NotRequired[Amount]
 
 
+class _Delivered(TypedDict):
+    num_workers: Amount
+    samples_per_second: Number
+
+
+class _Evaluation(TypedDict, total=False):
+    failed: str
+    samples: Count
+    held_bytes: Amount
+    largest_samples: Count
+    largest_held_bytes: Amount
+    is_bound: bool
+
+
+class _Loader(TypedDict):
+    failed: NotRequired[str]
+    own_workers: Amount
+    consumed_samples_per_second: Number
+    delivered: list[_Delivered]
+    num_workers: Amount | None
+    bottleneck: Literal["device", "loader"] | None
+    keeps_workers: bool
+    warnings: list[str]
+
+
+class _Bounds(TypedDict, total=False):
+    failed: str
+    trace: str
+    best: dict[str, Number] | None
+    baseline: dict[str, Number] | None
+
+
+class _Flops(TypedDict):
+    per_sample: Number
+    peak_per_second: Number | None
+
+
+class _Findings(TypedDict, total=False):
+    evaluation: _Evaluation
+    loader: _Loader
+    bounds: _Bounds
+    flops: _Flops
+
+
 @dataclass(frozen=True, kw_only=True)
 class _File:
     """What a report file must hold; its objects may hold more, which is kept."""
@@ -468,7 +512,7 @@ class _File:
     difference: _Difference | None = None
     memory: dict[str, _MemoryUse] = field(default_factory=dict)
     calibration: _Calibration = field(default_factory=_Calibration)
-    findings: Findings = field(default_factory=Findings)
+    findings: _Findings = field(default_factory=_Findings)
 
 
 def _record_in(data: Mapping[str, Any]) -> Record:

@@ -226,9 +226,7 @@ def paste_lines(resolved: ResolvedPlan, *, has_loss_weight: bool = False) -> lis
     plan = resolved.plan
     code = [f"micro_batch = {plan.micro_batch}  # samples in one forward and backward"]
     if plan.world_size > 1:
-        from autofit.report.findings import lines_to_paste  # most plans are of one device
-
-        code += lines_to_paste(plan, has_loss_weight=has_loss_weight)
+        code += _lines_of_ranks(plan, has_loss_weight=has_loss_weight)
     elif plan.accumulation_steps > 1:
         factor = "its share of the samples"
         if has_loss_weight:
@@ -249,6 +247,34 @@ def paste_lines(resolved: ResolvedPlan, *, has_loss_weight: bool = False) -> lis
     if indent:
         code.append(f"{indent}...  # your training, as the comments above place it")
     return [*imports, *code]
+
+
+def _lines_of_ranks(plan: Plan, *, has_loss_weight: bool) -> list[str]:
+    """Return how ranks split and weight their samples, of which wrappers know nothing.
+
+    Both `DistributedDataParallel` and `fully_shard` divide the sum of gradients by the ranks, so
+    each loss takes a weight whose mean over the ranks adds up to one, as in `Training`.
+    """
+    ranks, samples, steps = plan.world_size, plan.samples_per_step, plan.accumulation_steps
+    shares = [sum(plan.micro_batch_sizes_of(rank)) for rank in (0, ranks - 1)]
+    share = " or ".join(map(str, dict.fromkeys(shares)))
+    geometry = (
+        f"accumulation_steps = {steps}  # micro-batches of each rank, the same number on all: "
+        f"its {share} of {samples} samples, cut by tensor_split(accumulation_steps)"
+    )
+    if has_loss_weight:
+        return [
+            geometry,
+            f"# multiply each loss by {ranks} * loss_weight(micro_batch) / the sum of these over "
+            f"all micro-batches of all ranks: gradients are averaged over the {ranks} ranks",
+        ]
+    return [
+        geometry,
+        f"loss_factor = {ranks} / {samples}  # multiply each loss by this and by the samples of "
+        f"its micro-batch: gradients are averaged over the {ranks} ranks",
+        "# a loss that is a mean over something else (valid tokens, see loss_weight): multiply by "
+        f"{ranks} * that / its sum over all micro-batches of all ranks",
+    ]
 
 
 def difference_of(prober: Prober, result: SearchResult) -> Mapping[str, Any] | None:
