@@ -448,7 +448,8 @@ def _loss_source(session: Session, builder: TrainingBuilder) -> str | None:
     session.on_stage(FIRST_SAMPLES)
     try:
         samples = min(builder.fresh_workload().sample_batch_size, 2)
-        source: LossSource | None = builder.with_training(_source_of_loss, samples)
+        with builder.device.accounting():
+            source: LossSource | None = builder.with_training(_source_of_loss, samples)
         return source
     except Exception as error:
         release_exception(error)

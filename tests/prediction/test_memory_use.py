@@ -51,10 +51,9 @@ def test_on_the_cpu_the_peak_is_the_probes(make: Any) -> None:
 class SaysItIsAnL4(CpuDevice):
     """The CPU, with the environment of a GPU: where memory goes is then told by a dry run."""
 
-    @property
-    def environment(self) -> Environment:
-        gpu = find_gpu("L4")
-        return Environment("cuda", "NVIDIA L4", "8.9", gpu.total_bytes)
+    def __init__(self) -> None:
+        super().__init__()
+        self.environment = Environment("cuda", "NVIDIA L4", "8.9", find_gpu("L4").total_bytes)
 
 
 def test_on_a_gpu_the_peak_is_that_of_the_prediction() -> None:
