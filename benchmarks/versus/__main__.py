@@ -21,11 +21,10 @@ import math
 import os
 import platform
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -86,9 +85,8 @@ class Bench:
 
     def judged(self, how: str, *arguments: object, precision: str = "float32") -> Any:
         """Return what the judge says."""
-        path = self.folder / f"task-{precision}.json"
-        path.write_text(json.dumps(self.task | {"precision": precision}))
-        return json.loads(self.python("judge", how, path, *arguments).splitlines()[-1])
+        told = self.python("judge", how, self._task_file(precision), *arguments)
+        return json.loads(told.splitlines()[-1])
 
     def row(self, name: str, peer: Peer, precision: str) -> Row:
         """Let one tool search, and judge whether its answer lives."""
@@ -134,24 +132,59 @@ class Bench:
         (own / "answer.json").write_text(json.dumps(answer))
         return self.judged("survive", own / "answer.json", self.steps, precision=precision)
 
-    def rated(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows with speeds: equal answers share theirs, others take turns."""
-        alike: dict[str, list[int]] = {}
-        for at, row in enumerate(rows):
+    def rated(self, rows: Sequence[Row], fastest: dict[str, Any]) -> list[Row]:
+        """Return the rows with speeds beside the grid's fastest; equal answers share theirs."""
+        alike: dict[str, list[float]] = {}
+        grid_path = self.folder / "fastest.json"
+        grid_path.write_text(json.dumps(fastest))
+        rated = []
+        for row in rows:
             if row.verdict and row.verdict["survives"]:
                 answer = row.found["answer"]
                 told = [answer["micro_batch"], answer["accumulation_steps"] or 1]
-                own = row.peer if answer["report"] else answer["precision"]
-                alike.setdefault(json.dumps([*told, own]), []).append(at)
-        rates: dict[str, list[float]] = {key: [] for key in alike}
-        for _ in range(self.repeats):
-            for key, (first, *_) in alike.items():
-                row = rows[first]
-                path = self._folder_of(row.peer, row.precision) / "answer.json"
-                told = self.judged("speed", path, self.timed_steps, precision=row.task_precision)
-                rates[key].append(statistics.median(told["samples_per_second"]))
-        of_row = {at: rates[key] for key, places in alike.items() for at in places}
-        return [replace(row, rates=of_row.get(at, [])) for at, row in enumerate(rows)]
+                key = json.dumps([*told, row.peer if answer["report"] else answer["precision"]])
+                if key not in alike:
+                    path = self._folder_of(row.peer, row.precision) / "answer.json"
+                    with (
+                        self.training(path, row.task_precision) as ours,
+                        self.training(grid_path, fastest["precision"]) as best,
+                    ):
+                        alike[key] = [ours() / best() for _ in range(self.repeats)]
+                row = replace(row, shares=alike[key])
+            rated.append(row)
+        return rated
+
+    @contextmanager
+    def training(self, answer: Path, precision: str) -> Iterator[Callable[[], float]]:
+        """Let a process train by an answer in turns; each returns samples per second of one."""
+        command = ["benchmarks.versus.judge", "speed", str(self._task_file(precision)), str(answer)]
+        with (
+            (self.folder / "stderr.txt").open("a") as errors,
+            subprocess.Popen(
+                [sys.executable, "-m", *command, str(self.timed_steps)],
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            ) as process,
+        ):
+            assert process.stdin is not None
+            assert process.stdout is not None
+            asked, told = process.stdin, process.stdout
+
+            def turn() -> float:
+                asked.write("\n")
+                asked.flush()
+                return float(told.readline())
+
+            turn()  # builds and warms up first
+            yield turn
+
+    def _task_file(self, precision: str) -> Path:
+        path = self.folder / f"task-{precision}.json"
+        path.write_text(json.dumps(self.task | {"precision": precision}))
+        return path
 
 
 def sizes_tried(events: Sequence[dict[str, Any]]) -> int:
@@ -182,7 +215,7 @@ def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comp
     sizes = {name: at.judged("largest", precision=name) for name in precisions}
     largest = {name: told["largest"] for name, told in sizes.items()}
     global_batch = sizes[precisions[0]]["global_batch"]
-    best, by_hand = None, precisions[-1]
+    fastest, by_hand = None, precisions[-1]
     if at.timed:
         grids = {
             name: at.judged("grid", size, at.timed_steps, precision=name)
@@ -190,7 +223,9 @@ def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comp
             if size
         }
         by_hand = max(grids, key=lambda name: max(grids[name].values()))
-        best = max(max(grid.values()) for grid in grids.values())
+        size = max(grids[by_hand], key=grids[by_hand].get)
+        fastest = {"micro_batch": int(size), "precision": by_hand, "accumulation_steps": 1}
+        fastest |= {"report": None, "probes": None}
     rows = []
     for name in names:
         peer = PEERS[name]
@@ -199,8 +234,8 @@ def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comp
             print(f"{at.task['workload']}: {rows[-1]}", file=sys.stderr, flush=True)
     if global_batch:
         rows += [r for row in rows if (r := at.with_accumulation(row, global_batch)) is not None]
-    if at.timed:
-        rows = at.rated(rows)
+    if fastest:
+        rows = at.rated(rows, fastest)
     return Comparison(
         at.task["workload"],
         at.task["budget_bytes"],
@@ -208,7 +243,7 @@ def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comp
         global_batch,
         at.steps,
         largest,
-        best,
+        fastest,
         rows,
         [*load, os.getloadavg()[0]],
     )
@@ -220,9 +255,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tasks", nargs="+", metavar="WORKLOAD=BUDGET")
     parser.add_argument("--place", choices=("cpu", "emulated", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=200, help="that an answer has to survive")
-    parser.add_argument("--timed-steps", type=int, default=60, help="of an answer, each repeat")
+    parser.add_argument("--timed-steps", type=int, default=20, help="of an answer, each turn")
     parser.add_argument(
-        "--repeats", type=int, default=3, help="of the timing of an answer; 0: none"
+        "--repeats", type=int, default=20, help="turns of an answer and the grid's; 0: none"
     )
     parser.add_argument(
         "--limit", type=float, default=900, metavar="S", help="a tool that takes longer is ended"

@@ -2,6 +2,7 @@
 
     python -m benchmarks.versus.judge survive TASK.json ANSWER.json STEPS   under the budget
     python -m benchmarks.versus.judge speed TASK.json ANSWER.json STEPS     without one, timed
+                                                                            for each line it reads
     python -m benchmarks.versus.judge largest TASK.json                     that fits, bisected
     python -m benchmarks.versus.judge grid TASK.json LARGEST STEPS            each size, timed
 
@@ -16,7 +17,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,47 +30,54 @@ from benchmarks.versus.peers import Answer, ran
 from benchmarks.versus.task import Task
 
 WARM_UP_STEPS = 3
+TURN_S = 0.5
+"""Two processes that take turns of this length meet the same drift of the machine."""
 MOST = 2**14
 """No micro-batch is looked for beyond this."""
 FINENESS = 64
 """The largest is bisected to this share of itself."""
 
 
-def trained(task: Task, answer: Answer, steps: int) -> tuple[list[float], int]:
-    """Train by an answer; return the seconds of each optimizer step, and its samples."""
-    accumulation = answer.accumulation_steps or 1
-    samples = answer.micro_batch * accumulation
-    if answer.report is None:
-        own = task.with_precision(answer.precision)
-        return own.train(answer.micro_batch, steps, accumulation), samples
-    report = autofit.load(answer.report)
-    samples = report.best.plan.samples_per_step
+def steps_of(task: Task, answer: Answer) -> tuple[Iterator[float], int]:
+    """Return the seconds of each optimizer step of an endless training, and a step's samples."""
+    if answer.report is not None:
+        report = autofit.load(answer.report)
+        return _steps_of_report(task, report), report.best.plan.samples_per_step
+    own, accumulation = task.with_precision(answer.precision), answer.accumulation_steps or 1
+    return own.steps(answer.micro_batch, accumulation), answer.micro_batch * accumulation
+
+
+def _steps_of_report(task: Task, report: autofit.Report) -> Iterator[float]:
     model = task.build_on_device()
-    seconds, batch = [], task.batch(samples)
+    batch = task.batch(report.best.plan.samples_per_step)
     with report.apply(model, task.optimizer(model), loss_fn=task.loss) as training:
-        for _ in range(steps):
+        while True:
             began = time.perf_counter()
             training.step(batch)
             if task.device == "cuda":
                 torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
-    return seconds, samples
+            yield time.perf_counter() - began
 
 
 def survive(task: Task, answer: Answer, steps: int) -> dict[str, Any]:
     """Train under the budget; return what it held and whether it lived."""
     memory = task.bounded()
     try:
-        trained(task, answer, steps)
+        deque(islice(steps_of(task, answer)[0], steps), maxlen=0)
     except Exception as error:  # a size of zero raises what it raises
         return {"survives": False, "died_of": f"{type(error).__name__}: {error}"[:200]}
     return {"survives": True, "peak_bytes": memory.peak_bytes}
 
 
-def speed(task: Task, answer: Answer, steps: int) -> dict[str, Any]:
-    """Return samples per second of each timed step."""
-    seconds, samples = trained(task, answer, WARM_UP_STEPS + steps)
-    return {"samples_per_second": [samples / each for each in seconds[WARM_UP_STEPS:]]}
+def speeds(task: Task, answer: Answer, steps: int) -> Iterator[float]:
+    """Yield the median samples per second of so many steps, or of those of one turn."""
+    seconds, samples = steps_of(task, answer)
+    deque(islice(seconds, WARM_UP_STEPS), maxlen=0)
+    while True:
+        turn: list[float] = []
+        while len(turn) < steps and sum(turn) < TURN_S:
+            turn.append(next(seconds))
+        yield samples / statistics.median(turn)
 
 
 def largest(task: Task) -> int:
@@ -102,17 +112,18 @@ def main() -> None:
     """Judge, and print."""
     how, task_file, *rest = sys.argv[1:]
     task = Task(**json.loads(Path(task_file).read_text()))
-    judges: Mapping[str, Callable[[Task, Answer, int], dict[str, Any]]] = {
-        "survive": survive,
-        "speed": speed,
-    }
     found: Any
     if how == "largest":
         found = {"largest": largest(task), "global_batch": task.global_batch}
     elif how == "grid":
         found = grid(task, int(rest[0]), int(rest[1]))
     else:
-        found = judges[how](task, Answer(**json.loads(Path(rest[0]).read_text())), int(rest[1]))
+        answer, steps = Answer(**json.loads(Path(rest[0]).read_text())), int(rest[1])
+        if how == "speed":
+            for _, speed in zip(sys.stdin, speeds(task, answer, steps), strict=False):
+                print(speed, flush=True)
+            return
+        found = survive(task, answer, steps)
     print(json.dumps(found))
 
 

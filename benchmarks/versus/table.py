@@ -28,7 +28,8 @@ class Row:
         ooms: those that an operation raised as an error, since it could not go on; without those
             under a limit that the tool set, where the card had what was asked for.
         verdict: what the judge found of the answer; None: there is none.
-        rates: samples per second, a median for each repeat; empty where time means nothing.
+        shares: its speed over that of the grid's fastest, which trained in turns with it; empty
+            where time means nothing.
     """
 
     peer: str
@@ -38,7 +39,7 @@ class Row:
     refusals: int
     ooms: int
     verdict: dict[str, Any] | None = None
-    rates: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
 
     @property
     def task_precision(self) -> str:
@@ -54,7 +55,7 @@ class Comparison:
         workload, budget_bytes, place: of the task.
         global_batch: the user's; None: free.
         largest: precision -> largest micro-batch that trains under the budget, by the plain loop.
-        grid_best: samples per second of the fastest of the grid; None: no times here.
+        grid_fastest: the answer that was fastest in the grid; None: no times here.
         load: processes that wanted a processor, a minute's mean, at the beginning and the end.
     """
 
@@ -64,7 +65,7 @@ class Comparison:
     global_batch: int | None
     steps: int
     largest: dict[str, int]
-    grid_best: float | None
+    grid_fastest: dict[str, Any] | None
     rows: Sequence[Row]
     load: Sequence[float] = ()
 
@@ -76,8 +77,9 @@ def markdown(comparison: Comparison) -> Iterator[str]:
     yield ""
     sizes = ", ".join(f"{size} in {precision}" for precision, size in told.largest.items())
     yield f"Largest micro-batch that trains, by the plain loop: {sizes}."
-    if told.grid_best:
-        yield f"Fastest of the grid: {told.grid_best:.4g} samples/s."
+    if told.grid_fastest:
+        answer = f"{told.grid_fastest['micro_batch']} in {told.grid_fastest['precision']}"
+        yield f"Fastest of the grid, which is a speed of 1: {answer}."
     if told.load:
         yield f"Load of the machine: {' to '.join(f'{load:.1f}' for load in told.load)}."
     yield ""
@@ -98,7 +100,7 @@ def _cells(told: Comparison, row: Row) -> Iterator[str]:
         yield f"{answer['micro_batch']} x {steps}" if steps > 1 else str(answer["micro_batch"])
     largest = told.largest.get(answer["precision"]) if answer else None
     yield f"{answer['micro_batch'] / largest:.2f}" if answer and largest else "-"
-    yield _speed(row.rates, told.grid_best)
+    yield _speed(row.shares)
     peak = verdict.get("peak_bytes")
     yield f"{peak / told.budget_bytes:.2f}" if peak else "-"
     yield "-" if answer is None else "yes" if verdict.get("survives") else "**no**"
@@ -110,12 +112,12 @@ def _cells(told: Comparison, row: Row) -> Iterator[str]:
     yield _global_batch(told.global_batch, answer)
 
 
-def _speed(rates: Sequence[float], best: float | None) -> str:
-    if not rates or not best:
-        return "-"
-    shares = sorted(rate / best for rate in rates)
-    spread = f" ({shares[0]:.2f} to {shares[-1]:.2f})" if len(shares) > 1 else ""
-    return f"{statistics.median(shares):.2f}{spread}"
+def _speed(shares: Sequence[float]) -> str:
+    """Return the median, and the quartiles."""
+    if len(shares) < 2:
+        return "".join(f"{share:.2f}" for share in shares) or "-"
+    first, middle, third = statistics.quantiles(shares, n=4, method="inclusive")
+    return f"{middle:.2f} ({first:.2f} to {third:.2f})"
 
 
 def _global_batch(wanted: int | None, answer: dict[str, Any] | None) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -106,11 +107,15 @@ class Task:
 
     def train(self, micro_batch: int, steps: int, accumulation_steps: int = 1) -> list[float]:
         """Train a new model by the plain loop, and return the seconds of each optimizer step."""
+        return list(islice(self.steps(micro_batch, accumulation_steps), steps))
+
+    def steps(self, micro_batch: int, accumulation_steps: int = 1) -> Iterator[float]:
+        """Train a new model by the plain loop; yield the seconds of each optimizer step."""
         model = self.build_on_device()
         optimizer = self.optimizer(model)
         scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "float16")
-        batch, seconds = self.batch(micro_batch), []
-        for _ in range(steps):
+        batch = self.batch(micro_batch)
+        while True:
             began = time.perf_counter()
             for _ in range(accumulation_steps):
                 with self.autocast():
@@ -121,5 +126,4 @@ class Task:
             optimizer.zero_grad(set_to_none=True)
             if self.device == "cuda":
                 torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
-        return seconds
+            yield time.perf_counter() - began
