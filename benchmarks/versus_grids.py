@@ -10,7 +10,8 @@ largest recorded micro-batch; an answer that no peer ran is looked up all the sa
     python -m benchmarks.versus_grids --json FILE --cards 200       (half an hour)
 
 The second replays them on cards that are simulated: the grids, resampled by data sheets
-(`benchmarks.grids.cards`). Then the 10th percentile over the cards is printed as well.
+(`benchmarks.grids.cards`). Then the 10th percentile over the cards is printed as well. Optuna takes
+most of the time: `--optuna-cards 20` lets it search on the first 20 of them alone.
 
 autofit searches as it does by default, and once in exact arithmetic (`numerics="exact"`), where
 checkpointing alone varies: that is its answer beside finders that stay at float32. Speeds are
@@ -195,10 +196,11 @@ def rows(worlds: Sequence[GridWorld]) -> Iterator[Row]:
     yield Row("the exhaustive grid", 1.0, 1.0, recorded, ran_out)
 
 
-def card_rows(world: GridWorld) -> Iterator[Row]:
+def card_rows(world: GridWorld, *, with_optuna: bool) -> Iterator[Row]:
     """Yield the rows of a simulated card."""
     yield from finder_rows(world, BY_HAND)
-    yield optuna_row(world, "TPESampler", 50, 1)
+    if with_optuna:
+        yield optuna_row(world, "TPESampler", 50, 1)
     yield autofit_row([world], BEST_INFORMED, world.optimum(), lines=True, times=True)
     yield every_size(world)
 
@@ -216,13 +218,16 @@ def every_size(world: GridWorld) -> Row:
     return Row("the best of every micro-batch", max(speeds) / world.optimum(), 1.0, 0, 0)
 
 
-def rows_on_cards(name: str, cards: int, written: Path | None) -> Iterator[Row]:
+def rows_on_cards(name: str, cards: int, optuna_cards: int, written: Path | None) -> Iterator[Row]:
     """Yield every peer's row, pooled over simulated cards; those that the file has are kept."""
     lines = written.read_text().splitlines() if written and written.exists() else []
     known = {(told["workload"], told["seed"]): told["rows"] for told in map(json.loads, lines)}
     found: dict[str, list[Row]] = {}
     for seed in range(cards):
-        its = known.get((name, seed)) or [asdict(row) for row in card_rows(card_world(name, seed))]
+        its = known.get((name, seed)) or [
+            asdict(row)
+            for row in card_rows(card_world(name, seed), with_optuna=seed < optuna_cards)
+        ]
         for row in its:
             found.setdefault(row["peer"], []).append(Row(**row))
         if written and (name, seed) not in known:
@@ -242,6 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=6, help="of the searches of a recorded grid")
     parser.add_argument("--cards", type=int, help="simulate so many instead")
+    parser.add_argument("--optuna-cards", type=int, help="on how many of them Optuna searches")
     parser.add_argument("--rows", type=Path, help="each card's rows, where it goes on")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -251,7 +257,8 @@ def main() -> None:
         title = name
         if given.cards:
             title = f"{name} on {given.cards} simulated cards: means (10th percentile of the speed)"
-            found = rows_on_cards(name, given.cards, given.rows)
+            with_optuna = given.cards if given.optuna_cards is None else given.optuna_cards
+            found = rows_on_cards(name, given.cards, with_optuna, given.rows)
         else:
             found = rows([grid_world(name, seed=seed) for seed in range(given.seeds)])
         print(f"\n## {title}\n\n| peer | speed | fits | probes | OOM |\n|---|---|---|---|---|")
