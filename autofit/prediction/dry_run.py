@@ -47,7 +47,7 @@ from autofit.prediction.cuda.values import (
 from autofit.prediction.sharded import one_of_ranks, ranks_unlike_the_first
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.registry import collect_dimensions
-from autofit.snapshot.snapshot import live_objects, preserved, walk
+from autofit.snapshot.snapshot import attributes_of, live_objects, preserved, walk
 from autofit.space import Space
 from autofit.strategy import Capabilities, Strategy, World
 from autofit.torch_private import gone_in
@@ -384,6 +384,7 @@ def _without_values(make: Callable[[], _Made], tracer: CudaTracer) -> _Made:
 def _memo(parts: Mapping[str, Any]) -> dict[int, Any]:
     """Return the memo of `deepcopy` that replaces each tensor."""
     memo: dict[int, Any] = {}
+    kept: list[torch.nn.Parameter] = []
     for name, part in parts.items():
         for _, node in walk(part, name):
             if not isinstance(node, torch.Tensor):
@@ -391,6 +392,11 @@ def _memo(parts: Mapping[str, Any]) -> dict[int, Any]:
             # Step counts of optimizers stay numbers on the host
             if node.dim() > 0 or node.device.type != "cpu" or node.requires_grad:
                 memo[id(node)] = _without_data(node)
+                kept += [node] if isinstance(node, torch.nn.Parameter) else []
+    for parameter in kept:
+        of_copy = vars(memo[id(parameter)])
+        for name, value in attributes_of(parameter).items():
+            of_copy[name] = memo.get(id(value), value)
     return memo
 
 

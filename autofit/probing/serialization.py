@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 
 from autofit.errors import InvalidArgument, WorkerFailed, chain_of, mark_users
 from autofit.snapshot import process
+from autofit.snapshot.snapshot import attributes_of
 from autofit.strategy import Strategy
 from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.loader import Loader, LoaderSettings, make_loader, own_settings
@@ -155,6 +156,20 @@ def _rebuild_plain(
     return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
 
 
+def _reduced(tensor: torch.Tensor, shape: torch.Tensor) -> tuple[Any, ...]:
+    """Return what pickles a tensor as one without values; a parameter with its attributes."""
+    if not isinstance(tensor, torch.nn.Parameter):
+        return shape.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call,no-any-return]  # torch
+    bare = torch.nn.Parameter(shape.detach(), shape.requires_grad)
+    rebuild, arguments = bare.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch
+    # As state, attributes are pickled after the parameter is memoized: one may be itself
+    return rebuild, arguments, attributes_of(tensor), None, None, _set_attributes
+
+
+def _set_attributes(parameter: torch.nn.Parameter, attributes: dict[str, object]) -> None:
+    vars(parameter).update(attributes)
+
+
 class _HostPickler(_Pickler):
     """Sends tensors of a device as host tensors, so that reading them makes no context there.
 
@@ -170,7 +185,7 @@ class _HostPickler(_Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if (shape := self.without_data.get(id(obj))) is not None:
-            return shape.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch
+            return _reduced(obj, shape)
         if type(obj) is torch.Tensor and _is_plain(obj):
             layout = obj.dtype, obj.storage_offset(), obj.shape, obj.stride()
             return _rebuild_plain, (obj.untyped_storage(), *layout)

@@ -412,6 +412,21 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.grad if tensor.is_leaf else None
 
 
+def attributes_of(parameter: torch.nn.Parameter) -> dict[str, object]:
+    """Return the attributes that a copy without values needs, as a module of quantised weights does.
+
+    One that is the parameter's own memory by another name is the parameter.
+    """
+    attributes: dict[str, object] = {}
+    for name, value in vars(parameter).items():
+        if isinstance(value, torch.Tensor):
+            same = has_values(value) and placement(value) == placement(parameter)
+            attributes[name] = parameter if same else value
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            attributes[name] = value
+    return attributes
+
+
 def has_values(tensor: torch.Tensor) -> bool:
     """Return whether the tensor has memory: not on meta, nor where its storage was freed."""
     freed = tensor.layout == torch.strided and tensor.numel() > 0 and not _storage_bytes(tensor)

@@ -1,4 +1,4 @@
-"""LoRA adapters beside frozen linears that bitsandbytes keeps in four bits, on the CPU."""
+"""LoRA adapters beside frozen linears that bitsandbytes keeps in 4 or 8 bits, on the CPU."""
 
 from __future__ import annotations
 
@@ -27,23 +27,31 @@ class Adapted(nn.Module):
         return self.frozen(x) + self.up(self.down(x))
 
 
-def workload() -> autofit.Workload:
-    make = partial(bnb.nn.Linear4bit, WIDTH, WIDTH, bias=False, compute_dtype=torch.float32)
+LINEARS = {
+    4: partial(bnb.nn.Linear4bit, compute_dtype=torch.float32),
+    8: partial(bnb.nn.Linear8bitLt, has_fp16_weights=False),
+}
+
+
+def workload(bits: int) -> autofit.Workload:
+    make = partial(LINEARS[bits], WIDTH, WIDTH, bias=False)
     model = nn.Sequential(*(Adapted(make()) for _ in range(2))).to("cpu")  # which quantises
     batch = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     return autofit.Workload(model, batch, criterion=nn.functional.mse_loss)
 
 
-def test_a_prediction_counts_four_bits_a_frozen_weight() -> None:
-    predicted = autofit.predict(workload(), gpu="L4")
-    frozen, trained = WIDTH * WIDTH // 2, 2 * WIDTH * RANK * 4
+@pytest.mark.parametrize("bits", LINEARS)
+def test_a_prediction_counts_the_bits_of_frozen_weights(bits: int) -> None:
+    predicted = autofit.predict(workload(bits), gpu="L4")
+    frozen, trained = WIDTH * WIDTH * bits // 8, 2 * WIDTH * RANK * 4
     assert predicted.breakdown["weights"] >= 2 * (frozen + trained)
     assert predicted.breakdown["weights"] < 2 * 1.1 * (frozen + trained)
     assert 0 < predicted.breakdown["optimizer_state"] < 2 * 2.1 * trained
 
 
-def test_a_search_trains_the_adapters_alone() -> None:
-    given = workload()
+@pytest.mark.parametrize("bits", LINEARS)
+def test_a_search_trains_the_adapters_alone(bits: int) -> None:
+    given = workload(bits)
     before = {name: tensor.clone() for name, tensor in given.build_model().state_dict().items()}
     options: dict[str, Any] = {
         "device": "cpu",
