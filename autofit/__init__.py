@@ -28,7 +28,9 @@ if TYPE_CHECKING:
         WorkerFailed as WorkerFailed,
         WorkloadFailed as WorkloadFailed,
     )
-    from autofit.integrations.to_budget import checkpoint_to_budget as checkpoint_to_budget
+    from autofit.integrations.checkpoint_to_budget import (
+        checkpoint_to_budget as checkpoint_to_budget,
+    )
     from autofit.measurement import (
         Measurement as Measurement,
         Outcome as Outcome,
@@ -66,7 +68,7 @@ _HOMES = {
         "WorkerFailed",
         "WorkloadFailed",
     ),
-    "autofit.integrations.to_budget": ("checkpoint_to_budget",),
+    "autofit.integrations.checkpoint_to_budget": ("checkpoint_to_budget",),
     "autofit.measurement": ("Measurement", "Outcome", "TrialKind", "Trial"),
     "autofit.plan": ("Dimension", "CostHint", "Plan"),
     "autofit.prediction.predict": ("Prediction",),

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from autofit import Plan, Workload, predict
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.errors import PredictionUnavailable
 from autofit.plan import Dimension
 from autofit.registry import resolve, strategies_of

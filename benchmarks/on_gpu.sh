@@ -58,7 +58,7 @@ if [[ ${REHEARSAL:-} ]]; then
     workloads=(tiny_mlp=2GiB) predicted=(tiny_gpt) sizes=(1 2) storm=3 patience=10
     search=(--max-probes 2 --effort quick) planned=20 versus=(--steps 2 --repeats 0 --limit 60)
     versus+=(--precisions float32 --only "rule of Composer, halving")
-    tested=(tests/devices/test_gpus.py)
+    tested=(tests/devices/test_gpu_catalogue.py)
 fi
 
 for each in "${tested[@]}"; do

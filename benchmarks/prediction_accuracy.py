@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.memory.replay import Recording, replay, required_bytes
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import STEPS, stage

@@ -18,7 +18,7 @@ import torch
 
 from autofit.checks.tuned import AskedPlan
 from autofit.checks.verdict import Verdict
-from autofit.devices.gpus import Gpu, find_gpu
+from autofit.devices.gpu_catalogue import Gpu, find_gpu
 from autofit.devices.request import budget_bytes
 from autofit.errors import InvalidArgument, PredictionUnavailable, hides_own_frames
 from autofit.measurement import Outcome, Trial
@@ -26,7 +26,7 @@ from autofit.plan import Plan, check_count
 from autofit.prediction.predict import Prediction, plan_of_ranks, predict
 from autofit.probing.probe import resolve_here, run_one
 from autofit.probing.prober import Target
-from autofit.probing.together import owned_by_rank_0
+from autofit.probing.torchrun import owned_by_rank_0
 from autofit.registry import load_strategies
 from autofit.report.report import Report
 from autofit.strategy import Strategy

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autofit.devices.gpus import Gpu
+from autofit.devices.gpu_catalogue import Gpu
 from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.plan import Settings
 from autofit.prediction.predict import Prediction, predict

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from autofit.checks.tuned import AskedPlan
 from autofit.codec import to_json
-from autofit.devices.gpus import NCCL_BYTES, NCCL_UNKNOWN, Gpu, find_gpu, known_gpus
+from autofit.devices.gpu_catalogue import NCCL_BYTES, NCCL_UNKNOWN, Gpu, find_gpu, known_gpus
 from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.plan import Plan
 from autofit.prediction import predict as one_gpu

@@ -25,7 +25,7 @@ from autofit.measurement import Measurement, Trial, TrialKind, median_interval
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.probe import probe_if, run_one
 from autofit.probing.prober import Target
-from autofit.probing.together import owned_by_rank_0
+from autofit.probing.torchrun import owned_by_rank_0
 from autofit.report.record import Record
 from autofit.report.report import Report
 from autofit.report.summary import held_by_ranks

@@ -16,7 +16,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from autofit.codec import Amount, from_json, read_json, to_json
-from autofit.devices.gpus import NCCL_UNKNOWN, find_gpu
+from autofit.devices.gpu_catalogue import NCCL_UNKNOWN, find_gpu
 from autofit.errors import InvalidArgument
 from autofit.notebook import shown
 from autofit.plan import Plan, Settings

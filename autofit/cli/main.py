@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import typer
 
-from autofit.cli.capacity import check, predict
 from autofit.cli.console import (
     Commands,
     Interrupted,
@@ -63,6 +62,7 @@ from autofit.cli.options import (
     load_target,
     read_budget,
 )
+from autofit.cli.predict_and_check import check, predict
 from autofit.codec import to_json
 from autofit.errors import InvalidArgument
 from autofit.interrupts import ended_like_interrupted, interrupts_remembered

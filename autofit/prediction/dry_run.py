@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from autofit.devices.cpu import TracedDevice
-from autofit.devices.gpus import Gpu
+from autofit.devices.gpu_catalogue import Gpu
 from autofit.equivalence.steps import StrategyContext
 from autofit.errors import (
     AutofitError,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from autofit.devices.gpus import NCCL_BYTES, Gpu, answers_alike
+from autofit.devices.gpu_catalogue import NCCL_BYTES, Gpu, answers_alike
 from autofit.errors import PredictionUnavailable
 from autofit.memory.allocator import expandable_segments
 from autofit.memory.blocks import ROUNDING_BYTES, round_up

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from autofit.codec import Amount, from_json, to_json
-from autofit.devices.gpus import NCCL_UNKNOWN, Gpu, find_gpu
+from autofit.devices.gpu_catalogue import NCCL_UNKNOWN, Gpu, find_gpu
 from autofit.devices.request import budget_bytes
 from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.memory.allocator import expandable_segments

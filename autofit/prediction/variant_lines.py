@@ -19,7 +19,7 @@ from itertools import zip_longest
 from typing import TypeAlias
 
 from autofit.devices.base import Environment
-from autofit.devices.gpus import Gpu, find_gpu
+from autofit.devices.gpu_catalogue import Gpu, find_gpu
 from autofit.errors import AutofitError
 from autofit.plan import Dimension, Plan, Scalar, Settings, VariantKey, variant_key
 from autofit.prediction.predict import Prediction, predict_resolved

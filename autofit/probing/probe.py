@@ -12,7 +12,7 @@ from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.survey import Survey
-from autofit.probing.together import owned_by_rank_0, ranks_meant
+from autofit.probing.torchrun import owned_by_rank_0, ranks_meant
 from autofit.registry import load_strategies, resolve
 from autofit.strategy import Strategy
 from autofit.training.loss import STOOD_IN, LossSource

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autofit.errors import InvalidArgument, hides_own_frames
-from autofit.probing.together import ranks_meant
+from autofit.probing.torchrun import ranks_meant
 from autofit.report.report import Report
 from autofit.searching.events import OnEvent
 from autofit.searching.options import SearchOptions

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from autofit.devices.cpu import host_memory
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.errors import InvalidArgument, SearchTimedOut, release_exception
 from autofit.measurement import Trial
 from autofit.plan import Plan

@@ -21,7 +21,7 @@ from autofit.notebook import is_watched
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
-from autofit.probing.together import owned_by_rank_0, ranks_meant
+from autofit.probing.torchrun import owned_by_rank_0, ranks_meant
 from autofit.registry import load_strategies, numerics_level, numerics_of
 from autofit.report.record import Record
 from autofit.report.report import Report

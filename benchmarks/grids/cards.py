@@ -17,14 +17,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autofit.devices.gpus import Gpu, Rates, find_gpu
+from autofit.devices.gpu_catalogue import Gpu, Rates, find_gpu
 from autofit.plan import Settings
 from autofit.planning.search_spec import TimeLine
 from benchmarks.grids.kernels import RECORDED, kernel_lines
 from benchmarks.grids.recorded import GridWorld, Row, grid_world
 
 SHEETS = ("L4", "A100-80GB", "H100", "RTX 4090")
-"""Figures: `autofit.devices.gpus`, from NVIDIA's data sheets."""
+"""Figures: `autofit.devices.gpu_catalogue`, from NVIDIA's data sheets."""
 REACH = {"unit and layout": 0.1, "precision": 0.1, "precision and layout": 0.03}
 """Standard deviations of the log of how much of its rates a card reaches: assumptions.
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from autofit import Plan, Workload
-from autofit.devices.gpus import Gpu, find_gpu
+from autofit.devices.gpu_catalogue import Gpu, find_gpu
 from autofit.plan import Dimension, VariantKey, variant_key
 from autofit.planning.search_spec import TimeLine
 from autofit.prediction.cuda.roofline import LAUNCH_S, Operation

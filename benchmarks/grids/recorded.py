@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from autofit.devices.gpus import Gpu
+from autofit.devices.gpu_catalogue import Gpu
 from autofit.plan import Dimension, Plan, Scalar, Settings, VariantKey, variant_key
 from autofit.planning.search_spec import MemoryLine, SearchSpec, TimeLine
 from autofit.space import Space

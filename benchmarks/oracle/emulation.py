@@ -16,7 +16,7 @@ from functools import partial
 from types import MappingProxyType
 
 import emulated_gpu
-from autofit.devices.gpus import Gpu
+from autofit.devices.gpu_catalogue import Gpu
 from autofit.errors import PredictionUnavailable
 from autofit.memory.blocks import OWN_SEGMENT_ROUNDING_BYTES as PAGE_BYTES, round_up
 from autofit.plan import ResolvedPlan

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.devices.gpus import Gpu, find_gpu
+from autofit.devices.gpu_catalogue import Gpu, find_gpu
 from autofit.errors import InvalidArgument, PredictionUnavailable
 from autofit.plan import Plan
 from autofit.training.workload import Workload

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.prediction.cuda.convolutions import Convolution, Direction, workspace_bytes
 
 pytestmark = pytest.mark.emulated

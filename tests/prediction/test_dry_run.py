@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.errors import InvalidArgument, PredictionUnavailable
 from autofit.memory.replay import replay
 from autofit.plan import Plan, ResolvedPlan

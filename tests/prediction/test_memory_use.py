@@ -11,7 +11,7 @@ from torch import nn
 from autofit import Workload
 from autofit.devices.base import Environment
 from autofit.devices.cpu import CpuDevice
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.memory_use import MOMENTS, MOST_PARTS, divided, memory_uses

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autofit.devices.base import Environment
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.plan import CostHint, Dimension, Plan, ResolvedPlan, variant_key
 from autofit.prediction.dry_run import dry_run
 from autofit.prediction.needs import SharedRuns, need_of, on_line

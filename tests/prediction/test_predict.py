@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.errors import InvalidArgument, PredictionUnavailable
 from autofit.plan import Plan
 from autofit.prediction.needs import MOST_LOOKS, largest_that_fits

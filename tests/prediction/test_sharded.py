@@ -16,7 +16,7 @@ from torch import nn
 
 import autofit
 from autofit import Plan, Workload
-from autofit.devices.gpus import NCCL_BYTES
+from autofit.devices.gpu_catalogue import NCCL_BYTES
 from autofit.errors import InvalidArgument, PredictionUnavailable, Unsupported
 from autofit.plan import Scalar
 from autofit.prediction import sharded

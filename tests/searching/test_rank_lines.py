@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.plan import Plan
 from autofit.prediction.predict import predict_resolved
 from autofit.probing.messages import ProbeRequest

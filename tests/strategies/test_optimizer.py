@@ -46,7 +46,7 @@ def offered(optimizer: Any, device: str = "cpu", **given: Any) -> list[Any]:
 
 def found_on_a_gpu(optimizer: Any) -> list[Any]:
     """Return what a dry run offers, where nothing is left out for its time."""
-    from autofit.devices.gpus import find_gpu
+    from autofit.devices.gpu_catalogue import find_gpu
     from autofit.prediction.dry_run import meta_dimensions
 
     plain = {SETTING: "default"}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from autofit.devices.gpus import Gpu
+from autofit.devices.gpu_catalogue import Gpu
 from autofit.prediction.cuda import autocast
 
 aten: Any = torch.ops.aten

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from autofit.devices.gpus import Gpu
+from autofit.devices.gpu_catalogue import Gpu
 from autofit.prediction.cuda.roofline import CHANNELS_LAST, tf32_allowed
 from autofit.torch_private import suggest_memory_format
 

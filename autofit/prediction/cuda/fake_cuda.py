@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autofit.devices.gpus import Gpu
+from autofit.devices.gpu_catalogue import Gpu
 from autofit.prediction.cuda import attention, autocast, operators
 from autofit.torch_private import check
 

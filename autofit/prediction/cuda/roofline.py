@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from autofit.devices.gpus import Gpu, Rates
+from autofit.devices.gpu_catalogue import Gpu, Rates
 from autofit.memory.tracer import storages_of, tensors_in
 from autofit.prediction.cuda.scratch import ByCard, Size
 from autofit.probing.flops import formula_of

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from autofit.devices.gpus import Gpu
+from autofit.devices.gpu_catalogue import Gpu
 from autofit.memory.replay import Recording
 from autofit.units import KIB
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from autofit.devices.gpus import AskedGpu, Gpu
+from autofit.devices.gpu_catalogue import AskedGpu, Gpu
 from autofit.memory.blocks import Block
 from autofit.memory.replay import Recording
 from autofit.memory.tracer import MemoryTracer, in_backward, tensors_in

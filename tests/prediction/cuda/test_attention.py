@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.prediction.cuda import attention
 from autofit.prediction.cuda.attention import Call, chosen_kernel
 from autofit.prediction.cuda.tracer import CudaTracer

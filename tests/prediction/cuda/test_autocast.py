@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.prediction.cuda import autocast
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import stage

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.prediction.cuda.convolutions import Convolution, Direction, workspace_bytes
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import stage

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import autofit
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import dry_run, stage
@@ -138,7 +138,7 @@ def test_a_torch_without_the_dispatch_keys_is_refused(
 import torch
 del torch._C.DispatchKey.AutocastIPU, torch._C.DispatchKey.AutocastHPU
 import autofit
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.dry_run import dry_run
 workload = autofit.Workload(torch.nn.Linear(8, 8), torch.randn(4, 8))

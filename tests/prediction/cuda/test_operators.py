@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.memory.tracer import in_backward
 from autofit.prediction.cuda import operators
 from autofit.prediction.cuda.tracer import CudaTracer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from autofit.devices.gpus import Gpu, find_gpu
+from autofit.devices.gpu_catalogue import Gpu, find_gpu
 from autofit.prediction.cuda.scratch import RULES, Reduction, Size, bytes_on, scratch
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import STEPS, stage

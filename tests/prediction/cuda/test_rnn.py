@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import stage
 

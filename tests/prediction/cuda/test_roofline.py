@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autofit.devices.gpus import Gpu, Rates, find_gpu
+from autofit.devices.gpu_catalogue import Gpu, Rates, find_gpu
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.cuda.roofline import LAUNCH_S, Cost, Operation, cost_on
 from autofit.prediction.cuda.tracer import CudaTracer

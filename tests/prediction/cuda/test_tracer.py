@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.devices.gpus import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu
 from autofit.memory.replay import replay, required_bytes
 from autofit.prediction.cuda.tracer import CudaTracer, ShapeCache
 from autofit.prediction.cuda.values import NeedsValues

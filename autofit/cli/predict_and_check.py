@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def _check_gpus(texts: list[str] | None) -> list[str] | None:
-    from autofit.devices.gpus import find_gpu
+    from autofit.devices.gpu_catalogue import find_gpu
 
     names = by_commas(texts)
     for name in names or () if names != ["all"] else ():
@@ -63,7 +63,7 @@ GpuName = Annotated[
         "--gpu",
         metavar="NAME",
         help="predict for L4, A100-80GB or a size",
-        callback=checked("autofit.devices.gpus:find_gpu"),
+        callback=checked("autofit.devices.gpu_catalogue:find_gpu"),
     ),
 ]
 _SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"

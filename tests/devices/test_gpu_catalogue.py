@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autofit.devices.cuda import device_meant, open_device
-from autofit.devices.gpus import Gpu, find_gpu, known_gpus
+from autofit.devices.gpu_catalogue import Gpu, find_gpu, known_gpus
 from autofit.devices.request import budget_bytes
 from autofit.errors import DeviceUnavailable, InvalidArgument
 from autofit.units import GIB
