@@ -29,11 +29,23 @@ from autofit.snapshot.snapshot import preserved
 from emulated_gpu import Machine, new_machine, why_unavailable
 from emulated_gpu.launch import MACHINE
 from tests.fork_server import SUPPORTED, ForkedPopen, ForkServer, forked_subprocess
-from tests.tiers import tier_of, watch
+from tests.tiers import IMPORT_TRAINERS, tier_of, watch
 
 EMULATED = MACHINE in os.environ
 if EMULATED and "PYTEST_XDIST_WORKER" in os.environ:  # before the first use of the GPU: one each
     os.environ[MACHINE] += "." + os.environ["PYTEST_XDIST_WORKER"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave slow tests out, unless -m chooses or each argument names a file or a test."""
+    files = [Path(each.partition("::")[0]).is_file() for each in config.args]
+    if not config.option.markexpr and not all(files):
+        config.option.markexpr = "not slow"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What no test of the unit tier needs is not imported for it."""
+    return (config.option.markexpr == "unit" and collection_path.name in IMPORT_TRAINERS) or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

@@ -167,6 +167,7 @@ def test_the_readmes_checks_run_as_they_stand(tmp_path: Path, run: Callable[[str
     run("python -m pytest -q -n 0 -p no:cacheprovider test_fits.py")
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for needed in ("material", "mkdocstrings"):
         pytest.importorskip(needed, reason="needs the dev extra: pip install -e '.[dev]'")

@@ -165,6 +165,7 @@ def use(path: Path, workload: autofit.Workload) -> None:
     in_words(lambda: report.apply(torch.nn.Linear(8, 4), torch.optim.SGD).undo(), path)
 
 
+@pytest.mark.slow
 def test_a_damaged_report_is_refused_in_words(
     report: str, workload: autofit.Workload, tmp_path: Path
 ) -> None:
@@ -268,6 +269,7 @@ VALUES = ["0", "-1", "1.5", "nan", "inf", "1e400", "9" * 30, "", "x", "24GiB", "
           "\u0661", "\udcff"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_senseless_commands_are_refused_in_words(
     command: Callable[..., int], report: str, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def test_what_works_without_a_gpu_loads_neither_torch_nor_optuna(code: str) -> N
     assert not loaded_by(code) & {"torch", "optuna", "pandas", "numpy", "pynvml", "cloudpickle"}
 
 
+@pytest.mark.slow
 def test_the_public_functions_stay_functions_whatever_was_imported_before() -> None:
     everything = """
 import importlib, pkgutil, types

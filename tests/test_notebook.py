@@ -113,6 +113,7 @@ def test_a_reports_text_is_the_same_in_a_notebook(
     assert notebook.outputs == [], "it was displayed as well"
 
 
+@pytest.mark.slow
 def test_progress_in_a_notebook_is_one_line_that_changes(
     notebook: Notebook, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_batch_that_is_too_large_is_split_evenly_and_kept_whole() -> None:
     assert {trial.plan.samples_per_step for trial in found.report.trials} == {48}
 
 
+@pytest.mark.slow
 def test_a_global_batch_may_be_larger_than_the_sample_batch() -> None:
     workload = autofit.Workload(wide, pictures, criterion=HERE["criterion"], global_batch=12)
     found = autofit.find_batch_size(

@@ -48,6 +48,7 @@ def peak_bytes(model: nn.Module) -> int:
         return device.read().peak_reserved_bytes
 
 
+@pytest.mark.slow
 def test_the_users_own_loop_holds_less_and_learns_the_same() -> None:
     model = deep()
     plain, before = gradients(model), model.state_dict()
@@ -71,6 +72,7 @@ def test_the_users_own_loop_holds_less_and_learns_the_same() -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_more_is_recomputed_than_the_budget_asks_for() -> None:
     with autofit.checkpoint_to_budget(deep(), BATCH, "72MiB", **HERE) as trial:
         held = trial.measurement.held_bytes

@@ -72,6 +72,7 @@ def test_nothing_of_the_users_changes() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_an_equal_question_is_answered_without_another_dry_run(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
     marks.touch()
@@ -107,6 +108,7 @@ class Repeating(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_what_no_parameter_shows_is_part_of_the_question() -> None:
     one, many = (
         autofit.estimate_memory(Repeating(times), torch.randn(4096, 64), gpu="L4")

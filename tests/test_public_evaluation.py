@@ -91,6 +91,7 @@ def updates(model: nn.Module, batch: Any) -> None:
     next(model.parameters()).mul_(2.0)
 
 
+@pytest.mark.slow
 def test_an_evaluation_may_end_in_training_mode_but_not_change_the_model() -> None:
     def restores(model: nn.Module, batch: Any) -> None:
         model(batch[0])

@@ -61,6 +61,7 @@ def test_memory_is_of_the_longest_and_speed_of_the_mix(tmp_path: Path) -> None:
     assert new_shape_s > SLOW_S * 2  # the first step sleeps for ten units, others for one
 
 
+@pytest.mark.slow
 def test_a_plan_found_with_three_lengths_holds_the_longest(tmp_path: Path) -> None:
     given: dict[str, Any] = {"device": "cpu", "vram_budget": "2MiB", "strategies": []}
     lengths = [tokens(16), tokens(32), tokens(64)]

@@ -91,6 +91,7 @@ def test_a_slow_loader_is_the_bottleneck_and_workers_are_recommended(tmp_path: P
     assert "The loader is slower than the device" in said(autofit.load(saved))
 
 
+@pytest.mark.slow
 def test_a_loader_that_keeps_up_needs_no_workers() -> None:
     rows = TensorDataset(torch.ones(4000, 8), torch.zeros(4000, dtype=torch.int64))
     live = DataLoader(rows, 4, shuffle=True, num_workers=2)

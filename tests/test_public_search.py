@@ -351,6 +351,7 @@ def search_here(**more: Any) -> autofit.Report:
     return autofit.search(model, said.pop("sample_batch", labelled()), **said)
 
 
+@pytest.mark.slow
 def test_a_resumed_search_says_so_and_counts_the_seconds_of_all_sessions(tmp_path: Path) -> None:
     study = tmp_path / "search.log"
     seen: list[Event] = []
@@ -547,6 +548,7 @@ class Naming:
         return [f"model.named = {settings['naming.word']!r}"]
 
 
+@pytest.mark.slow
 def test_a_strategy_may_be_given_as_an_object() -> None:
     sampler = optuna.samplers.RandomSampler(seed=0)
     options = autofit.SearchOptions(sampler=sampler)
@@ -660,6 +662,7 @@ def signing_workload(path: Path) -> autofit.Workload:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_no_code_of_the_users_runs_in_this_process(tmp_path: Path, device: str) -> None:
     """Whatever it does, a crash, a hang or a changed global of it stays in the worker.

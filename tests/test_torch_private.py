@@ -208,6 +208,7 @@ def test_an_error_of_the_users_own_is_none_of_a_name_that_is_gone() -> None:
     assert fault_of(raised.value).outcome is Outcome.USER_ERROR
 
 
+@pytest.mark.slow
 def test_a_strategy_whose_name_is_gone_is_left_out_with_the_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,7 +1,8 @@
 """The tiers of tests: `unit` starts no interpreter, `process` does, others are marked by hand.
 
 A test belongs to `process` if its code, or that of a fixture or helper of the tests that it names,
-names something that starts one. A unit test that starts one all the same fails.
+names something that starts one. A unit test that starts one all the same fails. To import another
+library's trainer takes as long as a process, so tests that do belong to `process` too.
 """
 
 from __future__ import annotations
@@ -39,6 +40,14 @@ PUBLIC = {
     "check",
 }
 """Functions of autofit, and of its integrations, that run the user's training in a worker."""
+IMPORT_TRAINERS = {
+    "test_accelerate.py",
+    "test_lightning.py",
+    "test_pairs.py",
+    "test_quantised.py",
+    "test_transformers.py",
+}
+"""Files that import another library's trainer or layers before their first test."""
 STARTERS: tuple[Any, ...] = (
     *(getattr(autofit, name) for name in PUBLIC),
     predict,
@@ -62,6 +71,8 @@ def tier_of(item: pytest.Item) -> str | None:
         item, pytest.Function
     ):
         return None
+    if item.path.name in IMPORT_TRAINERS:
+        return "process"
     info = item._fixtureinfo
     fixtures = [info.name2fixturedefs[name][-1].func for name in _asked_for(item)]
     given = item.callspec.params.values() if hasattr(item, "callspec") else ()
@@ -95,6 +106,10 @@ def _starts_one(function: Callable[..., Any]) -> bool:
         names = set(_names(its.__code__))
         for value in (its.__globals__[name] for name in names & its.__globals__.keys()):
             if any(value is each for each in STARTERS):
+                return True
+            if isinstance(value, dict):
+                todo += filter(inspect.isfunction, value.values())
+            if value is pytest and "importorskip" in names:
                 return True
             if inspect.ismodule(value) and value.__name__.startswith("autofit") and names & PUBLIC:
                 return True

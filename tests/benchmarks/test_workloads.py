@@ -42,6 +42,7 @@ def test_a_large_workload_has_the_size_it_is_named_for(name: str) -> None:
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == MILLIONS[name]
 
 
+@pytest.mark.slow
 def test_a_file_of_workloads_is_a_target_from_any_folder(tmp_path: Path) -> None:
     target = Path(__file__).parents[2] / "benchmarks/workloads.py"
     code = f"from autofit.cli.options import load_target; load_target('{target}:tiny_mlp')"

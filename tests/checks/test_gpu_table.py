@@ -29,6 +29,7 @@ def decoder(**options: Any) -> Workload:
     return Workload(lambda: GPT(5000, 256, 256, 2, 4), {"ids": ids}, **options)
 
 
+@pytest.mark.slow
 def test_a_row_says_what_a_prediction_for_that_gpu_alone_says() -> None:
     workload, said = decoder(global_batch=256), list[str]()
     gpus = [with_memory("L4", 2 * GIB + 1), with_memory("T4", 2 * GIB)]
@@ -67,6 +68,7 @@ def test_gpus_that_answer_alike_take_the_dry_runs_of_one(tmp_path: Path) -> None
     assert marks("L4", "RTX 4090") == marks("L4")
 
 
+@pytest.mark.slow
 def test_a_gpu_that_lacks_a_setting_of_the_plan_is_named() -> None:
     plan = Plan(4, accumulation_steps=2, settings={"precision.dtype": "bfloat16"})
     table = autofit.predict(decoder(), gpu=["T4", "L4"], plan=plan)

@@ -76,6 +76,7 @@ def test_a_probe_of_a_report_is_compared_with_it(
     assert alone.ok
 
 
+@pytest.mark.slow
 def test_the_command_line_soaks_a_report_also_of_a_changed_accumulation(
     run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
@@ -116,6 +117,7 @@ class LateLeak(nn.Module):
         return output.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("last", "strayed"),
     [(10**6, "it ended with leak"), (60, "peak allocated rose")],

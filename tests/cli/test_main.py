@@ -198,6 +198,7 @@ def run_each_line(ran: Ran, folder: Path) -> Iterator[Ran]:
         yield Ran(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.slow
 def test_each_printed_line_runs_as_printed(searched: Ran, folder: Path) -> None:
     shown = autofit("report", "report.json", "-v", cwd=folder)
     try:
@@ -505,6 +506,7 @@ def test_ctrl_c_prints_the_report_of_what_was_measured(
     ends_with_a_report(signal.SIGINT, folder, python)
 
 
+@pytest.mark.slow
 def test_sigterm_does_so_too_where_sigint_is_ignored(
     folder: Path, python: Callable[..., subprocess.Popen[str]]
 ) -> None:

@@ -113,6 +113,7 @@ def test_check_fails_where_the_need_grew(
     assert run(*grown, "--max-regression", "100000%")[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["check"], ["predict"]])
 def test_a_gpu_that_nobody_named_is_said_to_be_assumed(target: str, command: list[str]) -> None:
     assert re.search("H200.*assumed", run(*command, target)[1])
@@ -133,6 +134,7 @@ def report(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_check_of_a_plan_that_was_tuned_on_the_cpu(target: str, report: Path) -> None:
     """Its budget leaves out a GPU's context: held against a prediction it would tell nothing."""
     made = json.loads(report.read_text())
@@ -148,6 +150,7 @@ def test_check_of_a_plan_that_was_tuned_on_the_cpu(target: str, report: Path) ->
     assert json.loads(said)["plan"]["micro_batch"] == made["best"]["plan"]["micro_batch"]
 
 
+@pytest.mark.slow
 def test_check_of_a_tuned_plan_probes_where_it_can(
     target: str, report: Path, tmp_path: Path
 ) -> None:
@@ -188,6 +191,7 @@ def test_an_error_of_the_users_code_is_in_the_junit_file_too(
     assert "loss_fn" in str(error.text)
 
 
+@pytest.mark.slow
 def test_several_gpus_give_a_table(target: str) -> None:
     code, said = run("predict", target, "--gpu", "L4,T4")
     assert code == 0

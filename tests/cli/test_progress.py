@@ -209,6 +209,7 @@ def test_every_event_is_logged_and_passed_on(caplog: pytest.LogCaptureFixture) -
     assert "running it again" in doubtful[0]
 
 
+@pytest.mark.slow
 def test_a_search_shows_its_progress_in_a_terminal_unless_told_not_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

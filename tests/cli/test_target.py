@@ -154,6 +154,7 @@ def changed_report(folder: Path, name: str, **parts: Any) -> str:
     return name
 
 
+@pytest.mark.slow
 def test_a_file_without_end_is_no_report(autofit: Any, tmp_path: Path) -> None:
     huge = tmp_path / "huge.json"
     with huge.open("wb") as file:
@@ -164,6 +165,7 @@ def test_a_file_without_end_is_no_report(autofit: Any, tmp_path: Path) -> None:
         assert "characters" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_report_of_an_unknown_gpu_without_its_memory_asks_for_one(
     autofit: Any, folder: Path
 ) -> None:

@@ -76,6 +76,7 @@ def _path(key: str) -> Path:
     return Path("/tmp") / f"autofit-{key}.lock"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become other users")
 def test_another_user_takes_over_the_file_of_a_killed_search(key: str) -> None:
     program = f"""

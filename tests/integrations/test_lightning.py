@@ -241,6 +241,7 @@ class WithValidation(Data):
         return [DataLoader(Numbers(), 2), DataLoader(Numbers(), 512)]
 
 
+@pytest.mark.slow
 def test_a_validation_is_measured_where_module_and_data_have_one() -> None:
     module, data = Validated(), WithValidation()
     for other in ((Forgetful(), data), (module, Data()), (module, data, 0)):

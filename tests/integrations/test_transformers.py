@@ -230,6 +230,7 @@ def test_a_prediction_has_the_gradients_and_the_state_of_a_real_step(
         assert found.breakdown[kind] == pytest.approx(blocks, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_prediction_checkpoints_as_the_arguments_say(tmp_path: Path) -> None:
     size = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}
     kept: Any = autofit.predict(integration.workload(trainer_of(tmp_path, **size)), gpu="L4")
@@ -240,6 +241,7 @@ def test_a_prediction_checkpoints_as_the_arguments_say(tmp_path: Path) -> None:
     assert not any(getattr(each, "gradient_checkpointing", 0) for each in trainer.model.modules())
 
 
+@pytest.mark.slow
 def test_a_check_probes_or_predicts_the_trainer(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, bf16=True)
     assert integration.check(trainer, device="cpu", vram_budget="64MiB").fits
@@ -252,6 +254,7 @@ class NotesEvaluations(InOrder):
         return super().prediction_step(model, inputs, *given, **named)
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_the_trainers_own(tmp_path: Path) -> None:
     data = {"all": samples()}
     trainer = trainer_of(tmp_path, NotesEvaluations, data, per_device_eval_batch_size=6)
@@ -267,6 +270,7 @@ def test_an_evaluation_is_the_trainers_own(tmp_path: Path) -> None:
     assert trainer.args.seen == [(False, False, 6)]
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_the_trainer_may_be_what_does_not_fit(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, evaluated=samples(), per_device_eval_batch_size=4096)
     workload, alone = map(integration.workload, (trainer, trainer_of(tmp_path)))
@@ -380,13 +384,12 @@ def test_a_loss_that_grows_with_the_accumulation_shows_it(
     assert (split == pytest.approx(losses[0], rel=1e-6)) is adds_up
 
 
-@pytest.mark.slow
 def test_a_search_leaves_the_trainer_as_it_was_and_its_plan_trains(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, bf16=True, gradient_checkpointing=True)
     before, args = copy.copy(vars(trainer)), copy.copy(vars(trainer.args))
     weights = [parameter.clone() for parameter in trainer.model.parameters()]
     report = autofit.integrations.transformers.search(
-        trainer, vram_budget="64MiB", max_probes=3, options=QUICK
+        trainer, vram_budget="64MiB", max_probes=2, options=QUICK
     )
     assert vars(trainer) == before
     assert vars(trainer.args) == args

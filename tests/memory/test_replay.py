@@ -79,6 +79,7 @@ def replayed() -> list[tuple[RecordedTraining, Replay]]:
     return [(training, replay(training.recording)) for training in recorded_trainings()]
 
 
+@pytest.mark.slow
 def test_peak_allocated_is_within_0_3_percent_in_all_30(
     replayed: list[tuple[RecordedTraining, Replay]],
 ) -> None:

@@ -41,6 +41,7 @@ def plan(micro_batch: int, dtype: str = "default", steps: int = 2) -> ResolvedPl
     return ResolvedPlan(given, {}, PRECISION)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [decoder, convolutions])
 def test_between_two_micro_batches_sizes_lie_on_lines(make: Any) -> None:
     workload, gpu = make(), find_gpu("L4")
@@ -112,6 +113,7 @@ def workload(**options: Any) -> Workload:
     )
 
 
+@pytest.mark.slow
 def test_a_line_tells_what_a_larger_micro_batch_requires() -> None:
     lines, _, notes = variant_lines(
         workload(), SPACE, A100, 8 * GIB, strategies=load_strategies(["precision"])
@@ -124,6 +126,7 @@ def test_a_line_tells_what_a_larger_micro_batch_requires() -> None:
         assert fixed + 5000 * per_sample == pytest.approx(required, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_time_line_tells_what_a_larger_micro_batch_costs() -> None:
     _, times, _ = variant_lines(
         workload(), SPACE, H200, 8 * GIB, strategies=load_strategies(["precision"])
@@ -163,6 +166,7 @@ def space(**options: Any) -> Space:
     return Space({}, **{"sample_batch_size": 8} | options)
 
 
+@pytest.mark.slow
 def test_what_tells_most_is_predicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain, then one value at a time: those without a hint, those in between last."""
     dimensions = {

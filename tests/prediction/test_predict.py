@@ -42,6 +42,7 @@ def test_a_prediction_adds_up() -> None:
     assert prediction.plan == Plan(4)
 
 
+@pytest.mark.slow
 def test_the_interval_is_wider_where_the_context_was_not_measured() -> None:
     def margin(gpu: str, **given: Any) -> int:
         found = predict(gpt(), gpu=gpu, **given)

@@ -78,6 +78,7 @@ def test_a_prediction_holds_what_two_ranks_hold(
     assert sum(kinds.values()) == found.peak_allocated_bytes
 
 
+@pytest.mark.slow
 def test_what_is_sharded_is_held_in_shares() -> None:
     found = {ranks: predict(workload(), "fsdp2", ranks).breakdown for ranks in (2, 64)}
     whole = predict(workload(), "ddp", 64).breakdown
@@ -126,6 +127,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_what_is_checkpointed_is_gathered_again(mode: str) -> None:
     batch = torch.randn(512, 64)
@@ -177,6 +179,7 @@ def test_a_verdict_says_what_decides() -> None:
     assert checked(vram_budget="128MiB").fits is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "most"), [(64, 8), (60, 8), (16, 2), (8, 1)])
 def test_the_largest_micro_batch_is_one_of_the_global_batch(asked: int, most: int) -> None:
     own = of_model(nn.Linear(8, 8), torch.randn(4, 8))

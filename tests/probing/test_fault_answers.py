@@ -306,6 +306,7 @@ def test_a_second_search_on_one_device_is_refused(open_probing: Any) -> None:
     assert open_probing(FaultyModel(), tamper=exclusive).at(NO_FAULT).ok
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spawned_workers")
 def test_a_search_may_run_in_a_thread(open_probing: Any) -> None:
     """The kernel ties a worker's life to the thread that started it."""

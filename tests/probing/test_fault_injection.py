@@ -139,7 +139,11 @@ def probing(open_module_probing: Any) -> Any:
     return open_module_probing(FaultyModel(faults), shortest_s=1.0)
 
 
-@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
+@pytest.mark.parametrize(
+    "hang",
+    [pytest.param(hang, marks=[pytest.mark.slow] * (hang is not hangs)) for hang in HANGS],
+    ids=lambda hang: hang.__name__,
+)
 def test_a_hang_costs_one_probe_and_says_where(
     probing: Any, running: Callable[[int], bool], hang: Any
 ) -> None:

@@ -111,6 +111,7 @@ class Stream(IterableDataset[tuple[torch.Tensor, int]]):
             yield torch.ones(4), index % 3
 
 
+@pytest.mark.slow
 def test_a_stream_is_told_from_rows(tmp_path: Path) -> None:
     with prober_for(functools.partial(DataLoader, Stream())) as prober:
         assert delivered(prober).is_stream
@@ -146,6 +147,7 @@ def _is_alive(session: Any) -> str:
     return "it answers"
 
 
+@pytest.mark.slow
 def test_a_hang_is_ended_and_says_where(tmp_path: Path) -> None:
     loader = functools.partial(DataLoader, Rows(tmp_path, stuck))
     with prober_for(loader, deadlines=Deadlines(unknown_s=6)) as prober:

@@ -59,6 +59,7 @@ def _opened(end: str, least: int, *names: str, **more: Any) -> Prober:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_a_look_that_ends_its_worker_leaves_its_strategy_out(end: str) -> None:
     with _opened(end, 16, "checkpointing", "optimizer") as prober:
@@ -82,6 +83,7 @@ def test_a_model_that_refuses_more_samples_is_looked_at_with_few() -> None:
     assert len(survey.dimensions["checkpointing.level"].values) > 1
 
 
+@pytest.mark.slow
 def test_such_a_model_is_searched_below_the_size_that_ends_its_worker() -> None:
     with _opened("killed", 16, "checkpointing", global_batch=32) as prober:
         survey = prober.survey()

@@ -76,6 +76,7 @@ def says_it_is_a_gpu(device: Any) -> Any:
     return device
 
 
+@pytest.mark.slow
 def test_a_search_predicts_memory_where_it_probes(open_probing: Any, tmp_path: Path) -> None:
     """A dry run has the user's code see a GPU; of that, this process must see nothing."""
     path = tmp_path / "processes"
@@ -91,6 +92,7 @@ def test_a_search_predicts_memory_where_it_probes(open_probing: Any, tmp_path: P
     assert prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).measurement.ok
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_where_memory_cannot_be_predicted(open_probing: Any) -> None:
     class Ends(nn.Linear):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -69,6 +69,7 @@ def profiled(model: nn.Module, plan: Plan | None = None, **given: Any) -> StepPr
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "bound"),
     [
@@ -93,6 +94,7 @@ def test_a_trace_is_written_in_torchs_own_format(tmp_path: Path) -> None:
     assert {"aten::mm", "Optimizer.step#AdamW.step"} <= {event.get("name") for event in events}
 
 
+@pytest.mark.slow
 def test_what_is_accumulated_counts_whole_and_the_update_once() -> None:
     one = profiled(Products(), Plan(1, accumulation_steps=2))
     many = profiled(Products(), Plan(1, accumulation_steps=64))

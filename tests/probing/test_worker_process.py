@@ -32,6 +32,7 @@ OPENS = """
 """
 
 
+@pytest.mark.slow
 def test_no_code_runs_but_what_its_parent_imports(tmp_path: Path) -> None:
     """None of the current directory, nor of where -E and -s keep the parent from looking.
 
@@ -114,6 +115,7 @@ def test_one_death_while_it_starts_is_an_accident(
         channel.close()
 
 
+@pytest.mark.slow
 def test_a_process_group_that_torchrun_did_not_start_is_refused(tmp_path: Path) -> None:
     """Each of its ranks would search by itself, all at once."""
     program = textwrap.dedent(f"""

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 HEAD = """
@@ -128,6 +130,7 @@ def ran(on_two_ranks: Run, folder: Path, script: str) -> list[dict[str, Any]]:
     return on_two_ranks(folder, HEAD + script)
 
 
+@pytest.mark.slow
 def test_a_live_optimizer_is_refused_and_a_function_of_parameters_trains(
     on_two_ranks: Run, tmp_path: Path
 ) -> None:

@@ -167,6 +167,7 @@ os._exit(0)  # gloo's threads abort some processes that exit by themselves
 """
 
 
+@pytest.mark.slow
 def test_pasted_lines_of_two_ranks_train_what_apply_does(
     on_two_ranks: Callable[[Path, str], Any], tmp_path: Path
 ) -> None:

@@ -163,6 +163,7 @@ def test_an_executor_that_runs_nothing_is_named(answer: Any, words: str) -> None
         searched(device="cpu", options=autofit.SearchOptions(executor=_Answering(answer)))
 
 
+@pytest.mark.slow
 def test_an_executor_that_never_answers_is_ended_by_the_timeout() -> None:
     with pytest.raises(SearchTimedOut):
         searched(device="cpu", timeout=1, options=autofit.SearchOptions(executor=_Answering()))

@@ -58,6 +58,7 @@ def test_a_dry_run_does_not_choose_it() -> None:
     assert "not predicted" in note
 
 
+@pytest.mark.slow
 def test_conformance() -> None:
     assert check_strategy("convolution", workloads=[convolutions], capabilities=HOPPER) == 2
 

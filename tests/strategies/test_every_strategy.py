@@ -19,13 +19,13 @@ WITH_TESTS_OF_THEIR_OWN = {
     "parallel",
 }
 
-SLOW = ("checkpointing", "optimizer", "precision")
+QUICKEST = "memory_format"
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+        pytest.param(name, marks=[pytest.mark.slow] * (name != QUICKEST))
         for name in sorted(set(installed_names()) - WITH_TESTS_OF_THEIR_OWN)
     ],
 )

@@ -417,6 +417,7 @@ os._exit(0)  # gloo's threads abort some processes that exit by themselves
 """
 
 
+@pytest.mark.slow
 def test_replicas_of_two_ranks_train_alike(
     on_two_ranks: Callable[[Path, str], Any], tmp_path: Path
 ) -> None:
@@ -434,6 +435,7 @@ def workload(loss: Loss = flat, build: Callable[[], nn.Module] = model) -> Workl
     return Workload(build, batch(4), criterion=loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_conformance(device: str) -> None:
     assert check_strategy("head_loss", workloads=[workload], device=device) == 3
@@ -457,6 +459,7 @@ def test_it_is_not_offered_for_small_logits(classes: int) -> None:
     assert HeadLoss().dimensions(PlainContext(small, "cpu")) == {}
 
 
+@pytest.mark.slow
 def test_a_plan_with_it_holds_less_beside_any_other_setting() -> None:
     """Beside checkpointing and accumulation; `test_pairs` has the rest."""
     made = workload()

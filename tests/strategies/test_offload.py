@@ -44,6 +44,7 @@ def probed(workload: Workload, value: bool, device: str = "cpu") -> Measurement:
     return trial.measurement
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract() -> None:
     assert check_strategy("offload", workloads=[deep]) > 1
 
@@ -177,6 +178,7 @@ def test_a_model_that_normalizes_over_samples_may_have_it() -> None:
     assert strategy.dimensions(PlainContext(normalized))[SETTING].values == (False, True)
 
 
+@pytest.mark.slow
 @on_each_device
 def test_a_step_holds_fewer_bytes_of_the_device(device: str) -> None:
     plain, moved = probed(deep(), False, device), probed(deep(), True, device)
@@ -220,6 +222,7 @@ def cramp() -> None:
     setattr(Training, "host_available_bytes", 2 * offload.LEAST_BYTES)  # noqa: B010  # a property
 
 
+@pytest.mark.slow
 def test_a_host_without_room_is_the_hosts_fault() -> None:
     workload = deep()
     vars(workload.model)["host"] = Cramped()
@@ -237,6 +240,7 @@ def test_a_model_that_saves_little_has_nothing_to_choose() -> None:
         probed(small(), True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategies", [None, ["offload"]])
 def test_a_search_offers_it_only_where_it_is_named(strategies: list[str] | None) -> None:
     report = autofit.search(

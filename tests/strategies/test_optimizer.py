@@ -342,6 +342,7 @@ def test_temporaries_of_an_update_are_seen_by_the_allocator(value: str, temporar
     assert temporaries <= added <= temporaries + 4 * 512 + 0.1 * temporaries
 
 
+@pytest.mark.slow
 def test_temporaries_of_an_update_are_predicted() -> None:
     required = {
         value: predict(

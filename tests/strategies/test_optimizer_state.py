@@ -60,11 +60,13 @@ def by_adamw() -> Workload:
     return wide(optimizer=adamw)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_time_is_worth_it")
 def test_conformance() -> None:
     assert check_strategy("optimizer", workloads=[by_adamw]) == 4  # plain, fused, when, state
 
 
+@pytest.mark.slow
 def test_200_steps_have_the_losses_of_plain_training() -> None:
     """Each step sees fresh samples, so means over 50 steps are compared."""
 
@@ -92,6 +94,7 @@ def test_it_is_offered_where_state_can_be_halved() -> None:
     assert not offered(torch.optim.RMSprop)
 
 
+@pytest.mark.slow
 def test_a_search_has_it_only_where_its_strategy_is_named() -> None:
     def tried(strategies: Any) -> bool:
         report = autofit.search(
@@ -278,6 +281,7 @@ def test_another_librarys_loop_and_a_described_script_have_it() -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 def test_a_training_holds_half_the_state() -> None:
     default, bfloat16 = peaks(STATE, ["default", "bfloat16"], "cpu", vram_budget="64MiB")
     assert default - bfloat16 > 0.4 * STATE_BYTES

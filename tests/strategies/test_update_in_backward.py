@@ -92,6 +92,7 @@ def test_groups_in_another_order_keep_their_hyperparameters() -> None:
     assert_equal(ends({}), ends({WHEN: "backward"}))
 
 
+@pytest.mark.slow
 def test_conformance() -> None:
     strategy = load_strategies(["optimizer"], numerics="exact")[0]
     assert check_strategy(strategy, workloads=[wide, tied]) == 4
@@ -384,6 +385,7 @@ def test_a_described_script_trains_alike() -> None:
     assert_equal(end(UPDATE.describe({WHEN: "backward"}, {})), end([]))
 
 
+@pytest.mark.slow
 def test_a_training_holds_less_by_most_of_its_gradients() -> None:
     step, backward = peaks(WHEN, ["step", "backward"], "cpu", vram_budget="64MiB")
     assert step - backward > 0.8 * PARAMETER_BYTES

@@ -155,6 +155,7 @@ def test_the_suite_notices_an_optimizer_that_is_not_given_back() -> None:
         check_strategy(swaps, workloads=[_workload])
 
 
+@pytest.mark.slow
 def test_a_search_runs_both_kinds() -> None:
     strategies: list[Strategy | str] = [
         Swaps("swaps", Phase.OPTIMIZER),

@@ -25,6 +25,10 @@ EXACT = {
     "vit_fp32": ["native_layer_norm", "sum"],
     "lstm_fp32": ["sum"],
 }
+ALIKE = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name != "gpt_fp32"))
+    for name in sorted(EXACT.keys() - {"lstm_fp32"})  # cuDNN lays its weights out in one
+]
 
 
 @cache
@@ -77,7 +81,7 @@ def recorded(training: str, operator: str) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("training", EXACT)
+@pytest.mark.parametrize("training", ["lstm_fp32", *ALIKE])
 def test_kernels_allocate_what_was_recorded(training: str) -> None:
     found = ran(training).scratch
     for operator in EXACT[training]:
@@ -114,18 +118,21 @@ def counted(operators: list[str] | tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     [
-        *sorted(EXACT.keys() - {"lstm_fp32"}),  # cuDNN lays its weights out in one
+        *ALIKE,
         pytest.param("gpt_fp16_scaler_clip", marks=pytest.mark.slow),
         pytest.param("gpt_bf16_dropout", marks=pytest.mark.slow),
         pytest.param("gpt_bf16_fused", marks=pytest.mark.slow),
         pytest.param("gpt_pure_bf16", marks=pytest.mark.slow),
         "lora_bf16",
-        "resnet_bf16_cl",
+        pytest.param("resnet_bf16_cl", marks=pytest.mark.slow),
         pytest.param(
             "unet_bf16_cl",
-            marks=pytest.mark.skipif(
-                torch.__version__ >= "2.14", reason="group_norm copies in its kernel, if at all"
-            ),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    torch.__version__ >= "2.14", reason="group_norm copies in its kernel, if at all"
+                ),
+            ],
         ),
     ],
 )

@@ -125,6 +125,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_what_it_writes_runs_also_where_the_model_is_compiled(
     run_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
