@@ -9,6 +9,7 @@
 # makes the folder that WHEELS names. Without WHEELS nothing is installed.
 # REHEARSAL=1 takes tiny workloads, few probes and ten times the limits, for an emulated card, whose times mean nothing:
 #     REHEARSAL=1 emulated-gpu run -- benchmarks/on_gpu.sh OUT_FOLDER 6000
+# tests/benchmarks/test_on_gpu.py does so in CI.
 set -euo pipefail
 
 out=${1:?OUT_FOLDER} seconds=${2:-590}

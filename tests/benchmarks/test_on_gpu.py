@@ -1,0 +1,39 @@
+"""The script for a real GPU, rehearsed on an emulated one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import emulated_gpu
+from emulated_gpu import Machine
+
+pytestmark = [pytest.mark.emulated, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks/on_gpu.sh"
+REPORTS = {f"{name}.json" for name in ("search-tiny_mlp", "search-tiny_mlp-planned")}
+REPORTS |= {f"{name}.json" for name in ("strategy-attention", "strategy-head_loss")}
+STEPS = {path.removesuffix(".json") for path in REPORTS}
+STEPS |= {"tests-test_gpus", "peers-tiny_mlp", "predictions-tiny_gpt", "faults"}
+
+
+def test_every_step_of_the_script_for_a_gpu_leaves_its_result(
+    tmp_path: Path, machine: Machine
+) -> None:
+    found_first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    outer = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
+    variables = emulated_gpu.environment(machine=machine, base=outer)
+    variables |= {"REHEARSAL": "1", "PATH": found_first}
+    ran = subprocess.run(
+        [SCRIPT, tmp_path, "9000"], env=variables, capture_output=True, text=True, check=True
+    )
+    failed = [path.read_text() for path in tmp_path.glob("*.failed")]
+    assert (ran.stdout.splitlines()[-1], failed) == ("nothing is left", [])
+    results = {path.stem.split("-", 3)[3]: path.read_text() for path in tmp_path.glob("20*.txt")}
+    assert set(results) == STEPS
+    assert all("\nexit code 0, " in text for text in results.values())
+    assert {path.name for path in tmp_path.iterdir() if path.stat().st_size} >= REPORTS
