@@ -19,16 +19,10 @@ WITH_TESTS_OF_THEIR_OWN = {
     "parallel",
 }
 
-QUICKEST = "memory_format"
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name != QUICKEST))
-        for name in sorted(set(installed_names()) - WITH_TESTS_OF_THEIR_OWN)
-    ],
-)
+@pytest.mark.parametrize("name", sorted(set(installed_names()) - WITH_TESTS_OF_THEIR_OWN))
 def test_conformance(name: str) -> None:
     plain_ones = 2  # one of each workload
     assert check_strategy(name) > plain_ones, "a strategy that offers nothing was not tried"
@@ -43,6 +37,5 @@ def perceptron() -> Workload:
     return Workload(model, batch, criterion=nn.functional.mse_loss)
 
 
-@pytest.mark.slow
 def test_conformance_of_compile() -> None:
     assert check_strategy("compile", workloads=[perceptron]) == 2  # off, on

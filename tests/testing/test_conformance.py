@@ -191,6 +191,7 @@ def test_a_long_setting_is_tried_at_both_ends_and_in_between() -> None:
     assert strategy.tried == [1, 2, 5, 8, 10, 13]
 
 
+@pytest.mark.slow
 def test_a_buffer_that_holds_infinities_is_no_rounding() -> None:
     strategy = ChangesGradients()
     strategy.factor, strategy.numerics = 1.0, Numerics.ROUNDING
