@@ -363,6 +363,19 @@ def undone(undo: Callable[[], None]) -> Iterator[None]:
         undo()
 
 
+@contextmanager
+def attributes_kept(owner: object, *names: str) -> Iterator[None]:
+    """Give an object its own attributes of these names back at the end, or leave it without."""
+    own = vars(owner)
+    before = {name: own[name] for name in names if name in own}
+    try:
+        yield
+    finally:
+        for name in names:
+            own.pop(name, None)
+        own.update(before)
+
+
 STANDARD_TERMS = ("autocast", "tf32", "optimizer_implementation")
 """What trainers of other libraries know under names of their own: the type of autocast around the
 forward ("bfloat16", "float16"), TF32 in matrix products and convolutions (True), and which of

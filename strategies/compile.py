@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.errors import Unsupported
 from autofit.plan import Dimension
-from autofit.strategy import Context, Numerics, Phase, TrainingView
+from autofit.strategy import Context, Numerics, Phase, TrainingView, attributes_kept
 
 from .calls import run_step
 from .one_setting import OneSetting
@@ -58,7 +58,6 @@ _CUDA_COST_S = (10.0, 0.03)
 _CALL = "_compiled_call_impl"
 _MARKS = "_dynamo"
 _MOST_REASONS = 3
-_ABSENT = object()
 
 
 class Compile(OneSetting):
@@ -157,7 +156,7 @@ def _compiled(training: TrainingView, mode: str) -> Iterator[None]:
         # A code object of its own: what is compiled, and how often, is counted by code object
         code = template.__code__.replace()
         call = FunctionType(code, _globals(model), "call", None, template.__closure__)
-        stack.callback(_put_back, model, vars(model).get(_CALL, _ABSENT))
+        stack.enter_context(attributes_kept(model, _CALL))
         vars(model)[_CALL] = torch.compile(call, mode=mode, dynamic=False)
         stack.callback(training.add_notes(notes.lines))
         yield
@@ -222,13 +221,6 @@ def _not_accumulating(model: nn.Module) -> Iterator[None]:
             "forward, or choose another mode"
         )
     yield
-
-
-def _put_back(module: nn.Module, before: Any) -> None:
-    if before is _ABSENT:
-        vars(module).pop(_CALL, None)
-    else:
-        vars(module)[_CALL] = before
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.errors import release_exception, with_type
 from autofit.plan import CostHint, Dimension, Scalar
-from autofit.strategy import Context, Numerics, Phase, TrainingView, undone
+from autofit.strategy import Context, Numerics, Phase, TrainingView, attributes_kept, undone
 
 from .optimizer_state import STATE, shares_held, state_in_bfloat16
 from .update_in_backward import LINES, WHEN, share_held, updated_in_backward
@@ -52,7 +52,6 @@ _SAMPLES_OF_ONE_STEP = 2
 _STEPS = 3
 _KEPT = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 """What constructor and step of a fused optimizer set on it."""
-_ABSENT = object()
 _SAME_ACTIVATIONS = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.0)
 
 
@@ -249,27 +248,18 @@ def implemented(optimizers: Iterable[Optimizer], value: str) -> Iterator[None]:
 
 @contextmanager
 def _one_implemented(optimizer: Optimizer, flags: Mapping[str, bool]) -> Iterator[None]:
-    groups = [
-        (group, {name: group[name] for name in flags if name in group})
-        for group in optimizer.param_groups
-    ]
-    attributes = {name: vars(optimizer).get(name, _ABSENT) for name in _KEPT}
-    try:
-        for group, before in groups:
+    had_scaling = _KEPT[0] in vars(optimizer)
+    with ExitStack() as stack:
+        stack.callback(_place_step_counts, optimizer)
+        stack.enter_context(attributes_kept(optimizer, *_KEPT))
+        for group in optimizer.param_groups:
+            before = {name: group[name] for name in flags if name in group}
+            stack.callback(group.update, before)
             group.update({name: flags[name] for name in before})
-        if flags["fused"] or attributes[_KEPT[0]] is not _ABSENT:
+        if flags["fused"] or had_scaling:
             setattr(optimizer, _KEPT[0], flags["fused"])
         _place_step_counts(optimizer)
         yield
-    finally:
-        for group, before in groups:
-            group.update(before)
-        for name, value in attributes.items():
-            if value is not _ABSENT:
-                setattr(optimizer, name, value)
-            elif name in vars(optimizer):
-                delattr(optimizer, name)
-        _place_step_counts(optimizer)
 
 
 def _place_step_counts(optimizer: Optimizer) -> None:

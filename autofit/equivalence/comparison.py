@@ -14,7 +14,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from autofit.errors import InvalidArgument, release_exception
 from autofit.plan import ResolvedPlan
-from autofit.strategy import Comparison
+from autofit.strategy import Comparison, attributes_kept
 from autofit.torch_private import InstanceNorm, NormBase
 from autofit.training.batch import Batch, tensors_of
 from autofit.training.evaluation import modes_kept
@@ -392,26 +392,15 @@ def _accumulate_in_range(training: Training, batch: Batch, seed: int) -> float:
 @contextmanager
 def _calm(model: torch.nn.Module) -> Iterator[None]:
     """Have modules draw no random numbers, also where the loss calls `model.train()` first."""
-    modules = list(model.modules())
-    recurrent = {m: m.dropout for m in modules if isinstance(m, torch.nn.RNNBase)}
-    for module in modules:
-        # cuDNN runs the backward of a recurrent layer in training mode only
-        module.training = _normalizes_over_batch(module) or module in recurrent
-    for module in recurrent:
-        module.dropout = 0.0
-    shadowed = [(module, name) for module in modules for name in ("train", "eval")]
-    before = [vars(module).get(name) for module, name in shadowed]
-    for module, name in shadowed:
-        vars(module)[name] = partial(_as_it_is, module)
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(attributes_kept(module, "dropout", "train", "eval"))
+            module.training = _normalizes_over_batch(module)
+            if isinstance(module, torch.nn.RNNBase):
+                # cuDNN runs the backward of a recurrent layer in training mode only
+                module.training, module.dropout = True, 0.0
+            vars(module)["train"] = vars(module)["eval"] = partial(_as_it_is, module)
         yield
-    finally:
-        for (module, name), own in zip(shadowed, before, strict=True):
-            del vars(module)[name]
-            if own is not None:
-                vars(module)[name] = own
-        for module, dropout in recurrent.items():
-            module.dropout = dropout
 
 
 def _as_it_is(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:

@@ -22,7 +22,7 @@ from autofit.errors import InvalidArgument
 from autofit.plan import Plan, ResolvedPlan, Scalar, unlike
 from autofit.report.record import terms_of
 from autofit.report.report import Report
-from autofit.strategy import ALONE, Strategy
+from autofit.strategy import ALONE, Strategy, attributes_kept
 from autofit.training.batch import Samples, batch_size, describe
 from autofit.training.training import ForwardContext, ForwardContexts
 from autofit.units import counted
@@ -287,14 +287,9 @@ def _entered_around(
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Give an object an attribute of its own, for as long as this is entered."""
-    own = vars(owner)
-    before = {name: own[name]} if name in own else {}
-    own[name] = value
-    try:
+    with attributes_kept(owner, name):
+        vars(owner)[name] = value
         yield
-    finally:
-        own.pop(name, None)
-        own.update(before)
 
 
 def library(*names: str) -> Any:

@@ -22,6 +22,7 @@ from autofit.plan import ResolvedPlan
 from autofit.prediction.breakdown import KINDS, Labels
 from autofit.prediction.dry_run import STEPS, dry_run, traced_sizes
 from autofit.prediction.variant_lines import gpu_of
+from autofit.strategy import attributes_kept
 from autofit.training.training import Training, TrainingBuilder
 
 if TYPE_CHECKING:
@@ -147,11 +148,9 @@ class Owners:
             finally:
                 self._begin(FORWARD)
 
-        setattr(training, name, run)
-        try:
+        with attributes_kept(training, name):
+            setattr(training, name, run)
             yield
-        finally:
-            delattr(training, name)
 
     def _begin(self, phase: str) -> None:
         self._phases.append((len(self._tracer.events), phase))

@@ -413,7 +413,7 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def attributes_of(parameter: torch.nn.Parameter) -> dict[str, object]:
-    """Return the attributes that a copy without values needs, as a module of quantised weights does.
+    """Return the attributes that a copy without values needs, as of quantised weights.
 
     One that is the parameter's own memory by another name is the parameter.
     """

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autofit.errors import InvalidArgument
-from autofit.strategy import NUMPY, PYTHON
+from autofit.strategy import NUMPY, PYTHON, attributes_kept
 
 from .products import Products, around_products
 from .saved_tensors import put_tensors, take_tensors
@@ -37,7 +37,6 @@ _STATE = "_autofit_state"
 _KEEPS = "_autofit_keeps_products"
 _AROUND = "_autofit_around"
 _ADDED = ("forward", _FORWARD, _RUNS, _STATE, _KEEPS, _AROUND)
-_ABSENT = object()
 
 
 @contextmanager
@@ -61,16 +60,12 @@ def checkpointed(
         InvalidArgument: the model has no such unit or buffer, or another training has it
             checkpointed.
     """
-    patched: list[tuple[nn.Module, dict[str, Any]]] = []
-    try:
+    with ExitStack() as stack:
         for holder, runs, keeps in _by_holder(model, units):
-            patched.append((holder, {key: holder.__dict__.get(key, _ABSENT) for key in _ADDED}))
+            stack.enter_context(attributes_kept(holder, *_ADDED))
             below = _state_below(model, holder, set(state))
             _cover(holder, runs, _Around(around), {_STATE: below, _KEEPS: keeps})
         yield
-    finally:
-        for holder, before in reversed(patched):
-            _uncover(holder, before)
 
 
 def _by_holder(
@@ -140,14 +135,6 @@ def _cover(
     holder.__dict__.update(others)
     holder.__dict__[_AROUND] = around
     holder.__dict__["forward"] = MethodType(forward, holder)
-
-
-def _uncover(holder: nn.Module, before: dict[str, Any]) -> None:
-    for key, value in before.items():
-        if value is _ABSENT:
-            holder.__dict__.pop(key, None)
-        else:
-            holder.__dict__[key] = value
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
