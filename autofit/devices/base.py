@@ -1,4 +1,4 @@
-"""The protocol of devices: hold a training to a VRAM budget, and report memory and time.
+"""What a device does: hold a training to a VRAM budget, and report memory and time.
 
 A lock leaves a device to one search at a time; it is released when its process ends, anyhow.
 """

@@ -18,51 +18,11 @@ import torch
 from autofit.devices.base import Device, Environment, MemoryReading
 from autofit.errors import DeviceUnavailable
 from autofit.memory.allocator import CachingAllocator, expandable_segments
-from autofit.memory.tracer import CompiledMemoryTracer, MemoryTracer
+from autofit.memory.tracer import CompiledMemoryTracer
 from autofit.strategy import Capabilities
 
 
-class TracedDevice(Device):
-    """A device whose tensors pass a tracer into the simulated allocator."""
-
-    def __init__(self, tracer: MemoryTracer, non_torch_bytes: int = 0) -> None:
-        self._tracer, self._non_torch_bytes = tracer, non_torch_bytes
-
-    @property
-    def _allocator(self) -> CachingAllocator:
-        return self._tracer.allocator
-
-    @contextmanager
-    def accounting(self) -> Iterator[None]:
-        """Allocate what operators inside create in the simulated allocator."""
-        with self._tracer:
-            yield
-
-    def in_host_memory(self) -> AbstractContextManager[None]:
-        """Leave what is made inside out of the simulated allocator."""
-        return self._tracer.aside()
-
-    def read(self) -> MemoryReading:
-        return MemoryReading(
-            allocated_bytes=self._allocator.allocated_bytes,
-            reserved_bytes=self._allocator.reserved_bytes,
-            peak_allocated_bytes=self._allocator.peak_allocated_bytes,
-            peak_reserved_bytes=self._allocator.peak_reserved_bytes,
-            non_torch_bytes=self._non_torch_bytes,
-            allocator_retries=self._allocator.retries,
-        )
-
-    def allocated_bytes(self) -> int:
-        return self._allocator.allocated_bytes
-
-    def reset_peaks(self) -> None:
-        self._allocator.reset_peaks()
-
-    def release_cache(self, *, workspaces: bool = True) -> None:
-        self._allocator.empty_cache()
-
-
-class CpuDevice(TracedDevice):
+class CpuDevice(Device):
     """The host's processor and memory, accounted for like a GPU's.
 
     Args:
@@ -75,9 +35,8 @@ class CpuDevice(TracedDevice):
     tracked_steps = 1
 
     def __init__(self, *, record: bool = False) -> None:
-        allocator = CachingAllocator(expandable_segments=expandable_segments())
-        self.tracer = CompiledMemoryTracer(allocator, device_type="cpu", record=record)
-        super().__init__(self.tracer)
+        self._allocator = CachingAllocator(expandable_segments=expandable_segments())
+        self.tracer = CompiledMemoryTracer(self._allocator, device_type="cpu", record=record)
         self.torch_device = torch.device("cpu")
         self.total_bytes, self.free_bytes = host_memory()
         self.environment = Environment(
@@ -98,6 +57,29 @@ class CpuDevice(TracedDevice):
 
     def limit(self, vram_budget_bytes: int) -> None:
         self._allocator.limit_bytes = vram_budget_bytes
+
+    def in_host_memory(self) -> AbstractContextManager[None]:
+        """Leave what is made inside out of the simulated allocator."""
+        return self.tracer.aside()
+
+    def read(self) -> MemoryReading:
+        return MemoryReading(
+            allocated_bytes=self._allocator.allocated_bytes,
+            reserved_bytes=self._allocator.reserved_bytes,
+            peak_allocated_bytes=self._allocator.peak_allocated_bytes,
+            peak_reserved_bytes=self._allocator.peak_reserved_bytes,
+            non_torch_bytes=0,
+            allocator_retries=self._allocator.retries,
+        )
+
+    def allocated_bytes(self) -> int:
+        return self._allocator.allocated_bytes
+
+    def reset_peaks(self) -> None:
+        self._allocator.reset_peaks()
+
+    def release_cache(self, *, workspaces: bool = True) -> None:
+        self._allocator.empty_cache()
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy: a transfer to the CPU that copies nothing would not be accounted for."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from autofit.devices.cpu import TracedDevice
+from autofit.devices.base import Device
 from autofit.devices.gpu_catalogue import Gpu
 from autofit.equivalence.steps import StrategyContext
 from autofit.errors import (
@@ -263,13 +263,12 @@ def _unavailable(unsupported: Unsupported) -> PredictionUnavailable:
 # The meta device as a device to train on: it has a GPU's memory and no values.
 
 
-class MetaDevice(TracedDevice):
+class MetaDevice(Device):
     """Stands for the tracer's GPU in a dry run, of which nothing is measured."""
 
     def __init__(self, tracer: CudaTracer) -> None:
-        super().__init__(tracer)
         self.torch_device = torch.device("meta")
-        self._gpu, self._known = tracer.gpu, tracer.known
+        self._tracer, self._gpu, self._known = tracer, tracer.gpu, tracer.known
 
     @property
     def capabilities(self) -> Capabilities:
@@ -281,6 +280,10 @@ class MetaDevice(TracedDevice):
             tf32=self._gpu.tf32,
             compute_capability=self._gpu.capability,
         )
+
+    def in_host_memory(self) -> AbstractContextManager[None]:
+        """Leave what is made inside out of the traced allocations."""
+        return self._tracer.aside()
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of that shape which counts; the tensor itself if it counts already."""
