@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from autofit.devices.base import Device, MemoryReading
 from autofit.errors import (
@@ -27,8 +26,6 @@ from autofit.probing.messages import Call, OnStage, ProbeRequest, Reply, ignore_
 from autofit.strategy import ALONE, Strategy, World
 from autofit.training.training import TrainingBuilder
 from autofit.training.workload import Workload
-
-_Read = TypeVar("_Read")
 
 # More than this still allocated after a probe was cleaned up: the next one needs a new worker.
 RETAINED_BYTES = 8 * 2**20
@@ -115,8 +112,7 @@ class Session:
         is_users = error is not None and measured.outcome is Outcome.USER_ERROR
         if is_users and error is not None:
             mark_users(error)
-        after = _unless_dead(self._device.read)
-        retained = 0 if after is None else after.allocated_bytes - before.allocated_bytes
+        retained = self._allocated_unless_dead() - before.allocated_bytes
         kills = is_poisoned or (fault is not None and fault.kills_context)
         went_over = only_libraries_went_over(measured, before, budget)
         return Reply(
@@ -169,11 +165,10 @@ class Session:
             return False
         return True
 
-
-def _unless_dead(read: Callable[[], _Read]) -> _Read | None:
-    """Return what the device says; None where it is dead and raises."""
-    try:
-        return read()
-    except Exception as error:
-        release_exception(error)
-        return None
+    def _allocated_unless_dead(self) -> int:
+        """Return the bytes in live tensors; 0 where the device is dead and raises."""
+        try:
+            return self._device.allocated_bytes()
+        except Exception as error:
+            release_exception(error)
+            return 0
