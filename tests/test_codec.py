@@ -121,6 +121,11 @@ def test_what_is_no_size_is_refused_with_the_text_and_an_example(text: str) -> N
     assert repr(text) in str(refusal.value)
 
 
+def test_a_size_that_no_device_has_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="no device has as much memory as '9999"):
+        parse_bytes(f"{'9' * 30}GiB")
+
+
 @pytest.mark.parametrize("text", ["0", "0GiB", "0.4"])
 def test_a_size_of_nothing_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match=repr(text)):

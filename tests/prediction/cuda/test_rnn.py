@@ -1,4 +1,4 @@
-"""Recurrent layers as one call: the same shapes as on the CPU, and gradients for all weights."""
+"""Recurrent layers as one call: the same layouts as on the CPU, and gradients for all weights."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ KINDS: list[tuple[type[nn.RNNBase], dict[str, Any]]] = [
 ]
 
 
-def shapes(value: Any) -> list[tuple[int, ...]]:
+def layouts(value: Any) -> list[tuple[int, ...]]:
     if isinstance(value, torch.Tensor):
-        return [tuple(value.shape)]
-    return [shape for part in value for shape in shapes(part)]
+        return [(*value.shape, *value.stride())]
+    return [layout for part in value for layout in layouts(part)]
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_results_and_gradients_have_the_shapes_of_the_cpu(
+def test_results_and_gradients_lie_as_on_the_cpu(
     kind: type[nn.RNNBase], options: dict[str, Any], autocast: bool
 ) -> None:
     layer, x = kind(6, 8, **options), torch.randn(3, 4, 6)  # type: ignore[arg-type]  # torch's own signature
-    expected = shapes(layer(x))
+    expected = layouts(layer(x))
     tracer = CudaTracer(find_gpu("A100"))
     with stage(tracer):
         on_device = layer.cuda()
         with torch.autocast("cuda", enabled=autocast):
             results = on_device(torch.randn(3, 4, 6, device="cuda"))
-        assert shapes(results) == expected
+        assert layouts(results) == expected
         results[0].float().sum().backward()
         for parameter in on_device.parameters():
             assert parameter.grad is not None
