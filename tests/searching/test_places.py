@@ -9,7 +9,7 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,8 @@ def test_options_that_cannot_be_meant_are_refused() -> None:
         searched(device="cpu", options={"ranks": 2})
     with pytest.raises(InvalidArgument, match="workers"):
         SearchOptions(workers=0)
+    with ThreadPoolExecutor() as pool, pytest.raises(InvalidArgument, match="names 2 devices"):
+        searched(device=["cuda:0", "cuda:1"], options=SearchOptions(executor=pool))
 
 
 def test_names_divided_by_commas_are_several() -> None:
