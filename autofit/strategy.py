@@ -371,9 +371,11 @@ def attributes_kept(owner: object, *names: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in names:
-            own.pop(name, None)
-        own.update(before)
+        for name in names:  # in place, or the order of its attributes would change
+            if name in before:
+                own[name] = before[name]
+            else:
+                own.pop(name, None)
 
 
 STANDARD_TERMS = ("autocast", "tf32", "optimizer_implementation")

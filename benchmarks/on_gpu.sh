@@ -53,11 +53,11 @@ step() { # step NAME LIMIT_S COMMAND...: the command's output is the result, und
 }
 
 workloads=(gpt2_small=24GiB resnet50=12GiB) predicted=(gpt2_small resnet50 vit unet lstm mlp) sizes=(1 2 4 8 16)
-search=(--timeout 220) planned=20000 versus=(--steps 50 --repeats 5 --limit 60) tested=(tests/test_*.py tests/*/) storm=30
+search=(--timeout 220) planned=20000 versus=(--steps 50 --repeats 1 --limit 60) tested=(tests/test_*.py tests/*/) storm=30
 patience=1
 if [[ ${REHEARSAL:-} ]]; then
     workloads=(tiny_mlp=2GiB) predicted=(tiny_gpt) sizes=(1 2) storm=3 patience=10
-    search=(--max-probes 2 --effort quick) planned=20 versus=(--steps 2 --repeats 0 --limit 60)
+    search=(--max-probes 2 --effort quick) planned=20 versus=(--steps 2 --timed-steps 2 --repeats 1 --limit 60)
     versus+=(--precisions float32 --only "rule of Composer, halving")
     tested=(tests/devices/test_gpu_catalogue.py)
 fi

@@ -101,7 +101,8 @@ class Device:
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the device, in storage that counts against the budget."""
-        return tensor.to(self.torch_device, non_blocking=True)
+        is_cuda = self.torch_device.type == "cuda"  # a copy to the host is used without waiting
+        return tensor.to(self.torch_device, non_blocking=is_cuda)
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of a sample batch in the host memory that a data loader should fill."""

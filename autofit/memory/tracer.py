@@ -188,7 +188,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             optional_for: the purpose that can do without the scratch (see `Recording.optional`).
 
         Raises:
-            OutOfBudget: there is no room for it.
+            torch.OutOfMemoryError: there is no room for it.
         """
         held: list[tuple[int, Block | None]] = []
         try:

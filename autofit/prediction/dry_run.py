@@ -399,7 +399,8 @@ def _memo(parts: Mapping[str, Any]) -> dict[int, Any]:
     for parameter in kept:
         of_copy = vars(memo[id(parameter)])
         for name, value in attributes_of(parameter).items():
-            of_copy[name] = memo.get(id(value), value)
+            own = value.clone() if isinstance(value, torch.Tensor) else value
+            of_copy[name] = memo.get(id(value), own)
     return memo
 
 

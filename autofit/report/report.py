@@ -341,7 +341,10 @@ def check_writable(target: Path, given: str) -> None:
     Raises:
         InvalidArgument: the path is no file, or its folder is not there or cannot be written.
     """
-    check_is_file(target)
+    try:
+        check_is_file(target)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{given}: {error}") from error
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise InvalidArgument(f"{given}: the folder must exist and be writable")
 

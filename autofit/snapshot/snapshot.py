@@ -412,6 +412,9 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.grad if tensor.is_leaf else None
 
 
+_COPIED = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
+
+
 def attributes_of(parameter: torch.nn.Parameter) -> dict[str, object]:
     """Return the attributes that a copy without values needs, as of quantised weights.
 
@@ -420,9 +423,10 @@ def attributes_of(parameter: torch.nn.Parameter) -> dict[str, object]:
     attributes: dict[str, object] = {}
     for name, value in vars(parameter).items():
         if isinstance(value, torch.Tensor):
-            same = has_values(value) and placement(value) == placement(parameter)
+            has_address = value.layout == torch.strided and has_values(value)
+            same = has_address and placement(value) == placement(parameter)
             attributes[name] = parameter if same else value
-        elif value is None or isinstance(value, (bool, int, float, str)):
+        elif value is None or isinstance(value, _COPIED):
             attributes[name] = value
     return attributes
 

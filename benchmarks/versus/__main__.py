@@ -21,6 +21,7 @@ import math
 import os
 import platform
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,9 @@ import emulated_gpu
 from autofit.units import parse_bytes
 from benchmarks.versus.roster import PEERS, Peer
 from benchmarks.versus.table import Comparison, Row, markdown
+
+TURNS = 5
+"""Of each of two processes: one is faster or slower than its like for as long as it lives."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +138,9 @@ class Bench:
 
     def rated(self, rows: Sequence[Row], fastest: dict[str, Any]) -> list[Row]:
         """Return the rows with speeds beside the grid's fastest; equal answers share theirs."""
-        alike: dict[str, list[float]] = {}
-        grid_path = self.folder / "fastest.json"
-        grid_path.write_text(json.dumps(fastest))
+        alike: dict[str, list[tuple[float, float]]] = {}
+        grid = self.folder / "fastest.json", fastest["precision"]
+        grid[0].write_text(json.dumps(fastest))
         rated = []
         for row in rows:
             if row.verdict and row.verdict["survives"]:
@@ -145,28 +149,38 @@ class Bench:
                 key = json.dumps([*told, row.peer if answer["report"] else answer["precision"]])
                 if key not in alike:
                     path = self._folder_of(row.peer, row.precision) / "answer.json"
-                    with (
-                        self.training(path, row.task_precision) as ours,
-                        self.training(grid_path, fastest["precision"]) as best,
-                    ):
-                        alike[key] = [ours() / best() for _ in range(self.repeats)]
-                row = replace(row, shares=alike[key])
+                    pair = (path, row.task_precision), grid
+                    try:
+                        alike[key] = [self._in_turns(*pair) for _ in range(self.repeats)]
+                    except RuntimeError as error:  # the other rows are worth having all the same
+                        print(f"{row.peer} has no speed: {error}", file=sys.stderr)
+                        alike[key] = []
+                row = replace(row, rates=alike[key])
             rated.append(row)
         return rated
+
+    def _in_turns(self, *trainings: tuple[Path, str]) -> tuple[float, float]:
+        """Return samples per second of two answers that train in turns, in two processes."""
+        with ExitStack() as stack:
+            ours, best = (stack.enter_context(self.training(*each)) for each in trainings)
+            turns = [(ours(), best()) for _ in range(TURNS)]
+        first, second = zip(*turns, strict=True)
+        return statistics.median(first), statistics.median(second)
 
     @contextmanager
     def training(self, answer: Path, precision: str) -> Iterator[Callable[[], float]]:
         """Let a process train by an answer in turns; each returns samples per second of one."""
-        command = ["benchmarks.versus.judge", "speed", str(self._task_file(precision)), str(answer)]
+        arguments = [self._task_file(precision), answer, self.timed_steps]
         with (
             (self.folder / "stderr.txt").open("a") as errors,
             subprocess.Popen(
-                [sys.executable, "-m", *command, str(self.timed_steps)],
+                [sys.executable, "-m", "benchmarks.versus.judge", "speed", *map(str, arguments)],
                 env=self.environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                start_new_session=True,  # so that all that it starts can be ended
             ) as process,
         ):
             assert process.stdin is not None
@@ -176,10 +190,16 @@ class Bench:
             def turn() -> float:
                 asked.write("\n")
                 asked.flush()
-                return float(told.readline())
+                if not (line := told.readline()):
+                    raise RuntimeError((self.folder / "stderr.txt").read_text()[-500:])
+                return float(line)
 
-            turn()  # builds and warms up first
-            yield turn
+            try:
+                turn()  # builds and warms up first
+                yield turn
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def _task_file(self, precision: str) -> Path:
         path = self.folder / f"task-{precision}.json"
@@ -257,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200, help="that an answer has to survive")
     parser.add_argument("--timed-steps", type=int, default=20, help="of an answer, each turn")
     parser.add_argument(
-        "--repeats", type=int, default=20, help="turns of an answer and the grid's; 0: none"
+        "--repeats", type=int, default=4, help="pairs of processes that time an answer; 0: none"
     )
     parser.add_argument(
         "--limit", type=float, default=900, metavar="S", help="a tool that takes longer is ended"

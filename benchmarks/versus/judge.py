@@ -19,6 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,10 @@ def main() -> None:
     else:
         answer, steps = Answer(**json.loads(Path(rest[0]).read_text())), int(rest[1])
         if how == "speed":
-            for _, speed in zip(sys.stdin, speeds(task, answer, steps), strict=False):
-                print(speed, flush=True)
+            told = sys.stdout
+            with redirect_stdout(sys.stderr):  # which libraries may print to
+                for _, speed in zip(sys.stdin, speeds(task, answer, steps), strict=False):
+                    print(speed, file=told, flush=True)
             return
         found = survive(task, answer, steps)
     print(json.dumps(found))

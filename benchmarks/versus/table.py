@@ -28,8 +28,8 @@ class Row:
         ooms: those that an operation raised as an error, since it could not go on; without those
             under a limit that the tool set, where the card had what was asked for.
         verdict: what the judge found of the answer; None: there is none.
-        shares: its speed over that of the grid's fastest, which trained in turns with it; empty
-            where time means nothing.
+        rates: samples per second of the answer and of the grid's fastest, in turns, for each pair
+            of processes; empty where time means nothing.
     """
 
     peer: str
@@ -39,7 +39,7 @@ class Row:
     refusals: int
     ooms: int
     verdict: dict[str, Any] | None = None
-    shares: list[float] = field(default_factory=list)
+    rates: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def task_precision(self) -> str:
@@ -100,7 +100,7 @@ def _cells(told: Comparison, row: Row) -> Iterator[str]:
         yield f"{answer['micro_batch']} x {steps}" if steps > 1 else str(answer["micro_batch"])
     largest = told.largest.get(answer["precision"]) if answer else None
     yield f"{answer['micro_batch'] / largest:.2f}" if answer and largest else "-"
-    yield _speed(row.shares)
+    yield _speed(row.rates)
     peak = verdict.get("peak_bytes")
     yield f"{peak / told.budget_bytes:.2f}" if peak else "-"
     yield "-" if answer is None else "yes" if verdict.get("survives") else "**no**"
@@ -112,12 +112,13 @@ def _cells(told: Comparison, row: Row) -> Iterator[str]:
     yield _global_batch(told.global_batch, answer)
 
 
-def _speed(shares: Sequence[float]) -> str:
-    """Return the median, and the quartiles."""
-    if len(shares) < 2:
-        return "".join(f"{share:.2f}" for share in shares) or "-"
-    first, middle, third = statistics.quantiles(shares, n=4, method="inclusive")
-    return f"{middle:.2f} ({first:.2f} to {third:.2f})"
+def _speed(rates: Sequence[tuple[float, float]]) -> str:
+    """Return the median share of the grid's fastest, and the range."""
+    if not rates:
+        return "-"
+    shares = sorted(ours / best for ours, best in rates)
+    spread = f" ({shares[0]:.2f} to {shares[-1]:.2f})" if len(shares) > 1 else ""
+    return f"{statistics.median(shares):.2f}{spread}"
 
 
 def _global_batch(wanted: int | None, answer: dict[str, Any] | None) -> str:

@@ -17,6 +17,7 @@ from torch import nn
 
 from autofit.snapshot import process
 from autofit.snapshot.snapshot import Snapshot, differences, digest, hash_of, preserved
+from autofit.strategy import attributes_kept
 
 
 class Net(nn.Module):
@@ -292,6 +293,15 @@ def test_one_part_that_cannot_be_put_back_does_not_stop_the_others(net: Net) -> 
     assert [str(error) for error in caught.value.exceptions] == ["no state of 3 parts for me"]
     assert net.training
     assert net.old_rng.get_state(legacy=False)["state"]["pos"] != before
+
+
+def test_attributes_that_are_kept_keep_their_order(net: Net) -> None:
+    vars(net).update(first=1, second=2)
+    before = digest({"model": net})
+    with attributes_kept(net, "first", "third"):
+        vars(net).update(first=3, third=3)
+    assert vars(net)["first"] == 1
+    assert differences(before, digest({"model": net})) == []
 
 
 def test_restores_from_another_thread_too(net: Net) -> None:

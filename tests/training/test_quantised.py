@@ -49,6 +49,15 @@ def test_a_prediction_counts_the_bits_of_frozen_weights(bits: int) -> None:
     assert 0 < predicted.breakdown["optimizer_state"] < 2 * 2.1 * trained
 
 
+def test_a_prediction_says_that_outliers_are_found_by_their_values() -> None:
+    linear = bnb.nn.Linear8bitLt(WIDTH, WIDTH, bias=False, has_fp16_weights=False, threshold=6.0)
+    model = nn.Sequential(Adapted(linear)).to("cpu")
+    batch = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    given = autofit.Workload(model, batch, criterion=nn.functional.mse_loss)
+    with pytest.raises(autofit.PredictionUnavailable, match="int8_vectorwise_quant"):
+        autofit.predict(given, gpu="L4")
+
+
 @pytest.mark.parametrize("bits", LINEARS)
 def test_a_search_trains_the_adapters_alone(bits: int) -> None:
     given = workload(bits)
