@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What no test of the unit tier needs is not imported for it."""
+    """Leave out files without a unit test where unit tests alone are asked for."""
     return (config.option.markexpr == "unit" and collection_path.name in IMPORT_TRAINERS) or None
 
 

@@ -399,8 +399,7 @@ def _memo(parts: Mapping[str, Any]) -> dict[int, Any]:
     for parameter in kept:
         of_copy = vars(memo[id(parameter)])
         for name, value in attributes_of(parameter).items():
-            own = value.clone() if isinstance(value, torch.Tensor) else value
-            of_copy[name] = memo.get(id(value), own)
+            of_copy[name] = copy.deepcopy(value, memo)
     return memo
 
 

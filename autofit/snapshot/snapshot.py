@@ -416,9 +416,9 @@ _COPIED = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
 
 def attributes_of(parameter: torch.nn.Parameter) -> dict[str, object]:
-    """Return the attributes that a copy without values needs, as of quantised weights.
+    """Return the attributes that a parameter's module may read, as scales of quantised weights.
 
-    One that is the parameter's own memory by another name is the parameter.
+    For a tensor in the parameter's own memory it has the parameter itself.
     """
     attributes: dict[str, object] = {}
     for name, value in vars(parameter).items():

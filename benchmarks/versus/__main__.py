@@ -38,7 +38,8 @@ from benchmarks.versus.roster import PEERS, Peer
 from benchmarks.versus.table import Comparison, Row, markdown
 
 TURNS = 5
-"""Of each of two processes: one is faster or slower than its like for as long as it lives."""
+"""Turns of each process of a pair. More would not tell more: a process stays faster or slower than
+its like for as long as it lives, so a pair counts once."""
 
 
 @dataclass(frozen=True)
@@ -68,24 +69,35 @@ class Bench:
 
         With a log it is a tool, whose time is limited.
         """
+        with self._running(module, *arguments, log=log) as process:
+            told, _ = process.communicate(timeout=self.limit_s if log else None)
+        if process.returncode:
+            raise RuntimeError(f"{module} ended with {process.returncode}: see {self.folder}")
+        return told
+
+    @contextmanager
+    def _running(
+        self, module: str, *arguments: object, log: Path | None = None
+    ) -> Iterator[subprocess.Popen[str]]:
+        """Run a module of this folder; at the end, end its process and those that it started."""
         extra = {"VERSUS_LOG": str(log)} if log else {}
-        with (self.folder / "stderr.txt").open("a") as errors:
-            process = subprocess.Popen(
+        with (
+            (self.folder / "stderr.txt").open("a") as errors,
+            subprocess.Popen(
                 [sys.executable, "-m", f"benchmarks.versus.{module}", *map(str, arguments)],
                 env=self.environment | extra,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 start_new_session=True,  # so that all that it starts can be ended
-            )
-        try:
-            told, _ = process.communicate(timeout=self.limit_s if log else None)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode:
-            raise RuntimeError(f"{module} ended with {process.returncode}: see {self.folder}")
-        return told
+            ) as process,
+        ):
+            try:
+                yield process
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def judged(self, how: str, *arguments: object, precision: str = "float32") -> Any:
         """Return what the judge says."""
@@ -152,7 +164,10 @@ class Bench:
                     pair = (path, row.task_precision), grid
                     try:
                         alike[key] = [self._in_turns(*pair) for _ in range(self.repeats)]
-                    except RuntimeError as error:  # the other rows are worth having all the same
+                    except (
+                        RuntimeError,
+                        BrokenPipeError,
+                    ) as error:  # the other rows are worth having all the same
                         print(f"{row.peer} has no speed: {error}", file=sys.stderr)
                         alike[key] = []
                 row = replace(row, rates=alike[key])
@@ -170,19 +185,8 @@ class Bench:
     @contextmanager
     def training(self, answer: Path, precision: str) -> Iterator[Callable[[], float]]:
         """Let a process train by an answer in turns; each returns samples per second of one."""
-        arguments = [self._task_file(precision), answer, self.timed_steps]
-        with (
-            (self.folder / "stderr.txt").open("a") as errors,
-            subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.versus.judge", "speed", *map(str, arguments)],
-                env=self.environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,  # so that all that it starts can be ended
-            ) as process,
-        ):
+        arguments = ("speed", self._task_file(precision), answer, self.timed_steps)
+        with self._running("judge", *arguments) as process:
             assert process.stdin is not None
             assert process.stdout is not None
             asked, told = process.stdin, process.stdout
@@ -194,12 +198,8 @@ class Bench:
                     raise RuntimeError((self.folder / "stderr.txt").read_text()[-500:])
                 return float(line)
 
-            try:
-                turn()  # builds and warms up first
-                yield turn
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            turn()  # builds and warms up first
+            yield turn
 
     def _task_file(self, precision: str) -> Path:
         path = self.folder / f"task-{precision}.json"
@@ -244,8 +244,7 @@ def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comp
         }
         by_hand = max(grids, key=lambda name: max(grids[name].values()))
         size = max(grids[by_hand], key=grids[by_hand].get)
-        fastest = {"micro_batch": int(size), "precision": by_hand, "accumulation_steps": 1}
-        fastest |= {"report": None, "probes": None}
+        fastest = {"micro_batch": int(size), "precision": by_hand}
     rows = []
     for name in names:
         peer = PEERS[name]

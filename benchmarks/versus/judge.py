@@ -39,16 +39,16 @@ FINENESS = 64
 """The largest is bisected to this share of itself."""
 
 
-def steps_of(task: Task, answer: Answer) -> tuple[Iterator[float], int]:
+def step_seconds_of(task: Task, answer: Answer) -> tuple[Iterator[float], int]:
     """Return the seconds of each optimizer step of an endless training, and a step's samples."""
     if answer.report is not None:
         report = autofit.load(answer.report)
-        return _steps_of_report(task, report), report.best.plan.samples_per_step
+        return _step_seconds_of_report(task, report), report.best.plan.samples_per_step
     own, accumulation = task.with_precision(answer.precision), answer.accumulation_steps or 1
-    return own.steps(answer.micro_batch, accumulation), answer.micro_batch * accumulation
+    return own.step_seconds(answer.micro_batch, accumulation), answer.micro_batch * accumulation
 
 
-def _steps_of_report(task: Task, report: autofit.Report) -> Iterator[float]:
+def _step_seconds_of_report(task: Task, report: autofit.Report) -> Iterator[float]:
     model = task.build_on_device()
     batch = task.batch(report.best.plan.samples_per_step)
     with report.apply(model, task.optimizer(model), loss_fn=task.loss) as training:
@@ -64,7 +64,7 @@ def survive(task: Task, answer: Answer, steps: int) -> dict[str, Any]:
     """Train under the budget; return what it held and whether it lived."""
     memory = task.bounded()
     try:
-        deque(islice(steps_of(task, answer)[0], steps), maxlen=0)
+        deque(islice(step_seconds_of(task, answer)[0], steps), maxlen=0)
     except Exception as error:  # a size of zero raises what it raises
         return {"survives": False, "died_of": f"{type(error).__name__}: {error}"[:200]}
     return {"survives": True, "peak_bytes": memory.peak_bytes}
@@ -72,7 +72,7 @@ def survive(task: Task, answer: Answer, steps: int) -> dict[str, Any]:
 
 def speeds(task: Task, answer: Answer, steps: int) -> Iterator[float]:
     """Yield the median samples per second of so many steps, or of those of one turn."""
-    seconds, samples = steps_of(task, answer)
+    seconds, samples = step_seconds_of(task, answer)
     deque(islice(seconds, WARM_UP_STEPS), maxlen=0)
     while True:
         turn: list[float] = []

@@ -107,9 +107,9 @@ class Task:
 
     def train(self, micro_batch: int, steps: int, accumulation_steps: int = 1) -> list[float]:
         """Train a new model by the plain loop, and return the seconds of each optimizer step."""
-        return list(islice(self.steps(micro_batch, accumulation_steps), steps))
+        return list(islice(self.step_seconds(micro_batch, accumulation_steps), steps))
 
-    def steps(self, micro_batch: int, accumulation_steps: int = 1) -> Iterator[float]:
+    def step_seconds(self, micro_batch: int, accumulation_steps: int = 1) -> Iterator[float]:
         """Train a new model by the plain loop; yield the seconds of each optimizer step."""
         model = self.build_on_device()
         optimizer = self.optimizer(model)

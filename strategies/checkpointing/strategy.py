@@ -48,7 +48,7 @@ LONG_ENOUGH_S = 0.03
 # The least time of a unit: a coarse clock may measure none, and the unit would seem free.
 LEAST_SHARE_OF_A_STEP = 1e-6
 
-# Levels: with more, two neighbours would differ by less than a search can tell.
+# Levels that a search may try; where there are more placements, they are spread evenly.
 MOST_LEVELS = 24
 
 # Units named in a note.

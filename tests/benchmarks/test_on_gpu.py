@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -37,3 +38,5 @@ def test_every_step_of_the_script_for_a_gpu_leaves_its_result(
     assert set(results) == STEPS
     assert all("\nexit code 0, " in text for text in results.values())
     assert {path.name for path in tmp_path.iterdir() if path.stat().st_size} >= REPORTS
+    [peers] = json.loads((tmp_path / "peers-tiny_mlp.json").read_text())["comparisons"]
+    assert all(row["rates"] for row in peers["rows"])

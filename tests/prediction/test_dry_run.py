@@ -55,6 +55,24 @@ def test_the_users_objects_and_process_are_left_alone() -> None:
     assert differences(before, digest(live)) == []
 
 
+class Counting(nn.Linear):
+    """A layer that counts its calls in an attribute of its weight."""
+
+    weight: Any
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.count.add_(1)
+        return super().forward(x)
+
+
+def test_an_attribute_of_a_parameter_is_a_copy() -> None:
+    model = Counting(32, 4)
+    model.weight.count = torch.tensor(0)
+    run = dry_run(workload(model), ResolvedPlan(Plan(16)), GPU)
+    assert peak(run) > 0
+    assert model.weight.count == 0
+
+
 def test_a_model_that_builds_itself_on_the_gpu() -> None:
     on_gpu = dry_run(workload(lambda: Net().cuda()), ResolvedPlan(Plan(16)), GPU)
     assert abs(peak(on_gpu) - peak(dry_run(workload(Net), ResolvedPlan(Plan(16)), GPU))) < 4096
