@@ -53,36 +53,35 @@ step() { # step NAME LIMIT_S COMMAND...: the command's output is the result, und
 }
 
 workloads=(gpt2_small=24GiB resnet50=12GiB) predicted=(gpt2_small resnet50 vit unet lstm mlp) sizes=(1 2 4 8 16)
-search=(--timeout 220) planned=20000 versus=(--steps 50 --repeats 1 --limit 60) tested=(tests/test_*.py tests/*/) storm=30
+search=(--timeout 130) planned=20000 versus=(--steps 50 --repeats 1 --limit 60 --precisions bfloat16) storm=30
+versus+=(--only "accelerate find_executable_batch_size" "Lightning scale_batch_size, power" autofit)
+tested=(tests -n 4 --dist load)
 patience=1
 if [[ ${REHEARSAL:-} ]]; then
-    workloads=(tiny_mlp=2GiB) predicted=(tiny_gpt) sizes=(1 2) storm=3 patience=10
-    search=(--max-probes 2 --effort quick) planned=20 versus=(--steps 2 --timed-steps 2 --repeats 1 --limit 60)
-    versus+=(--precisions float32 --only "rule of Composer, halving")
-    tested=(tests/devices/test_gpu_catalogue.py)
+    workloads=(tiny_mlp=2GiB) predicted=(tiny_gpt tiny_mlp) sizes=(1 2) storm=3 patience=10
+    search=(--max-probes 2 --effort quick) planned=20
+    versus=(--steps 2 --timed-steps 2 --repeats 1 --limit 60 --precisions float32)
+    versus+=(--only "rule of Composer, halving")
+    tested=(tests/devices/test_gpu_catalogue.py -n 1)
 fi
 
-for each in "${tested[@]}"; do
-    if grep -qr "mark.cuda" "$each"; then
-        step "tests-$(basename "${each%.py}")" 150 python3 -m pytest -m cuda -n 0 "$each"
-    fi
-done
+step tests 170 python3 -m pytest -m cuda --durations 15 "${tested[@]}"
+if [[ -e $out/tests.failed ]]; then step tests-again 60 python3 -m pytest -m cuda -n 0 --last-failed; fi # alone
 for each in "${workloads[@]}"; do
     given=("benchmarks/workloads.py:${each%=*}" --vram-budget "${each#*=}" "${search[@]}")
-    step "search-${each%=*}" 250 python3 -m autofit search "${given[@]}" --out "$out/search-${each%=*}.json"
-    step "search-${each%=*}-planned" 250 python3 -m autofit search "${given[@]}" --planned-steps "$planned" \
-        --out "$out/search-${each%=*}-planned.json"
+    step "search-${each%=*}" 160 python3 -m autofit search "${given[@]}" --out "$out/search-${each%=*}.json"
 done
+step predictions 100 python3 -m benchmarks.gpu_checks predictions "${predicted[@]}" --micro-batches "${sizes[@]}"
+step faults 60 python3 -m benchmarks.gpu_checks faults --storm "$storm"
 for each in "${workloads[@]}"; do
     step "peers-${each%=*}" 290 python3 -m benchmarks.versus --place cuda "${versus[@]}" \
         --json "$out/peers-${each%=*}.json" "$each"
+    given=("benchmarks/workloads.py:${each%=*}" --vram-budget "${each#*=}" "${search[@]}")
+    step "search-${each%=*}-planned" 160 python3 -m autofit search "${given[@]}" --planned-steps "$planned" \
+        --out "$out/search-${each%=*}-planned.json"
 done
-for name in "${predicted[@]}"; do
-    step "predictions-$name" 60 python3 -m benchmarks.gpu_checks predictions "$name" --micro-batches "${sizes[@]}"
-done
-step faults 90 python3 -m benchmarks.gpu_checks faults --storm "$storm"
 for strategy in attention head_loss; do
-    step "strategy-$strategy" 250 python3 -m autofit search "benchmarks/workloads.py:${predicted[0]}" \
+    step "strategy-$strategy" 160 python3 -m autofit search "benchmarks/workloads.py:${predicted[0]}" \
         --strategies "$strategy" --max-probes 4 "${search[@]}" --out "$out/strategy-$strategy.json"
 done
 echo "$left steps are left for another call" | sed 's/^0 .*/nothing is left/'
