@@ -3,8 +3,7 @@
     python -m benchmarks.gpu_checks predictions gpt2_small vit --micro-batches 1 2 4 8 16
     python -m benchmarks.gpu_checks faults
 
-`predictions` predicts each training and probes it, each workload in a process of its own and all at
-once, since bytes are compared and not times. `faults` lets a probe run out of memory again
+`predictions` predicts each training and probes it. `faults` lets a probe run out of memory again
 and again, fail an assertion on the device, and be killed; the plain plan has to run after each as
 it ran before.
 """
@@ -15,7 +14,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -71,33 +69,26 @@ def faults(storm: int) -> Iterator[dict[str, Any]]:
             yield {"fault": name, "times": times, "outcomes": sorted(outcomes), "ok_after": same}
 
 
-def predictions(name: str, micro_batches: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield predicted and measured bytes of each training of a workload."""
+def predictions(names: Sequence[str], micro_batches: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield predicted and measured bytes of each training."""
     gpu = torch.cuda.get_device_name()
-    workload = getattr(workloads, name)()
-    with open_prober(workload, (), Target("cuda")) as prober:
-        for size in micro_batches:
-            told: dict[str, Any] = {"workload": name, "micro_batch": size}
-            with suppress(PredictionUnavailable):
-                found = predict(workload, plan=Plan(size), gpu=gpu)
-                told |= {
-                    "allocated": found.peak_allocated_bytes,
-                    "required": found.required_bytes,
+    for name in names:
+        workload = getattr(workloads, name)()
+        with open_prober(workload, (), Target("cuda")) as prober:
+            for size in micro_batches:
+                told: dict[str, Any] = {"workload": name, "micro_batch": size}
+                with suppress(PredictionUnavailable):
+                    found = predict(workload, plan=Plan(size), gpu=gpu)
+                    told |= {
+                        "allocated": found.peak_allocated_bytes,
+                        "required": found.required_bytes,
+                    }
+                measured = probed(prober, size)
+                yield told | {
+                    "outcome": str(measured.outcome),
+                    "measured_allocated": measured.peak_allocated_bytes,
+                    "measured_held": measured.held_bytes if measured.ok else None,
                 }
-            measured = probed(prober, size)
-            yield told | {
-                "outcome": str(measured.outcome),
-                "measured_allocated": measured.peak_allocated_bytes,
-                "measured_held": measured.held_bytes if measured.ok else None,
-            }
-
-
-def each_alone(names: Sequence[str], micro_batches: Sequence[int]) -> int:
-    """Start `predictions` of each workload; return how many failed."""
-    sizes = ["--micro-batches", *map(str, micro_batches)]
-    command = [sys.executable, "-m", "benchmarks.gpu_checks", "predictions"]
-    running = [subprocess.Popen([*command, name, *sizes]) for name in names]
-    return sum(process.wait() != 0 for process in running)
 
 
 def main() -> int:
@@ -111,10 +102,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.kind == "faults":
         lines = faults(given.storm)
-    elif len(given.workloads) > 1:
-        return each_alone(given.workloads, given.micro_batches)
     else:
-        lines = predictions(given.workloads[0], given.micro_batches)
+        lines = predictions(given.workloads, given.micro_batches)
     failed = 0
     for line in lines:
         print(json.dumps(line), flush=True)

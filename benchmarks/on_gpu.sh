@@ -42,7 +42,7 @@ step() { # step NAME LIMIT_S COMMAND...: the command's output is the result, und
     fi
     printf '%s\n%s\n$ %s\n' "$(date -u +%FT%TZ)" "$machine" "$*" > "$out/$name.running"
     rm -f "$out/$name.failed"
-    timeout --kill-after 10 "$limit" "$@" >> "$out/$name.running" 2>&1 || code=$?
+    timeout --signal INT --kill-after 10 "$limit" "$@" >> "$out/$name.running" 2>&1 || code=$?
     echo "exit code $code, $(date -u +%FT%TZ)" >> "$out/$name.running"
     echo "$name: exit code $code"
     if ((code == 0)); then
@@ -53,26 +53,27 @@ step() { # step NAME LIMIT_S COMMAND...: the command's output is the result, und
 }
 
 workloads=(gpt2_small=24GiB resnet50=12GiB) predicted=(gpt2_small resnet50 vit unet lstm mlp) sizes=(1 2 4 8 16)
-search=(--timeout 130) planned=20000 versus=(--steps 50 --repeats 1 --limit 60 --precisions bfloat16) storm=30
-versus+=(--only "accelerate find_executable_batch_size" "Lightning scale_batch_size, power" autofit)
-tested=(tests -n 4 --dist load)
+search=(--timeout 130) planned=20000 storm=30 tested=(tests)
+versus=(--steps 20 --timed-steps 4 --repeats 1 --limit 110 --precisions bfloat16)
+versus+=(--only "accelerate find_executable_batch_size" autofit)
 patience=1
 if [[ ${REHEARSAL:-} ]]; then
-    workloads=(tiny_mlp=2GiB) predicted=(tiny_gpt tiny_mlp) sizes=(1 2) storm=3 patience=10
+    workloads=(tiny_mlp=2GiB) predicted=(tiny_gpt) sizes=(1 2) storm=3 patience=10
     search=(--max-probes 2 --effort quick) planned=20
     versus=(--steps 2 --timed-steps 2 --repeats 1 --limit 60 --precisions float32)
     versus+=(--only "rule of Composer, halving")
-    tested=(tests/devices/test_gpu_catalogue.py -n 1)
+    tested=(tests/devices/test_gpu_catalogue.py)
 fi
 
-step tests 170 python3 -m pytest -m cuda --durations 15 "${tested[@]}"
-if [[ -e $out/tests.failed ]]; then step tests-again 60 python3 -m pytest -m cuda -n 0 --last-failed; fi # alone
+step tests 200 python3 -m pytest -v -m cuda -n 0 --durations 15 "${tested[@]}"
 for each in "${workloads[@]}"; do
     given=("benchmarks/workloads.py:${each%=*}" --vram-budget "${each#*=}" "${search[@]}")
     step "search-${each%=*}" 160 python3 -m autofit search "${given[@]}" --out "$out/search-${each%=*}.json"
 done
-step predictions 100 python3 -m benchmarks.gpu_checks predictions "${predicted[@]}" --micro-batches "${sizes[@]}"
 step faults 60 python3 -m benchmarks.gpu_checks faults --storm "$storm"
+for name in "${predicted[@]}"; do
+    step "predictions-$name" 60 python3 -m benchmarks.gpu_checks predictions "$name" --micro-batches "${sizes[@]}"
+done
 for each in "${workloads[@]}"; do
     step "peers-${each%=*}" 290 python3 -m benchmarks.versus --place cuda "${versus[@]}" \
         --json "$out/peers-${each%=*}.json" "$each"
