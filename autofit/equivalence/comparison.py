@@ -266,15 +266,19 @@ def _distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
         return math.inf
     if first.dtype == second.dtype and torch.equal(first, second):
         return 0.0
-    one, other = _wide(first), _wide(second)
-    same = (one == other) | (one.isnan() & other.isnan())
-    return float(torch.linalg.vector_norm((one - other).masked_fill(same, 0)))
+    difference = _wide(first) - _wide(second)
+    if not math.isfinite(norm := float(torch.linalg.vector_norm(difference))):
+        same = (first == second) | (first.isnan() & second.isnan())
+        norm = float(torch.linalg.vector_norm(difference.masked_fill(same, 0)))
+    return norm
 
 
 def _norm(tensor: torch.Tensor) -> float:
     """Return the norm of the finite values."""
     wide = _wide(tensor)
-    return float(torch.linalg.vector_norm(wide.masked_fill(~wide.isfinite(), 0)))
+    if not math.isfinite(norm := float(torch.linalg.vector_norm(wide))):
+        norm = float(torch.linalg.vector_norm(wide.masked_fill(~wide.isfinite(), 0)))
+    return norm
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
