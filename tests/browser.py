@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMIUM: Any = shutil.which("chromium") or shutil.which("chromium-browser")
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -123,7 +123,6 @@ class Browser:
 @contextmanager
 def opened() -> Iterator[Browser]:
     """Start a browser with a fresh profile; end it afterwards."""
-    assert CHROMIUM is not None
     (read_by_it, to_it), (from_it, written_by_it) = _far_pipe(), _far_pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(

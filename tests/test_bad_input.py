@@ -172,11 +172,9 @@ def test_when_nothing_fits_it_says_what_was_tried_needed_and_allowed() -> None:
             # Whether an optimizer's implementations are offered depends on their measured times.
             **(HERE | {"vram_budget": "4MiB", "strategies": ["precision", "checkpointing"]}),
         )
-    refused = caught.value
-    assert refused.plan is not None
+    refused: Any = caught.value
     assert refused.plan.micro_batch == 1
     assert refused.allowed_bytes == 4 * 2**20
-    assert refused.required_bytes is not None
     assert refused.required_bytes > refused.allowed_bytes
     assert "4.00 MiB" in str(refused)
     assert "VRAM budget" in str(refused)

@@ -140,7 +140,6 @@ def test_lines_are_predicted_for_this_gpu() -> None:
     if not lines:
         pytest.skip(f"{survey.environment.gpu} is not among the GPUs that are known")
     fixed, per_sample = lines[variant_key(space.baseline.settings)]
-    assert measured.held_bytes is not None
     assert 0.5 < (fixed + per_sample * SAMPLES) / measured.held_bytes < 2
 
 

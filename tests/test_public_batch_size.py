@@ -34,13 +34,11 @@ def pictures(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_batch_that_is_too_large_is_split_evenly_and_kept_whole() -> None:
     given = HERE | {"vram_budget": "8MiB"}
-    found = autofit.find_batch_size(wide, pictures(48), **given, max_probes=5)
+    found: Any = autofit.find_batch_size(wide, pictures(48), **given, max_probes=5)
     assert found.global_batch == 48
     assert found.micro_batch * found.accumulation_steps == 48
     assert 1 <= found.micro_batch < 48
-    assert found.peak_bytes is not None
     assert 0 < found.peak_bytes <= 8 << 20
-    assert found.samples_per_second is not None
     assert found.samples_per_second > 0
     assert not found.report.plan.settings
     assert {trial.plan.samples_per_step for trial in found.report.trials} == {48}

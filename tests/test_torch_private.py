@@ -191,8 +191,7 @@ def test_what_is_gone_is_said_with_what_cannot_be_done(
         remove(path, monkeypatch)
     with pytest.raises((AttributeError, ImportError)) as raised:
         torch_private.find(path)
-    said = torch_private.missing(need)
-    assert said is not None
+    said: Any = torch_private.missing(need)
     assert path in said
     assert torch_private.USES[need].lost in said
     assert said in str(torch_private.gone_in(raised.value))

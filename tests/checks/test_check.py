@@ -33,18 +33,16 @@ def workload(**options: Any) -> Workload:
 
 
 def test_it_fits_by_prediction() -> None:
-    verdict = check(workload(), vram_budget="2GiB", gpu="L4")
+    verdict: Any = check(workload(), vram_budget="2GiB", gpu="L4")
     assert verdict.fits is True
     assert verdict.method == "predict"
-    assert verdict.required_bytes is not None
     assert verdict.headroom_bytes == 2 * GIB - verdict.required_bytes
     assert "2.00 GiB" in str(verdict)
 
 
 def test_it_does_not_fit_by_prediction() -> None:
-    verdict = check(workload(), plan=Plan(100_000), vram_budget="2GiB", gpu="L4")
+    verdict: Any = check(workload(), plan=Plan(100_000), vram_budget="2GiB", gpu="L4")
     assert verdict.fits is False
-    assert verdict.largest_micro_batch is not None
     smaller = Plan(verdict.largest_micro_batch)
     assert check(workload(), plan=smaller, vram_budget="2GiB", gpu="L4").fits
     assert str(smaller.micro_batch) in str(verdict)
@@ -59,9 +57,8 @@ def test_a_model_that_refuses_one_sample_has_a_largest_micro_batch() -> None:
         return nn.Sequential(nn.Linear(512, 4096), nn.BatchNorm1d(4096), nn.Linear(4096, 512))
 
     given = replace(workload(), model=normalized)
-    verdict = check(given, plan=Plan(200_000), vram_budget="2GiB", gpu="L4")
+    verdict: Any = check(given, plan=Plan(200_000), vram_budget="2GiB", gpu="L4")
     assert verdict.fits is False
-    assert verdict.largest_micro_batch is not None
     assert verdict.largest_micro_batch > 2
 
 
@@ -86,8 +83,7 @@ def test_what_is_no_workload_is_refused(tell: Any, given: Any) -> None:
 
 
 def test_the_margin_decides_between_required_and_budget() -> None:
-    exact = check(workload(), vram_budget="2GiB", gpu="L4")
-    assert exact.required_bytes is not None
+    exact: Any = check(workload(), vram_budget="2GiB", gpu="L4")
     just_enough = check(workload(), vram_budget=exact.required_bytes + 1, gpu="L4")
     assert just_enough.fits is False
     assert just_enough.margin_bytes > 0
@@ -108,9 +104,8 @@ def test_what_cannot_be_traced_is_undecided() -> None:
 
 
 def test_a_probe_on_the_cpu_device() -> None:
-    enough = check(workload(), vram_budget="400MiB", device="cpu")
+    enough: Any = check(workload(), vram_budget="400MiB", device="cpu")
     assert (enough.fits, enough.method) == (True, "probe")
-    assert enough.required_bytes is not None
     assert enough.required_bytes < 400 * MIB
     assert (enough.device, enough.gpu, enough.plan) == ("cpu", None, Plan(8))
     assert re.search("8 x 1.*400 MiB.*cpu", str(enough))

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -81,8 +82,7 @@ def test_check_writes_junit_and_the_summary_of_the_job(
     assert code == 1
     suite = ElementTree.parse(junit).getroot()
     assert (suite.get("failures"), suite.get("errors")) == ("1", "0")
-    failure = suite.find("testcase/failure")
-    assert failure is not None
+    failure: Any = suite.find("testcase/failure")
     assert "activations" in (failure.text or "")
     assert re.search(r"does not fit.*22\.0 GiB.*L4", suite.findtext("testcase/system-out") or "")
     assert page.read_text().startswith("# before\n### autofit check")
@@ -102,8 +102,7 @@ def test_check_fails_where_the_need_grew(
     code, said = run(*grown, "--junit-xml", str(junit))
     assert code == 1
     assert "required bytes +" in said
-    failure = ElementTree.parse(junit).find("testcase/failure")
-    assert failure is not None
+    failure: Any = ElementTree.parse(junit).find("testcase/failure")
     assert "required bytes +" in failure.get("message", "")
     assert "fits, and needs more than before" in page.read_text()
     assert re.search(r"1000 x 1.*100000 x 1", said, re.DOTALL)
@@ -184,9 +183,8 @@ def test_an_error_of_the_users_code_is_in_the_junit_file_too(
         main()
     assert ended.value.code == 3
     suite = ElementTree.parse(junit).getroot()
-    error = suite.find("testcase/error")
+    error: Any = suite.find("testcase/error")
     assert suite.get("errors") == "1"
-    assert error is not None
     assert error.get("message") == "ValueError: no ? loss"
     assert "loss_fn" in str(error.text)
 

@@ -125,10 +125,8 @@ class Logs(nn.Module):
 def test_a_training_that_resets_its_peak_is_held_to_the_budget(lifts_the_cap: bool) -> None:
     workload = Workload(Logs(lifts_the_cap=lifts_the_cap), torch.randn(4, 16))
     with open_prober(workload, (), Target("cuda:0", "4GiB")) as prober:
-        plain = prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement
+        plain: Any = prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement
         assert plain.ok
-        assert plain.held_bytes is not None
-        assert plain.peak_reserved_bytes is not None
         assert plain.peak_reserved_bytes >= 400 * MIB
         budget = plain.held_bytes - 100 * MIB
         less = prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), budget)).measurement

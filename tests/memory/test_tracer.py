@@ -105,10 +105,9 @@ def test_only_the_traced_device_counts() -> None:
 def test_sparse_gradients_count() -> None:
     tracer = MemoryTracer()
     with tracer:
-        table = torch.nn.Embedding(10_000, 64, sparse=True)
+        table: Any = torch.nn.Embedding(10_000, 64, sparse=True)
         before = tracer.allocator.allocated_bytes
         table(torch.arange(256)).sum().backward()
-        assert table.weight.grad is not None
         assert table.weight.grad.is_sparse
         gradient_bytes = tracer.allocator.allocated_bytes - before
         assert 256 * 64 * 4 <= gradient_bytes < 10_000 * 64 * 4

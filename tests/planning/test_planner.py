@@ -126,9 +126,7 @@ def test_with_predicted_lines_the_first_step_is_foreseen(
     other = make_device(sample_batch_size=1)
     spec = with_predicted_lines(other, most_changed=most_changed)
     trials = run_search(other.prober(), spec, max_probes=2).trials[:1]
-    plan = planner.decide(Posterior(spec, trials))
-    assert isinstance(plan, Plan)
-    assert plan is not None
+    plan: Any = planner.decide(Posterior(spec, trials))
     expected = planner.forecast(Posterior(spec, ()), plan).peak_bytes
     assert expected == pytest.approx(other.memory(plan), rel=0.05)
 
@@ -212,9 +210,7 @@ def test_no_costly_value_is_tried_that_the_time_does_not_suffice_for(
     spec, cheap = other.spec(), replace(other.spec(), planned_samples=1_000)
     posterior = Posterior(spec, run_search(other.prober(), cheap).trials)
     assert isinstance(planner.decide(posterior, seconds_left=29.0), planner.NothingLeft)
-    plan = planner.decide(posterior, seconds_left=31.0)
-    assert isinstance(plan, Plan)
-    assert plan is not None
+    plan: Any = planner.decide(posterior, seconds_left=31.0)
     assert plan.settings["compile.mode"] != "off"
 
 

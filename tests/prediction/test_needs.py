@@ -134,9 +134,9 @@ def test_a_time_line_tells_what_a_larger_micro_batch_costs() -> None:
     assert set(times) == {variant_key(settings) for settings in SPACE.variants()}
     for settings in SPACE.variants():
         fixed, per_sample = times[variant_key(settings)]
-        cost = predict(workload(), plan=Plan(5000, settings=settings), gpu=H200).micro_batch_cost
-        assert cost is not None
-        assert fixed + 5000 * per_sample == pytest.approx(cost.seconds, rel=0.05)
+        found: Any = predict(workload(), plan=Plan(5000, settings=settings), gpu=H200)
+        seconds = found.micro_batch_cost.seconds
+        assert fixed + 5000 * per_sample == pytest.approx(seconds, rel=0.05)
     plain, bfloat16 = (times[variant_key(settings)] for settings in SPACE.variants())
     assert bfloat16[1] < plain[1]
 
@@ -197,11 +197,9 @@ def environment(gpu: str | None, capability: str | None) -> Environment:
 
 
 def test_the_gpu_of_an_environment() -> None:
-    known = gpu_of(environment("NVIDIA H100 80GB HBM3", "9.0"))
-    assert known is not None
+    known: Any = gpu_of(environment("NVIDIA H100 80GB HBM3", "9.0"))
     assert (known.total_bytes, known.capability) == (80 * GIB, (9, 0))
     assert known.rates == find_gpu("H100").rates
-    unknown = gpu_of(environment("NVIDIA Unheard-of 9000", "9.0"))
-    assert unknown is not None
+    unknown: Any = gpu_of(environment("NVIDIA Unheard-of 9000", "9.0"))
     assert unknown.rates is None
     assert gpu_of(environment(None, None)) is None

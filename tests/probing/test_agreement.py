@@ -42,7 +42,7 @@ NCCL_GAVE_UP = """the worker was ended by SIGABRT; it printed last:
 [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"""
 
 
-def agreed_on(answers: Sequence[Answer]) -> Measurement:
+def agreed_on(answers: Sequence[Answer]) -> Any:
     return agree(answers, is_probe=True).value
 
 
@@ -121,7 +121,6 @@ def test_a_cause_beats_a_consequence_and_the_gravest_cause_decides(
     agreed = agreed_on(replies)
     assert (agreed.outcome, agreed.failed_rank) == (outcome, rank)
     if rank is not None:
-        assert agreed.detail is not None
         assert f"rank {rank}: " in agreed.detail
 
 

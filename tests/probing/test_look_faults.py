@@ -142,7 +142,7 @@ def loads_libraries(device: CpuDevice) -> CpuDevice:
 def test_a_probe_that_loads_libraries_is_held_to_the_budget_beside_them(
     sizes: tuple[int, ...], outcome: Outcome, open_probing: Any
 ) -> None:
-    prober = open_probing(
+    prober: Any = open_probing(
         Greedy(*sizes),
         sample_batch=torch.ones(2, 4),
         vram_budget="64MiB",
@@ -151,5 +151,4 @@ def test_a_probe_that_loads_libraries_is_held_to_the_budget_beside_them(
     measured = prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).measurement
     assert measured.outcome is outcome, measured
     if measured.ok:
-        assert measured.held_bytes is not None
         assert LIBRARIES < measured.held_bytes <= BUDGET

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autofit.devices.cpu import CpuDevice
-from autofit.measurement import Measurement, Outcome
+from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.measure import (
     FEWEST_TIMED_STEPS,
@@ -44,7 +44,7 @@ def _measured(
     budget: int | None = None,
     device: CpuDevice | None = None,
     **request: Any,
-) -> Measurement:
+) -> Any:
     device = device or CpuDevice()
     device.limit(limit)
     builder = TrainingBuilder(make, device, seed=0)
@@ -61,8 +61,6 @@ def test_a_plan_that_runs_says_what_it_held_and_how_long_its_steps_took() -> Non
     weights = sum(4 * p.numel() for p in _net().parameters())
     assert measured.ok
     assert measured.detail is None
-    assert measured.peak_allocated_bytes is not None
-    assert measured.peak_reserved_bytes is not None
     assert 4 * weights < measured.peak_allocated_bytes <= measured.peak_reserved_bytes
     assert measured.non_torch_bytes == 0
     assert measured.allocator_retries == 0
@@ -168,8 +166,6 @@ def test_an_evaluation_over_the_budget_is_told_from_the_training() -> None:
     make = _plain(eval_step=lambda model, batch: model(batch), eval_batch=4096)
     free = _measured(make, Plan(16))
     trained, evaluated = free.held_bytes, free.evaluation_held_bytes
-    assert trained is not None
-    assert evaluated is not None
     assert evaluated > trained + MIB
     measured = _measured(make, Plan(16), budget=trained)
     assert measured.outcome is Outcome.OVER_BUDGET
@@ -221,7 +217,6 @@ def test_float16_is_warmed_up_until_the_optimizer_has_made_its_state() -> None:
     measured = _measured(_plain(loss_fn=loss, optimizer=Counting), plan)
     weights = sum(4 * p.numel() for p in _net().parameters())
     assert measured.ok
-    assert measured.peak_allocated_bytes is not None
     assert measured.peak_allocated_bytes > 4 * weights
     assert len(updates) >= 3
 

@@ -61,12 +61,10 @@ class Holds(nn.Module):
         return self.table[:1] * rows.sum()
 
 
-def profiled(model: nn.Module, plan: Plan | None = None, **given: Any) -> StepProfile:
+def profiled(model: nn.Module, plan: Plan | None = None, **given: Any) -> Any:
     workload = Workload(model, torch.ones(2, 1), loss_fn=lambda net, rows: net(rows[:1]).mean())
     with open_prober(workload, (), Target("cpu", "1GiB")) as prober:
-        found = prober.run(partial(profile_plan, resolved=ResolvedPlan(plan or Plan(2)), **given))
-    assert found is not None
-    return found
+        return prober.run(partial(profile_plan, resolved=ResolvedPlan(plan or Plan(2)), **given))
 
 
 @pytest.mark.slow

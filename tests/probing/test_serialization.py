@@ -197,9 +197,7 @@ def test_functions_that_name_modules_of_a_class_of_their_own_travel(tmp_path: Pa
     loss_fn = eval(code, names)  # a function of a module that the worker cannot import
     model, x = nn.Linear(4, 2), torch.randn(3, 4)
     write_payload(Payload(Workload(model, x, loss_fn=loss_fn), ()), tmp_path / "payload")
-    there = read_payload(tmp_path / "payload").workload
-    assert there.loss_fn is not None
-    assert isinstance(there.model, nn.Module)
+    there: Any = read_payload(tmp_path / "payload").workload
     assert torch.equal(there.loss_fn(there.model, x), loss_fn(model, x))
 
 

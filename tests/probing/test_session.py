@@ -18,7 +18,7 @@ from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import Call, ProbeRequest, Reply
 from autofit.probing.session import Session
-from autofit.probing.survey import StrategyLost, take_survey
+from autofit.probing.survey import take_survey
 from autofit.registry import load_strategies
 from autofit.strategy import Comparison
 from autofit.training.training import TrainingBuilder
@@ -66,9 +66,7 @@ def test_class_weights_follow_the_model_to_the_device() -> None:
     device = CpuDevice()
     with device.accounting():
         training = TrainingBuilder(make, device, 0).training(make(), ResolvedPlan(Plan(4)))
-    criterion = training.recipe.criterion
-    assert isinstance(criterion, nn.CrossEntropyLoss)
-    assert criterion.weight is not None
+    criterion: Any = training.recipe.criterion
     assert torch.equal(criterion.weight, weights)
     assert criterion.weight.data_ptr() != weights.data_ptr()
     assert _probe(session_of(make), Plan(4)).value.ok
@@ -113,9 +111,8 @@ def test_what_is_no_loss_is_refused_in_our_words(more: dict[str, Any], message: 
             return out.argmax(1) if more.get("criterion", 0) is None else out
 
     arguments = {"sample_batch": labelled(), "criterion": CROSS_ENTROPY, **more}
-    reply = _probe(session_of(lambda: Workload(Labels(), **arguments)), Plan(4))
+    reply: Any = _probe(session_of(lambda: Workload(Labels(), **arguments)), Plan(4))
     assert reply.value.outcome is Outcome.USER_ERROR
-    assert isinstance(reply.exception, InvalidArgument)
     with pytest.raises(InvalidArgument, match=message):
         raise reply.exception
 
@@ -142,8 +139,7 @@ def _raises() -> nn.Module:
 @pytest.mark.parametrize("model", [_wants_a_width, _raises])
 def test_what_the_users_code_raises_in_the_survey_is_the_users(model: Any) -> None:
     session = session_of(lambda: Workload(model, labelled()[0]))
-    reply = session.run(Call(partial(take_survey, vram_budget_bytes=64 * MIB), 64 * MIB))
-    assert reply.exception is not None
+    reply: Any = session.run(Call(partial(take_survey, vram_budget_bytes=64 * MIB), 64 * MIB))
     assert is_users(reply.exception)
 
 
@@ -200,8 +196,7 @@ def test_a_strategy_under_which_the_device_dies_is_named_and_can_be_left_out() -
     device, workload = _Mortal(), Workload(nn.Sequential(Dies(6, 6)), labelled()[0])
     session = Session(lambda: workload, load_strategies(["checkpointing"]), device)
     look_up = partial(take_survey, vram_budget_bytes=64 * MIB)
-    died = session.run(Call(look_up, 64 * MIB))
-    assert isinstance(died.exception, StrategyLost)
+    died: Any = session.run(Call(look_up, 64 * MIB))
     assert died.exception.strategy == "checkpointing"
     assert not is_users(died.exception)
     assert died.spent

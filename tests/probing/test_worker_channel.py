@@ -14,9 +14,8 @@ from torch import nn
 from autofit.errors import InvalidArgument
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.messages import ProbeRequest, ProbeResult
+from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Target, open_prober
-from autofit.probing.worker_channel import WorkerChannel
 from autofit.registry import load_strategies
 from autofit.snapshot.snapshot import differences, digest
 from autofit.training.workload import Workload
@@ -72,7 +71,7 @@ class Live:
         self.before = self.digest()
         self.prober = open_prober(self.workload, load_strategies(None), Target("cpu", BUDGET))
 
-    def probe(self, micro_batch: int, **more: Any) -> ProbeResult:
+    def probe(self, micro_batch: int, **more: Any) -> Any:
         """Probe that micro-batch."""
         return self.prober.probe(ProbeRequest(ResolvedPlan(Plan(micro_batch)), **more))
 
@@ -99,11 +98,9 @@ def test_the_optimizers_state_is_part_of_what_a_plan_holds(live: Live) -> None:
     """What is there before the first step must count as what a first step makes."""
     fresh = Workload(live.model, live.batch, criterion=_criterion, optimizer=_adam(live.model))
     with open_prober(fresh, target=Target("cpu", BUDGET)) as prober:
-        probed = prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS))
+        probed: Any = prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS))
     made = probed.measurement.peak_allocated_bytes
     brought = live.probe(4, **HOPELESS).measurement.peak_allocated_bytes
-    assert made is not None
-    assert brought is not None
     # On the CPU, step counts that a first step makes count too; those that are brought do not.
     counts = len(live.optimizer.state)
     assert made - brought == 512 * counts
@@ -111,7 +108,6 @@ def test_the_optimizers_state_is_part_of_what_a_plan_holds(live: Live) -> None:
 
 def test_the_users_error_begins_with_what_was_tried(live: Live) -> None:
     raised = live.probe(77).user_exception
-    assert raised is not None
     said = "".join(traceback.format_exception(raised))
     before, found, _ = said.partition("Traceback (most recent call last)")
     assert found
@@ -122,10 +118,9 @@ def test_closing_ends_the_worker_and_removes_the_payload(
     live: Live, running: Callable[[int], bool]
 ) -> None:
     assert live.probe(4, **HOPELESS).measurement.ok
-    channel, worker = live.prober._channel, live.prober.worker_pid
-    assert isinstance(channel, WorkerChannel)
+    prober: Any = live.prober
+    channel, worker = prober._channel, prober.worker_pid
     assert channel.payload.exists()
-    assert worker is not None
     live.prober.close()
     assert not channel.payload.exists()
     assert not running(worker)

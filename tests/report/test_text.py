@@ -106,8 +106,7 @@ def test_every_factor_has_its_range_which_noise_makes_wider(record: Record) -> N
     for low, high in ((188, 192), (171, 209), (114, 266)):
         noisy = compared(record, best=[low, 190, high], baseline=[400, 400])
         words = rows(noisy)["speedup"][0]
-        found = re.fullmatch(r"([\d.]+)x \(([\d.]+)-([\d.]+)\)", words)
-        assert found is not None
+        found: Any = re.fullmatch(r"([\d.]+)x \(([\d.]+)-([\d.]+)\)", words)
         factor, least, most = map(float, found.groups())
         assert least < factor < most
         assert words in re.sub("<[^>]+>", "", page(noisy))
@@ -230,14 +229,12 @@ def started(record: Record, seconds: float) -> Record:
 def test_a_start_that_takes_time_is_said_with_the_steps_that_pay_for_it(record: Record) -> None:
     """By the final comparison: there the best plan saves 200 ms a step against the baseline."""
     final = started(compared(record, best=[200], baseline=[400]), 50.0)
-    found = pay_off(final)
-    assert found is not None
+    found: Any = pay_off(final)
     assert (found.seconds, found.beside, found.steps) == (50.0, record.trials[0].plan, 250)
     assert "250 steps" in render(final)
     assert pay_off(record) is None
     slower = started(compared(record, best=[500], baseline=[400]), 50.0)
-    never = pay_off(slower)
-    assert never is not None
+    never: Any = pay_off(slower)
     assert never.steps is None
     assert "! The best plan takes 50.0 s to start" in render(slower)
     assert pay_off(replace(slower, best_number=0)) is None

@@ -514,11 +514,9 @@ def test_a_machine_that_slowed_down_has_its_baseline_measured_again(
             return measurement
         return replace(measurement, step_times_s=[3 * t for t in measurement.step_times_s])
 
-    result = run_search(_Wrapped(device.prober(), slower), device.spec())
+    result: Any = run_search(_Wrapped(device.prober(), slower), device.spec())
     confirmed = {t.plan: t for t in result.trials if t.kind is TrialKind.CONFIRMATION and t.ok}
     baseline = confirmed[device.space.baseline]
-    assert result.best.samples_per_second is not None
-    assert baseline.samples_per_second is not None
     assert result.best.samples_per_second >= baseline.samples_per_second
     assert result.best.kind is TrialKind.CONFIRMATION
 
@@ -577,7 +575,6 @@ def test_a_probe_may_take_as_long_as_its_settings_say(make_device: MakeDevice) -
 def test_it_says_what_more_time_would_have_tried(make_device: MakeDevice) -> None:
     dimensions = {"compile.mode": Dimension(("off", "default"), trial_cost_s=500.0)}
     other = make_device(dimensions=dimensions)
-    result = run_search(other.prober(), other.spec(), timeout_s=100.0)
+    result: Any = run_search(other.prober(), other.spec(), timeout_s=100.0)
     assert {t.plan.settings["compile.mode"] for t in result.trials} == {"off"}
-    assert result.with_more_time is not None
     assert result.with_more_time.settings["compile.mode"] == "default"

@@ -185,7 +185,7 @@ def test_the_lines_to_paste_run(value: str) -> None:
 
 @needs_bitsandbytes
 def test_a_plan_with_it_runs_and_needs_less() -> None:
-    found = {
+    found: Any = {
         value: autofit.probe(
             workload(),
             plan=Plan(8, settings={SETTING: value}),
@@ -197,7 +197,5 @@ def test_a_plan_with_it_runs_and_needs_less() -> None:
     plain, moved = found["default"], found["bitsandbytes_8bit"]
     assert plain.ok, plain.detail
     assert moved.ok, moved.detail
-    assert plain.peak_allocated_bytes is not None
-    assert moved.peak_allocated_bytes is not None
     values = sum(p.numel() for p in make_model().parameters())
     assert plain.peak_allocated_bytes - moved.peak_allocated_bytes > 0.9 * 6 * values

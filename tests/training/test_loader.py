@@ -90,8 +90,7 @@ def test_what_only_workers_have_is_left_out_without_them() -> None:
     )
     assert own_settings(live, 3) == LoaderSettings(3, 2, False, 4)
     assert values(make_loader(live, LoaderSettings(3))) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
-    again = make_loader(live, LoaderSettings(3, 1, False, 2))
-    assert isinstance(again, DataLoader)
+    again: Any = make_loader(live, LoaderSettings(3, 1, False, 2))
     assert (again.timeout, again.persistent_workers) == (5, True)
 
 
@@ -132,8 +131,7 @@ def test_a_function_gets_the_numbers_that_it_takes(
 ) -> None:
     check_loader(function)
     assert settings_taken(function) == taken
-    made = make_loader(function, LoaderSettings(5, 1, False, 3))
-    assert isinstance(made, DataLoader)
+    made: Any = make_loader(function, LoaderSettings(5, 1, False, 3))
     assert (made.batch_size, made.num_workers) == (5, 1)
     assert made.prefetch_factor == (3 if "prefetch_factor" in taken else 2)
 

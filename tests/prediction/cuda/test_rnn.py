@@ -76,7 +76,7 @@ def test_cell_results_and_gradients_have_the_shapes_of_the_cpu(
 ) -> None:
     tracer = CudaTracer(find_gpu("A100"))
     with stage(tracer):
-        cell = kind(6, 8, bias=bias, device="cuda")
+        cell: Any = kind(6, 8, bias=bias, device="cuda")
         with torch.autocast("cuda", enabled=autocast):
             result: Any = cell(torch.randn(3, 6, device="cuda"))
         hidden = result[0] if kind is nn.LSTMCell else result
@@ -84,7 +84,6 @@ def test_cell_results_and_gradients_have_the_shapes_of_the_cpu(
         assert hidden.dtype == (torch.float16 if autocast else torch.float32)
         hidden.float().sum().backward()
         for parameter in cell.parameters():
-            assert parameter.grad is not None
             assert parameter.grad.shape == parameter.shape
         del result, hidden, cell
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autofit.devices.gpu_catalogue import Gpu, Rates, find_gpu
 from autofit.plan import Plan, ResolvedPlan
-from autofit.prediction.cuda.roofline import LAUNCH_S, Cost, Operation, cost_on
+from autofit.prediction.cuda.roofline import LAUNCH_S, Operation, cost_on
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import dry_run, stage
 from autofit.prediction.predict import predict
@@ -28,21 +28,19 @@ COUNTS_FLOPS = Rates(1.0, 1.0, 1.0, INFINITE)
 COUNTS_BYTES = Rates(INFINITE, INFINITE, INFINITE, 1.0)
 
 
-def cost(run: Callable[..., object], rates: Rates, *, prepare: Any = None) -> Cost:
+def cost(run: Callable[..., object], rates: Rates, *, prepare: Any = None) -> Any:
     """Return the cost of a function's operations on an H200 with these rates."""
     return cost_of(replace(H200, rates=rates), run, prepare=prepare)
 
 
-def cost_of(gpu: Gpu, run: Callable[..., object], *, prepare: Any = None) -> Cost:
+def cost_of(gpu: Gpu, run: Callable[..., object], *, prepare: Any = None) -> Any:
     tracer = CudaTracer(gpu)
     with stage(tracer):
         made = prepare() if prepare is not None else ()
         operations: list[Operation] = []
         tracer.operations = operations
         run(*made)
-        found = cost_on(gpu, operations)
-    assert found is not None
-    return found
+        return cost_on(gpu, operations)
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
@@ -184,14 +182,12 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def step(rates: Rates, *, gpu: Gpu = H200, steps: int = 1, **options: Any) -> Cost:
+def step(rates: Rates, *, gpu: Gpu = H200, steps: int = 1, **options: Any) -> Any:
     given = {"optimizer": lambda ps: torch.optim.SGD(ps, 0.1)} | options
     workload = Workload(given.pop("model", Net), torch.ones(4, 512), **given)
     plan = Plan(64, accumulation_steps=steps)
     gpu = replace(gpu, rates=rates)
-    found = dry_run(workload, ResolvedPlan(plan), gpu).micro_batch_cost_on(gpu)
-    assert found is not None
-    return found
+    return dry_run(workload, ResolvedPlan(plan), gpu).micro_batch_cost_on(gpu)
 
 
 def test_a_step_counts_what_checkpointing_recomputes() -> None:
@@ -217,12 +213,10 @@ def test_a_product_in_groups_multiplies_each_row_with_one_matrix() -> None:
 
 
 def test_a_prediction_costs_a_large_model_by_type_and_a_small_one_by_launches() -> None:
-    def cost_of(dtype: str, width: int) -> Cost:
+    def cost_of(dtype: str, width: int) -> Any:
         workload = Workload(lambda: nn.Linear(width, width), torch.ones(4, width))
         plan = Plan(width, settings={"precision.dtype": dtype})
-        found = predict(workload, plan=plan, gpu="H200").micro_batch_cost
-        assert found is not None
-        return found
+        return predict(workload, plan=plan, gpu="H200").micro_batch_cost
 
     large = {name: cost_of(name, 8192).seconds for name in ("default", "tf32", "bfloat16")}
     assert large["bfloat16"] < large["tf32"] < large["default"]

@@ -99,7 +99,7 @@ class Shared(nn.Module):
 @dataclass
 class Pair:
     left: torch.Tensor
-    right: torch.Tensor | None = None
+    right: Any = None
 
 
 class Exchange(nn.Module):
@@ -113,7 +113,6 @@ class Exchange(nn.Module):
     def forward(
         self, pair: Pair, *, options: dict[str, Any], mask: torch.Tensor | None = None
     ) -> dict[str, Pair]:
-        assert pair.right is not None
         x = torch.tanh(self.left(pair.left)) * torch.sin(self.right(pair.right))
         x = self.merge(x * options["scale"]) * options["factor"]
         return {"pair": Pair(pair.right, x if mask is None else x * mask)}
@@ -130,7 +129,6 @@ class Structured(nn.Module):
             mask = torch.ones_like(x) if index % 2 else None
             options = {"scale": x.mean(), "factor": 1.5}
             pair = block(pair, options=options, mask=mask)["pair"]
-        assert pair.right is not None
         return pair.right.square().mean()
 
 
