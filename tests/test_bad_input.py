@@ -28,6 +28,10 @@ def batch() -> torch.Tensor:
     return torch.randn(4, 8)
 
 
+WRAPPED = nn.DataParallel(nn.Linear(8, 2))
+WORKLOAD = autofit.Workload(model, batch())
+
+
 def _holding_itself() -> list[Any]:
     held: list[Any] = [batch()]
     held.append(held)
@@ -93,6 +97,7 @@ def _holding_itself() -> list[Any]:
             r"optimizer.*training_step=",
         ),
         ({"sample_batch": None}, "give a sample batch"),
+        ({"model": WORKLOAD, "criterion": nn.MSELoss()}, r"sample_batch, criterion"),
         ({"sample_batch": {"text": "a"}}, r"dict.*n -> batch"),
         ({"sample_batch": torch.tensor(1.0)}, r"tensor.*n -> batch"),
         ({"sample_batch": torch.zeros(0, 8)}, r"\b0 samples"),
@@ -131,17 +136,13 @@ def test_an_argument_that_cannot_mean_anything(said: dict[str, Any], words: str)
         ({"clip_grad_norm": True}, r"clip_grad_norm.*True"),
         ({"clip_grad_norm": float("inf")}, r"clip_grad_norm.*inf"),
         ({"clip_grad_norm": 0.0}, r"clip_grad_norm.*0\.0"),
+        ({"model": WRAPPED}, r"model is .*DataParallel.*plain model"),
+        ({"model": lambda: nn.Sequential(WRAPPED)}, r"0 is .*DataParallel.*plain model"),
     ],
 )
 def test_a_workload_of_what_cannot_be_trained(said: dict[str, Any], words: str) -> None:
     with pytest.raises(autofit.InvalidArgument, match=words):
-        autofit.Workload(model, batch(), **said)
-
-
-def test_a_workload_says_all_of_it() -> None:
-    workload = autofit.Workload(model, batch())
-    with pytest.raises(autofit.InvalidArgument, match=r"sample_batch, criterion"):
-        autofit.search(workload, batch(), criterion=nn.MSELoss(), **HERE)
+        autofit.Workload(**{"model": model, "sample_batch": batch(), **said}).build_model()
 
 
 def test_a_loss_that_is_not_finite_on_the_baseline() -> None:
@@ -273,18 +274,3 @@ def test_what_an_optimizer_raises_reaches_the_user() -> None:
 
     with pytest.raises(ValueError, match=r"Invalid learning rate: -1\.0"):
         autofit.search(model, batch(), optimizer=optimizer, **HERE)
-
-
-def test_a_probe_of_what_is_no_workload_is_refused() -> None:
-    with pytest.raises(autofit.InvalidArgument, match=r"autofit\.Workload"):
-        autofit.probe(model)  # type: ignore[call-overload]  # what is shown
-
-
-def test_a_model_that_is_wrapped_for_several_devices_is_refused() -> None:
-    plain = torch.nn.Linear(4, 2)
-    nested = torch.nn.Sequential(torch.nn.DataParallel(plain))
-    batch = torch.zeros(2, 4)
-    with pytest.raises(autofit.InvalidArgument, match=r"model is .*DataParallel.*plain model"):
-        autofit.Workload(torch.nn.DataParallel(plain), batch)
-    with pytest.raises(autofit.InvalidArgument, match=r"0 is .*DataParallel.*plain model"):
-        autofit.Workload(lambda: nested, batch).build_model()

@@ -73,12 +73,9 @@ def test_a_value_that_checks_itself_says_why_and_where() -> None:
         from_json({"micro_batch": 4, "global_batch": 9}, Plan, "the plan")
 
 
-def test_texts_with_lone_surrogates_are_written() -> None:
-    assert to_json({"why": "a \ud800"}) == {"why": "a \ud800"}
-
-
 def test_texts_and_numbers_of_other_classes_are_written_as_such() -> None:
-    assert to_json([torch.__version__, np.float64(0.5)]) == [str(torch.__version__), 0.5]
+    given = [torch.__version__, np.float64(0.5), "a \ud800"]
+    assert to_json(given) == [str(torch.__version__), 0.5, "a \ud800"]
 
 
 def test_what_has_no_json_is_not_written() -> None:
@@ -114,64 +111,20 @@ def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["24X", "", "GiB", "-1GiB", "1e9", "24 GiBs", "1,5GiB", "nan"])
-def test_what_is_no_size_is_refused_with_the_text_and_an_example(text: str) -> None:
-    with pytest.raises(InvalidArgument, match="24GiB") as refusal:
-        parse_bytes(text)
-    assert repr(text) in str(refusal.value)
-
-
-def test_a_size_that_no_device_has_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="no device has as much memory as '9999"):
-        parse_bytes(f"{'9' * 30}GiB")
-
-
-@pytest.mark.parametrize("text", ["0", "0GiB", "0.4"])
-def test_a_size_of_nothing_is_refused(text: str) -> None:
-    with pytest.raises(InvalidArgument, match=repr(text)):
-        parse_bytes(text)
-
-
 @pytest.mark.parametrize(
-    ("size", "text"),
+    ("text", "words"),
     [
-        (None, "?"),
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536 * 2**20, "1.50 GiB"),
-        (2**20, "1.00 MiB"),
-        (100 * 2**30, "100 GiB"),
-        (-3 * 2**30, "-3.00 GiB"),
-        (12.34 * 2**40, "12.3 TiB"),
+        *(
+            (text, rf"{text!r}.*24GiB")
+            for text in ("24X", "", "GiB", "-1GiB", "1e9", "24 GiBs", "1,5GiB", "nan")
+        ),
+        *((text, repr(text)) for text in ("0", "0GiB", "0.4")),
+        (f"{'9' * 30}GiB", "no device has as much memory as '9999"),
     ],
 )
-def test_bytes_as_text(size: float | None, text: str) -> None:
-    assert format_bytes(size) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (None, "?"),
-        (0.0123, "12.3 ms"),
-        (1.0, "1.00 s"),
-        (95, "1 min 35 s"),
-        (59.96, "1 min 0 s"),
-        (3600, "1 h 0 min"),
-        (2.5e-6, "2.50 us"),
-        (3e-9, "3e-09 s"),
-    ],
-)
-def test_seconds_as_text(seconds: float | None, text: str) -> None:
-    assert format_seconds(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("rate", "text"),
-    [(None, "?"), (1234.5, "1234 samples/s"), (0.52, "0.52 samples/s"), (43.21, "43.2 samples/s")],
-)
-def test_rates_as_text(rate: float | None, text: str) -> None:
-    assert format_rate(rate) == text
+def test_what_is_no_size_is_refused_with_the_text_and_an_example(text: str, words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        parse_bytes(text)
 
 
 @pytest.mark.parametrize(
@@ -193,14 +146,33 @@ def test_no_digit_is_shown_that_the_spread_hides(value: float, spread: float, te
     assert format_rate(value, spread) == f"{text} samples/s"
 
 
-def test_a_duration_is_rounded_in_the_unit_that_it_is_shown_in() -> None:
-    assert format_seconds(0.2134, 0.03) == "210 ms"
-    assert format_seconds(1.5, 0.3) == "1.5 s"
-
-
 @pytest.mark.parametrize(
     ("shown", "text"),
     [
+        (format_bytes(None), "?"),
+        (format_bytes(0), "0 B"),
+        (format_bytes(1023), "1023 B"),
+        (format_bytes(1536 * 2**20), "1.50 GiB"),
+        (format_bytes(2**20), "1.00 MiB"),
+        (format_bytes(100 * 2**30), "100 GiB"),
+        (format_bytes(-3 * 2**30), "-3.00 GiB"),
+        (format_bytes(12.34 * 2**40), "12.3 TiB"),
+        (format_seconds(None), "?"),
+        (format_seconds(0.0123), "12.3 ms"),
+        (format_seconds(1.0), "1.00 s"),
+        (format_seconds(95), "1 min 35 s"),
+        (format_seconds(59.96), "1 min 0 s"),
+        (format_seconds(3600), "1 h 0 min"),
+        (format_seconds(2.5e-6), "2.50 us"),
+        (format_seconds(3e-9), "3e-09 s"),
+        # rounded in the unit that it is shown in
+        (format_seconds(0.2134, 0.03), "210 ms"),
+        (format_seconds(1.5, 0.3), "1.5 s"),
+        (format_rate(None), "?"),
+        (format_rate(1234.5), "1234 samples/s"),
+        (format_rate(0.52), "0.52 samples/s"),
+        (format_rate(43.21), "43.2 samples/s"),
+        # as many of a unit as the next one holds are shown in the next one
         (format_bytes(2**30 - 1), "1.00 GiB"),
         (format_bytes(1023 * 2**20), "1023 MiB"),
         (format_seconds(59.97), "1 min 0 s"),
@@ -213,5 +185,5 @@ def test_a_duration_is_rounded_in_the_unit_that_it_is_shown_in() -> None:
         (counted(1, "process"), "1 process"),
     ],
 )
-def test_no_unit_is_shown_by_as_many_as_the_next_one_holds(shown: str, text: str) -> None:
+def test_figures_as_text(shown: str, text: str) -> None:
     assert shown == text

@@ -31,7 +31,6 @@ from autofit.probing.survey import Survey
 from autofit.searching.events import (
     Event,
     MachineBusy,
-    ProbeFinished,
     ProbeStarted,
     Repeating,
     StageStarted,
@@ -128,7 +127,6 @@ class Searched:
     """A search that was run once, and what stood around it."""
 
     report: autofit.Report
-    events: list[Event]
     model: nn.Module
     weights_before: dict[str, torch.Tensor]
     states_before: tuple[Any, ...]
@@ -169,7 +167,6 @@ def searched() -> Searched:
     blocks = [LocalBlock() for _ in range(4)]
     model = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 3))
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    events: list[Event] = []
     before, frozen = states(), gc.get_freeze_count()
     workload = autofit.Workload(
         model,
@@ -183,9 +180,8 @@ def searched() -> Searched:
         vram_budget="32MiB",
         device="cpu",
         max_probes=4,
-        progress=events.append,
     )
-    return Searched(report, events, model, weights, before, states(), frozen, gc.get_freeze_count())
+    return Searched(report, model, weights, before, states(), frozen, gc.get_freeze_count())
 
 
 def test_the_best_plan_is_compared_and_keeps_the_global_batch(searched: Searched) -> None:
@@ -206,13 +202,6 @@ def test_it_stays_within_its_limits(searched: Searched) -> None:
     assert searched.report.record.search.probes == len(searched.report.trials) <= 4
     held = [trial.measurement.held_bytes or 0 for trial in searched.report.trials if trial.ok]
     assert 0 < max(held) <= 32 * 2**20
-
-
-def test_whoever_watches_sees_each_probe_start_and_finish(searched: Searched) -> None:
-    started = [event.plan for event in searched.events if isinstance(event, ProbeStarted)]
-    finished = [event.trial for event in searched.events if isinstance(event, ProbeFinished)]
-    assert finished == list(searched.report.trials)
-    assert started == [trial.plan for trial in finished]
 
 
 def test_a_search_changes_nothing_of_the_users(searched: Searched) -> None:
@@ -250,14 +239,6 @@ def test_its_file_is_strict_json_and_reads_back(searched: Searched, tmp_path: Pa
     assert len(table) == len(loaded.trials)
 
 
-def gradients_of_a_plain_step(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    cross_entropy_of(model, batch).backward()  # type: ignore[no-untyped-call]  # torch
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return grads
-
-
 @pytest.mark.parametrize("loaded", [False, True])
 def test_apply_trains_with_the_best_plan_and_gives_everything_back(
     searched: Searched, tmp_path: Path, loaded: bool
@@ -266,9 +247,7 @@ def test_apply_trains_with_the_best_plan_and_gives_everything_back(
     if loaded:
         report = autofit.load(report.save(tmp_path / "report.json"))
         criterion = nn.CrossEntropyLoss()
-    torch.manual_seed(0)
-    blocks = [nn.Linear(64, 64) for _ in range(4)]
-    model = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 3))
+    model = searched_copy(searched)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     batch = labelled(12)
     loss_before = float(cross_entropy_of(model, batch).detach())
@@ -290,8 +269,6 @@ def test_apply_clips_as_the_search_did(searched: Searched) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     batch = tuple(part * 100 if part.is_floating_point() else part for part in labelled(12))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    raw = gradients_of_a_plain_step(model, batch)
-    assert float(torch.stack([g.norm() for g in raw.values()]).norm()) > 2.0
     with searched.report.apply(model, optimizer) as training:
         training.step(batch)
     moved = [(p.detach() - before[name]).norm() for name, p in model.named_parameters()]
@@ -316,12 +293,6 @@ def test_apply_refuses_to_train_on_a_stand_in_for_a_loss() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report.apply(model, optimizer, loss_fn=cross_entropy_of).undo()
-
-
-def test_apply_refuses_the_optimizer_of_another_model(searched: Searched) -> None:
-    other = torch.optim.SGD(classifier().parameters(), lr=0.1)
-    with pytest.raises(autofit.InvalidArgument, match=r"optimizer.*parameters"):
-        searched.report.apply(searched_copy(searched), other)
 
 
 def test_apply_takes_another_loss_than_the_search_had(searched: Searched) -> None:

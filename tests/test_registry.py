@@ -77,12 +77,6 @@ def test_numerics_filters(level: Numerics) -> None:
     assert "checkpointing" in found
 
 
-@pytest.mark.parametrize("level", ["roughly", 1, None])
-def test_an_unknown_level_is_refused(level: Any) -> None:
-    with pytest.raises(InvalidArgument, match=f"exact, rounding, reduced_precision.*{level!r}"):
-        load_strategies(numerics=level)
-
-
 @pytest.mark.parametrize(
     ("strategies", "level", "words"),
     [
@@ -90,9 +84,13 @@ def test_an_unknown_level_is_refused(level: Any) -> None:
         ([Doubling(), Doubling()], "rounding", r"'doubling'.*twice"),
         ([object()], "rounding", r"Strategy.*describe"),
         ([Doubling], "rounding", "class"),
+        *(
+            (None, level, f"exact, rounding, reduced_precision.*{level!r}")
+            for level in ("roughly", 1, None)
+        ),
     ],
 )
-def test_what_cannot_be_meant_is_refused(strategies: Any, level: str, words: str) -> None:
+def test_what_cannot_be_meant_is_refused(strategies: Any, level: Any, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
         load_strategies(strategies, numerics=level)
 
@@ -145,26 +143,21 @@ def test_a_plugin_is_loaded_by_its_entry_point(
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "message"),
+    ("name", "targets", "message"),
     [
-        ("doubling", "Missing", "'doubling'.*AttributeError"),
-        ("doubling", "Failing", "'doubling'.*no such table"),
-        ("doubling", "Leaving", "'doubling'.*SystemExit"),
-        ("doubled", "Doubling", "'doubled'.*'doubling'"),
-        ("doubling", "Doubling.describe", "'doubling'.*Strategy"),
+        ("doubling", ["Missing"], "'doubling'.*AttributeError"),
+        ("doubling", ["Failing"], "'doubling'.*no such table"),
+        ("doubling", ["Leaving"], "'doubling'.*SystemExit"),
+        ("doubled", ["Doubling"], "'doubled'.*'doubling'"),
+        ("doubling", ["Doubling.describe"], "'doubling'.*Strategy"),
+        ("doubling", ["Doubling", "Other"], r"two.*'doubling'"),
     ],
 )
 def test_a_broken_plugin_is_named(
-    plugin: str, monkeypatch: pytest.MonkeyPatch, name: str, target: str, message: str
+    plugin: str, monkeypatch: pytest.MonkeyPatch, name: str, targets: list[str], message: str
 ) -> None:
-    _install(monkeypatch, (name, f"{plugin}:{target}"))
+    _install(monkeypatch, *((name, f"{plugin}:{target}") for target in targets))
     with pytest.raises(InvalidArgument, match=message):
-        load_strategies()
-
-
-def test_two_plugins_of_one_name_are_refused(plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, ("doubling", f"{plugin}:Doubling"), ("doubling", f"{plugin}:Other"))
-    with pytest.raises(InvalidArgument, match=r"two.*'doubling'"):
         load_strategies()
 
 

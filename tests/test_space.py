@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -54,12 +56,38 @@ def test_with_one_the_baseline_is_the_split_nearest_below_it(
     assert baseline.global_batch == global_batch
 
 
-@pytest.mark.parametrize("global_batch", [None, 64])
-def test_a_bound_below_the_sample_batch_is_refused_and_renames_no_baseline(
-    global_batch: int | None,
+ONE_VALUE = Space({}, 4, fixed={"memory_format.layout": "default"})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Space({}, 9, max_micro_batch=6), r"max_micro_batch=6 .* baseline"),
+        (
+            lambda: Space({}, 9, global_batch=64, max_micro_batch=6),
+            r"max_micro_batch=6 .* baseline",
+        ),
+        (lambda: Space({}, 4, global_batch=0), r"global_batch.*\b0"),
+        (lambda: Space({}, 4, max_micro_batch=0), r"max_micro_batch.*\b0"),
+        (
+            lambda: ONE_VALUE.complete({"memory_format.layout": "channels_last"}),
+            r"\['default'\]",
+        ),
+        (lambda: Space(DIMENSIONS, 4).complete({"precision.type": "x"}), r"'precision\.type'"),
+        (
+            lambda: Space(DIMENSIONS, 4).complete({"precision.dtype": "float8"}),
+            r"'float8'.*'default'",
+        ),
+    ],
+)
+def test_what_is_no_space_and_no_setting_of_it_is_refused(
+    make: Callable[[], object], words: str
 ) -> None:
-    with pytest.raises(InvalidArgument, match=r"max_micro_batch=6 .* baseline"):
-        Space({}, 9, global_batch=global_batch, max_micro_batch=6)
+    with pytest.raises(InvalidArgument, match=words):
+        make()
+
+
+def test_a_bound_below_the_sample_batch_renames_no_baseline() -> None:
     assert Space({}, 9, global_batch=5, max_micro_batch=6).baseline == Plan.split(5, 5)
 
 
@@ -85,16 +113,9 @@ def test_settings_are_completed_and_checked() -> None:
         "checkpointing.level": 2,
         "compile.mode": "off",
     }
-    with_one_value_alone = Space({}, 4, fixed={"memory_format.layout": "default"})
-    assert with_one_value_alone.complete({}) == {}, "no plan needs to name it"
+    assert ONE_VALUE.complete({}) == {}, "no plan needs to name it"
     named = {"memory_format.layout": "default"}
-    assert with_one_value_alone.complete(named) == named
-    with pytest.raises(InvalidArgument, match=r"\['default'\]"):
-        with_one_value_alone.complete({"memory_format.layout": "channels_last"})
-    with pytest.raises(InvalidArgument, match=r"'precision\.type'"):
-        space.complete({"precision.type": "x"})
-    with pytest.raises(InvalidArgument, match=r"'float8'.*'default'"):
-        space.complete({"precision.dtype": "float8"})
+    assert ONE_VALUE.complete(named) == named
 
 
 def test_costs_and_payloads_belong_to_values_that_are_not_plain() -> None:
@@ -109,12 +130,6 @@ def test_costs_and_payloads_belong_to_values_that_are_not_plain() -> None:
     level = {**plain, "checkpointing.level": 1}
     assert payloads_of(dimensions, level) == {"checkpointing.level": ["a"]}
     assert payloads_of(dimensions, plain) == {}
-
-
-@pytest.mark.parametrize("name", ["global_batch", "max_micro_batch"])
-def test_bounds_below_one_are_refused(name: str) -> None:
-    with pytest.raises(InvalidArgument, match=rf"{name}.*\b0"):
-        Space({}, 4, **{name: 0})  # type: ignore[arg-type]  # both names take a number
 
 
 @pytest.mark.parametrize(("samples", "ranks"), [(64, 4), (13, 3)])

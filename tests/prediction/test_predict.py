@@ -79,24 +79,36 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
     assert prediction.largest_micro_batch_within(prediction.breakdown["non_torch"]) is None
 
 
-def test_a_setting_that_the_gpu_has_not() -> None:
-    with pytest.raises(InvalidArgument, match="'bfloat16'"):
-        predict(gpt(), plan=Plan(4, settings={"precision.dtype": "bfloat16"}), gpu="T4")
-    with pytest.raises(InvalidArgument, match="'magic'"):
-        predict(gpt(), plan=Plan(4, settings={"magic.wand": 1}))
+def of(**settings: Any) -> Plan:
+    return Plan(4, settings={name.replace("_", "."): value for name, value in settings.items()})
 
 
-def test_a_setting_of_none_of_the_given_strategies_is_refused() -> None:
-    """Ignored, it would be another training that is predicted."""
-    plan = Plan(4, settings={"precision.dtype": "bfloat16"})
-    with pytest.raises(InvalidArgument, match=r"precision\.dtype"):
-        predict(gpt(), plan=plan, strategies=["memory_format"], gpu="A100")
-
-
-def test_a_setting_whose_meaning_takes_a_run() -> None:
-    level = Plan(4, settings={"checkpointing.level": 1})
-    with pytest.raises(PredictionUnavailable, match=r"\b1\b.*real device.*plan="):
-        predict(gpt(), plan=level, gpu="A100")
+@pytest.mark.parametrize(
+    ("asked", "error", "words"),
+    [
+        ({"plan": of(precision_dtype="bfloat16"), "gpu": "T4"}, InvalidArgument, "'bfloat16'"),
+        ({"plan": of(magic_wand=1)}, InvalidArgument, "'magic'"),
+        (  # ignored, it would be another training that is predicted
+            {"plan": of(precision_dtype="bfloat16"), "strategies": ["memory_format"]},
+            InvalidArgument,
+            r"precision\.dtype",
+        ),
+        (  # what it means takes a run
+            {"plan": of(checkpointing_level=1)},
+            PredictionUnavailable,
+            r"\b1\b.*real device.*plan=",
+        ),
+        *(
+            ({"calibration": {"non_torch_bytes": size}}, InvalidArgument, "non_torch_bytes")
+            for size in (-5, float("nan"), "620MiB", None)
+        ),
+    ],
+)
+def test_what_no_gpu_can_be_asked_is_refused(
+    asked: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        predict(gpt(), **{"gpu": "A100"} | asked)
 
 
 def test_with_its_payload_it_can_be_predicted() -> None:
@@ -140,10 +152,19 @@ def looks(need: Callable[[int], int], budget: int, start: int) -> tuple[Any, lis
     return largest_that_fits(watched, budget, start=start), looked
 
 
-@pytest.mark.parametrize("start", [1, 7, 100, 5000])
-def test_a_line_takes_few_looks(start: int) -> None:
-    found, looked = looks(lambda n: 1000 + 10 * n, 8000, start)
-    assert found == 700
+@pytest.mark.parametrize(
+    ("need", "budget", "start", "most"),
+    [
+        *((lambda n: 1000 + 10 * n, 8000, start, 700) for start in (1, 7, 100, 5000)),
+        (lambda n: 1000 + n, 1000, 16, None),
+        (lambda n: 500 * n, 999, 16, 1),
+    ],
+)
+def test_a_line_takes_few_looks(
+    need: Callable[[int], int], budget: int, start: int, most: int | None
+) -> None:
+    found, looked = looks(need, budget, start)
+    assert found == most
     assert len(looked) <= 8
 
 
@@ -159,14 +180,6 @@ def test_long_steps_hide_no_larger_micro_batch(start: int, sample_bytes: int) ->
     found, _ = looks(need, budget, start)
     largest = (budget - 600 * 2**20) // sample_bytes
     assert 0.998 * largest < found <= largest
-
-
-def test_nothing_fits() -> None:
-    assert looks(lambda n: 1000 + n, 1000, 16)[0] is None
-
-
-def test_exactly_one_sample_fits() -> None:
-    assert looks(lambda n: 500 * n, 999, 16)[0] == 1
 
 
 def test_the_number_of_looks_is_bounded() -> None:
@@ -243,9 +256,3 @@ def test_in_place_operators_check_their_shapes(change: Callable[..., Any]) -> No
     workload = Workload(nn.Linear(16, 16), torch.ones(4, 16), loss_fn=loss_fn)
     with pytest.raises(RuntimeError):
         predict(workload, gpu="L4")
-
-
-@pytest.mark.parametrize("non_torch", [-5, float("nan"), "620MiB", None])
-def test_a_calibration_that_no_gpu_can_have_is_refused(non_torch: Any) -> None:
-    with pytest.raises(InvalidArgument, match="non_torch_bytes"):
-        predict(gpt(), gpu="A100", calibration={"non_torch_bytes": non_torch})

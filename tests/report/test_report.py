@@ -103,6 +103,7 @@ def test_what_is_no_report_is_refused(tmp_path: Path, content: str | bytes, word
         (None, "None"),
         (torch.optim.SGD, "<class 'torch.optim.sgd.SGD'>"),
         ({"0": None}, "optimizer.*training_step"),
+        (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), "none of the model's parameters"),
     ],
 )
 def test_what_cannot_step_is_refused_before_the_first_step(

@@ -12,7 +12,6 @@ import autofit
 from autofit.errors import InvalidArgument, WorkerFailed
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
-from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.searching import events
 from autofit.searching.engine import run_search
 from autofit.searching.limits import (
@@ -22,21 +21,7 @@ from autofit.searching.limits import (
 )
 from autofit.searching.options import SearchArguments
 from autofit.searching.result import INTERRUPTED, difference_of, memory_of
-from autofit.testing import SimulatedProber
 from tests.simulated import SimulatedDevice
-
-
-class _EndingAt(SimulatedProber):
-    """Its n-th probe raises."""
-
-    def __init__(self, device: SimulatedDevice, at: int, error: BaseException) -> None:
-        super().__init__(device.budget, device.memory, device.step_time)
-        self._at, self._error = at, error
-
-    def probe(self, request: ProbeRequest) -> ProbeResult:
-        if len(self.probed) == self._at:
-            raise self._error
-        return super().probe(request)
 
 
 def test_more_time_is_asked_for_where_the_timeout_ended_the_search(
@@ -66,7 +51,12 @@ class _Gone:
 def test_nothing_more_is_run_after_an_interrupt_or_without_a_worker(
     device: SimulatedDevice, error: BaseException
 ) -> None:
-    result = run_search(_EndingAt(device, 4, error), device.spec(), timeout_s=1e8)
+    def fault(plan: Plan) -> None:
+        if len(ending.probed) >= 5:
+            raise error
+
+    ending = device.prober(fault)
+    result = run_search(ending, device.spec(), timeout_s=1e8)
     assert result.stopped_because in (INTERRUPTED, "no worker starts")
     assert result.best.plan != result.baseline.plan
     assert not result.may_probe

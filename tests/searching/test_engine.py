@@ -259,41 +259,38 @@ def test_a_probe_that_the_timeout_ends_is_not_blamed_on_its_plan(device: Simulat
     assert result.best.kind is TrialKind.CONFIRMATION
 
 
-class _Interrupting:
-    """A simulated device whose n-th probe is interrupted."""
+class _Wrapped:
+    """A prober that does something more around another one's probes."""
 
-    def __init__(self, device: SimulatedDevice, at: int) -> None:
-        self._inner, self._left = device.prober(), at
-        self.strategies, self.start_s = (), 0.0
+    def __init__(self, inner: Any, then: Callable[[Any, ProbeResult], ProbeResult]) -> None:
+        self._inner, self._then = inner, then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def probe(self, request: ProbeRequest) -> ProbeResult:
-        self._left -= 1
-        if self._left == 0:
-            raise KeyboardInterrupt
-        return self._inner.probe(request)
-
-    def renew(self) -> None:
-        """Do nothing: every probe of it runs afresh."""
+        return self._then(self._inner, self._inner.probe(request))
 
 
 def test_an_interrupt_before_anything_ran_is_passed_on(device: SimulatedDevice) -> None:
+    def interrupted(plan: Plan) -> None:
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        run_search(_Interrupting(device, at=1), device.spec())
+        run_search(device.prober(interrupted), device.spec())
 
 
 def test_an_error_of_the_users_code_reaches_the_user_after_one_probe(
     device: SimulatedDevice,
 ) -> None:
-    class _Raising(_Interrupting):
-        def probe(self, request: ProbeRequest) -> ProbeResult:
-            self.asked = getattr(self, "asked", 0) + 1
-            failed = Measurement(Outcome.USER_ERROR, detail="KeyError: 'labels'")
-            return ProbeResult(failed, KeyError("labels"))
+    def raises(_: Any, result: ProbeResult) -> ProbeResult:
+        failed = Measurement(Outcome.USER_ERROR, detail="KeyError: 'labels'")
+        return ProbeResult(failed, KeyError("labels"))
 
-    prober = _Raising(device, at=99)
+    prober = device.prober()
     with pytest.raises(KeyError, match="labels"):
-        run_search(prober, device.spec())
-    assert prober.asked == 1
+        run_search(_Wrapped(prober, raises), device.spec())
+    assert len(prober.probed) == 1
 
 
 @pytest.mark.parametrize(
@@ -358,13 +355,12 @@ def test_smaller_plans_are_tried_if_the_baseline_does_not_fit(make_device: MakeD
 
 @pytest.mark.slow
 def test_a_plan_that_no_longer_fits_when_confirmed_is_not_returned(device: SimulatedDevice) -> None:
-    class _Shrinking(_Interrupting):
-        def probe(self, request: ProbeRequest) -> ProbeResult:
-            if request.full_accumulation and request.plan.micro_batch > 10:
-                return ProbeResult(Measurement(Outcome.OOM))
-            return self._inner.probe(request)
+    def shrunk(inner: Any, result: ProbeResult) -> ProbeResult:
+        request = inner.probed[-1]
+        fits = not request.full_accumulation or request.plan.micro_batch <= 10
+        return result if fits else ProbeResult(Measurement(Outcome.OOM))
 
-    result = run_search(_Shrinking(device, at=99), device.spec(), max_probes=40)
+    result = run_search(_Wrapped(device.prober(), shrunk), device.spec(), max_probes=40)
     assert result.best.plan.micro_batch <= 10
     assert result.best.kind is TrialKind.CONFIRMATION
 
@@ -480,25 +476,11 @@ def test_a_repeated_proposal_is_pruned_and_not_run(
     assert len(prober.probed) == result.probes == (4 if outcome is Outcome.OK else 3)
 
 
-class _Wrapped:
-    """A prober that does something more around another one's probes."""
-
-    def __init__(self, inner: Any, then: Callable[[Any, Measurement], Measurement]) -> None:
-        self._inner, self._then = inner, then
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def probe(self, request: ProbeRequest) -> ProbeResult:
-        result: ProbeResult = self._inner.probe(request)
-        return replace(result, measurement=self._then(self._inner, result.measurement))
-
-
 def test_an_interrupt_that_was_swallowed_still_ends_the_search(device: SimulatedDevice) -> None:
-    def swallow(_: Any, measurement: Measurement) -> Measurement:
+    def swallow(_: Any, result: ProbeResult) -> ProbeResult:
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        return measurement
+        return result
 
     result = run_search(_Wrapped(device.prober(), swallow), device.spec())
     assert result.stopped_because == INTERRUPTED
@@ -509,10 +491,9 @@ def test_an_interrupt_that_was_swallowed_still_ends_the_search(device: Simulated
 def test_a_machine_that_slowed_down_has_its_baseline_measured_again(
     device: SimulatedDevice,
 ) -> None:
-    def slower(inner: Any, measurement: Measurement) -> Measurement:
-        if not inner.renewals or not measurement.step_times_s:
-            return measurement
-        return replace(measurement, step_times_s=[3 * t for t in measurement.step_times_s])
+    def slower(inner: Any, result: ProbeResult) -> ProbeResult:
+        times = [t * (3 if inner.renewals else 1) for t in result.measurement.step_times_s]
+        return replace(result, measurement=replace(result.measurement, step_times_s=times))
 
     result: Any = run_search(_Wrapped(device.prober(), slower), device.spec())
     confirmed = {t.plan: t for t in result.trials if t.kind is TrialKind.CONFIRMATION and t.ok}
@@ -529,9 +510,9 @@ def test_a_value_that_needs_a_fresh_worker_shares_none(make_device: MakeDevice) 
     other = make_device(dimensions=dimensions)
     workers: list[tuple[int, bool]] = []
 
-    def remember(inner: Any, measurement: Measurement) -> Measurement:
+    def remember(inner: Any, result: ProbeResult) -> ProbeResult:
         workers.append((inner.renewals, _is_half(inner.probed[-1].plan)))
-        return measurement
+        return result
 
     prober, sampler = _Wrapped(other.prober(), remember), RandomSampler(seed=0)
     run_search(prober, other.spec(), sampler=sampler, max_probes=12)
@@ -558,8 +539,8 @@ def test_a_probe_may_take_as_long_as_its_settings_say(make_device: MakeDevice) -
     dimensions = {"compile.mode": Dimension(("off", "default"), trial_cost_s=500.0)}
     other = make_device(dimensions=dimensions)
 
-    def timed(_: Any, measurement: Measurement) -> Measurement:
-        return replace(measurement, seconds=2.0)
+    def timed(_: Any, result: ProbeResult) -> ProbeResult:
+        return replace(result, measurement=replace(result.measurement, seconds=2.0))
 
     inner = other.prober()
     run_search(_Wrapped(inner, timed), other.spec())

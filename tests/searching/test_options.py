@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ def test_valid_options_pass() -> None:
         ("allow_accumulation_change", "no"),
         ("ranks", 0),
         ("workers", 1.5),
+        ("workers", 0),
+        ("workers", 2),  # of no executor
         ("executor", 3),
+        ("executor", ProcessPoolExecutor),
         ("profile", 3),
         ("profile", "trace.txt"),
         ("profile", "a\0.json"),

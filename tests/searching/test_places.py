@@ -21,7 +21,6 @@ import autofit
 from autofit.devices.request import device_names
 from autofit.errors import InvalidArgument, SearchTimedOut, WorkerFailed
 from autofit.probing.messages import Reply, message_of_reply
-from autofit.searching.options import SearchOptions
 
 LIMITS: dict[str, Any] = {"vram_budget": "64MiB", "strategies": ["checkpointing"], "seed": 0}
 
@@ -68,26 +67,18 @@ def test_two_devices_run_plans_of_one_search(tmp_path: Path) -> None:
         ({"device": "cpu,cuda:0"}, "numbered"),
         ({"device": []}, "device is empty"),
         ({"device": ["cpu", "tpu"]}, "tpu"),
+        (
+            {
+                "device": ["cuda:0", "cuda:1"],
+                "options": autofit.SearchOptions(executor=ThreadPoolExecutor()),
+            },
+            "names 2 devices",
+        ),
     ],
 )
 def test_devices_that_cannot_be_meant_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
         searched(**given)
-
-
-def test_options_that_cannot_be_meant_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="executor="):
-        SearchOptions(workers=2)
-    with pytest.raises(InvalidArgument, match=r"must be a concurrent\.futures\.Executor"):
-        SearchOptions(executor=3)  # type: ignore[arg-type]  # the point of the test
-    with pytest.raises(InvalidArgument, match=r"must be a concurrent\.futures\.Executor"):
-        SearchOptions(executor=ProcessPoolExecutor)  # type: ignore[arg-type]  # likewise
-    with pytest.raises(InvalidArgument, match=r"SearchOptions.*'ranks': 2"):
-        searched(device="cpu", options={"ranks": 2})
-    with pytest.raises(InvalidArgument, match="workers"):
-        SearchOptions(workers=0)
-    with ThreadPoolExecutor() as pool, pytest.raises(InvalidArgument, match="names 2 devices"):
-        searched(device=["cuda:0", "cuda:1"], options=SearchOptions(executor=pool))
 
 
 def test_names_divided_by_commas_are_several() -> None:

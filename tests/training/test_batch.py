@@ -126,31 +126,62 @@ def test_a_tensor_of_another_size_stays_whole_also_where_a_grown_batch_reaches_i
         assert piece[1] is batch[1]
 
 
-@pytest.mark.parametrize("batch", [[], {}, "text", 3, None, (torch.tensor(1.0),)])
-def test_a_batch_without_samples_is_refused_with_the_way_out(batch: Any) -> None:
-    with pytest.raises(InvalidArgument, match="n -> batch"):
-        batch_size(batch)
-
-
-def test_an_empty_batch_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="0 samples"):
-        batch_size(torch.empty(0, 3))
-
-
-def test_one_sample_cannot_be_distinguished_from_a_shared_row() -> None:
-    with pytest.raises(InvalidArgument, match="2 of its 3 tensors"):
-        check_batched_dimension((torch.zeros(1, 3), torch.zeros(1), torch.zeros(7)))
+def test_a_shared_row_beside_several_samples_is_no_sample() -> None:
     check_batched_dimension((torch.zeros(1, 3), torch.tensor(0.0), torch.zeros(7)))
     check_batched_dimension((torch.zeros(2, 3), torch.zeros(1)))
 
 
-def test_a_target_of_other_samples_is_refused() -> None:
+def test_a_target_of_other_samples_is_for_a_loss_of_the_users_own() -> None:
     inputs, targets = torch.zeros(8, 3), torch.zeros(6)
-    with pytest.raises(InvalidArgument, match=r"8 in the input and 6 in the target.*function n"):
-        Workload(nn.Linear(3, 1), (inputs, targets), criterion=nn.MSELoss())
     Workload(nn.Linear(3, 1), (inputs, targets), loss_fn=lambda model, batch: model(batch[0]).sum())
     for fits in (torch.zeros(8), torch.tensor(0.0), torch.zeros(1), {"a": inputs, "b": targets}):
         check_target((inputs, fits))
+
+
+DESCRIBED = Samples.of({"x": torch.ones(4, 3), "y": torch.ones(4)})
+
+
+@pytest.mark.parametrize(
+    ("use", "batch", "words"),
+    [
+        (batch_size, [], "n -> batch"),
+        (batch_size, {}, "n -> batch"),
+        (batch_size, "text", "n -> batch"),
+        (batch_size, 3, "n -> batch"),
+        (batch_size, None, "n -> batch"),
+        (batch_size, (torch.tensor(1.0),), "n -> batch"),
+        (batch_size, torch.empty(0, 3), "0 samples"),
+        # one sample cannot be distinguished from a row that all share
+        (
+            check_batched_dimension,
+            (torch.zeros(1, 3), torch.zeros(1), torch.zeros(7)),
+            "2 of its 3 tensors",
+        ),
+        *(
+            (check_batched_dimension, {"x": torch.ones(4, 2), "other": other}, "n -> batch")
+            for other in (
+                torch.eye(4).to_sparse_csr(),
+                torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+                torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            )
+        ),
+        (
+            lambda batch: Workload(nn.Linear(3, 1), batch, criterion=nn.MSELoss()),
+            (torch.zeros(8, 3), torch.zeros(6)),
+            r"8 in the input and 6 in the target.*function n",
+        ),
+        (
+            DESCRIBED.size,
+            {"x": torch.ones(4, 3), "y": torch.ones(4), "mask": torch.ones(4)},
+            r"\['mask'\], which the sample batch",
+        ),
+        (DESCRIBED.size, {"x": torch.ones(4, 3), "y": torch.ones(5)}, r"\['y'\]: \(5,\)"),
+        (Samples(frozenset({"batch"}), frozenset()).size, torch.zeros(0, 8), "0 samples"),
+    ],
+)
+def test_what_is_no_batch_is_refused_with_the_way_out(use: Any, batch: Any, words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        use(batch)
 
 
 def test_where_every_tensor_has_size_1_it_is_one_sample() -> None:
@@ -169,36 +200,8 @@ def test_a_sparse_batch_grows_and_is_cut() -> None:
     assert torch.equal(cut[1], whole[:2])
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.eye(4).to_sparse_csr(),
-        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    ],
-    ids=["csr", "jagged", "nested"],
-)
-def test_what_torch_cannot_cut_is_refused_with_the_way_out(tensor: torch.Tensor) -> None:
-    with pytest.raises(InvalidArgument, match="n -> batch"):
-        check_batched_dimension({"x": torch.ones(4, 2), "other": tensor})
-
-
 def test_a_maker_shows_by_two_batches_what_holds_samples() -> None:
     """In one batch of two samples a constant of two elements would look like one of them."""
     samples = Samples.made_by(lambda n: {"scale": torch.ones(2), "x": torch.ones(n, 3)})
     assert samples == Samples(frozenset({"['x']"}), frozenset({"['scale']"}))
     assert samples.size({"scale": torch.ones(2), "x": torch.ones(7, 3)}) == 7
-
-
-def test_a_batch_that_the_sample_batch_does_not_describe_is_refused() -> None:
-    samples = Samples.of({"x": torch.ones(4, 3), "y": torch.ones(4)})
-    with pytest.raises(InvalidArgument, match=r"\['mask'\], which the sample batch"):
-        samples.size({"x": torch.ones(4, 3), "y": torch.ones(4), "mask": torch.ones(4)})
-    with pytest.raises(InvalidArgument, match=r"\['y'\]: \(5,\)"):
-        samples.size({"x": torch.ones(4, 3), "y": torch.ones(5)})
-
-
-def test_a_batch_of_a_training_is_not_empty() -> None:
-    samples = Samples(frozenset({"batch"}), frozenset())
-    with pytest.raises(InvalidArgument, match="0 samples"):
-        samples.size(torch.zeros(0, 8))

@@ -141,27 +141,27 @@ class OwnLoader(DataLoader[Any]):
 
 
 @pytest.mark.parametrize(
-    ("loader", "words"),
+    ("use", "loader", "words"),
     [
-        (ROWS, "loader must be .*TensorDataset.*functools.partial"),
-        (lambda: 0, "must accept batch_size and num_workers"),
-        (lambda batch_size, workers: 0, "must accept num_workers"),
-        (OwnLoader(ROWS), "an OwnLoader.*pass a function"),
+        (check_loader, ROWS, "loader must be .*TensorDataset.*functools.partial"),
+        (check_loader, lambda: 0, "must accept batch_size and num_workers"),
+        (check_loader, lambda batch_size, workers: 0, "must accept num_workers"),
+        (check_loader, OwnLoader(ROWS), "an OwnLoader.*pass a function"),
+        (
+            lambda loader: make_loader(loader, LoaderSettings(2)),
+            lambda batch_size, num_workers: 3,
+            "got an int",
+        ),
+        (
+            lambda loader: next(batches_without_end(loader)),  # it would go on for ever
+            DataLoader(ROWS, 11, drop_last=True),
+            r"no batch.*drop_last",
+        ),
     ],
 )
-def test_what_no_loader_can_be_made_of_is_refused(loader: Any, words: str) -> None:
+def test_what_no_loader_can_be_made_of_is_refused(use: Any, loader: Any, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
-        check_loader(loader)
-
-
-def test_a_function_that_makes_no_loader_is_named() -> None:
-    with pytest.raises(InvalidArgument, match="got an int"):
-        make_loader(lambda batch_size, num_workers: 3, LoaderSettings(2))  # type: ignore[arg-type, return-value]  # that is the fault
-
-
-def test_a_loader_without_batches_does_not_go_on_for_ever() -> None:
-    with pytest.raises(InvalidArgument, match=r"no batch.*drop_last"):
-        next(batches_without_end(DataLoader(ROWS, 11, drop_last=True)))
+        use(loader)
 
 
 def test_a_generator_ends_after_its_only_epoch_and_is_named() -> None:

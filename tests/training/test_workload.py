@@ -18,13 +18,6 @@ from autofit.training.workload import Workload
 X = torch.randn(4, 3)
 
 
-def test_functions_are_believed_only_as_far_as_they_deliver() -> None:
-    with pytest.raises(InvalidArgument, match=r"nn\.Module.*\bstr\b"):
-        Workload(lambda: "model", X).build_model()  # type: ignore[arg-type,return-value]  # wrong on purpose
-    with pytest.raises(InvalidArgument, match=r"5 samples.*4"):
-        Workload(nn.Linear(3, 2), lambda n: X).batch(5)
-
-
 def test_a_function_makes_batches_from_two_samples_on() -> None:
     workload = Workload(nn.Linear(3, 2), lambda n: torch.ones(n, 3))
     assert workload.sample_batch_size == 2
@@ -55,6 +48,7 @@ SET = {"naming.word": "Anna"}
         (10, {"micro_batch": 5}, Plan.split(10, 5)),
         (10, {"micro_batch": 5, "global_batch": 20}, Plan.split(20, 5)),
         (10, {"micro_batch": 5, "accumulation_steps": 3}, Plan(5, accumulation_steps=3)),
+        (None, {"micro_batch": 8, "global_batch": 100}, Plan.split(100, 8)),  # the largest has 8
     ],
 )
 def test_what_a_plans_words_leave_out_is_the_workloads_own(
@@ -63,26 +57,19 @@ def test_what_a_plans_words_leave_out_is_the_workloads_own(
     assert Workload(nn.Linear(3, 2), X, global_batch=global_batch).plan(**said) == meant
 
 
-def test_counts_that_make_no_plan_are_refused() -> None:
-    workload = Workload(nn.Linear(3, 2), X)
-    with pytest.raises(InvalidArgument, match=r"3.*4"):
-        workload.plan(4, 3, 9)
-
-
-def test_a_micro_batch_larger_than_the_global_batch_is_refused() -> None:
-    workload = Workload(nn.Linear(3, 2), X, global_batch=32)
-    with pytest.raises(InvalidArgument, match=r"64.*32"):
-        workload.plan(64)
-
-
-@pytest.mark.parametrize("global_batch", [12, 100])
-def test_a_micro_batch_is_never_made_smaller_without_a_word(global_batch: int) -> None:
-    workload = Workload(nn.Linear(3, 2), X)
-    if global_batch == 100:  # 13 micro-batches, the largest of 8
-        assert workload.plan(8, None, global_batch).micro_batch == 8
-        return
-    with pytest.raises(InvalidArgument, match=r"12.* 8.*micro_batch=6.*global_batch=16"):
-        workload.plan(8, None, global_batch)
+@pytest.mark.parametrize(
+    ("global_batch", "said", "words"),
+    [
+        (None, (4, 3, 9), r"3.*4"),
+        (32, (64,), r"64.*32"),  # larger than the global batch
+        (None, (8, None, 12), r"12.* 8.*micro_batch=6.*global_batch=16"),
+    ],
+)
+def test_counts_that_make_no_plan_are_refused(
+    global_batch: int | None, said: tuple[Any, ...], words: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        Workload(nn.Linear(3, 2), X, global_batch=global_batch).plan(*said)
 
 
 # -- Where a loss comes from, and what is no loss
