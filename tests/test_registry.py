@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from autofit import registry
 from autofit.errors import InvalidArgument
-from autofit.plan import Dimension, Plan, Scalar
+from autofit.plan import Dimension, Plan
 from autofit.registry import (
     collect_dimensions,
     installed_names,
@@ -23,33 +22,23 @@ from autofit.registry import (
     strategies_of,
 )
 from autofit.space import Space
-from autofit.strategy import Context, Numerics, Phase, TrainingView
+from autofit.strategy import Context, Numerics
 from autofit.testing import PlainContext
 from autofit.training.workload import Workload
+from tests.plugin import Plugin
 
 
-class Doubling:
-    """A strategy of a third party."""
-
+class Doubling(Plugin):
     name = "doubling"
-    phase = Phase.STEP
     numerics = Numerics.ROUNDING
 
     def __init__(self, offered: Any = None) -> None:
-        self.offered = {"doubling.on": Dimension([False, True])} if offered is None else offered
+        self.offered = offered
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         if isinstance(self.offered, Exception):
             raise self.offered
-        return self.offered
-
-    def apply(
-        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
-        return []
+        return super().dimensions(context) if self.offered is None else self.offered
 
 
 def _context() -> PlainContext:

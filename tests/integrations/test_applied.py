@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,31 +12,24 @@ from torch import nn
 
 from autofit.errors import InvalidArgument
 from autofit.integrations.applied import library, on_model, replaced
-from autofit.plan import Dimension, Plan, ResolvedPlan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.searching.loader_batches import longest_batch
-from autofit.strategy import Context, Numerics, Phase, TrainingView
+from autofit.strategy import TrainingView
+from tests.plugin import Plugin
 
 
-class Foreign:
+class Foreign(Plugin):
     """A strategy of somebody else's, which does to a training what a test says."""
 
     name = "foreign"
-    phase = Phase.STEP
-    numerics = Numerics.EXACT
 
     def __init__(self, act: Callable[[TrainingView], Any]) -> None:
         self._act = act
-
-    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        return {"foreign.on": Dimension([False, True])}
 
     @contextmanager
     def apply(self, training: TrainingView, settings: Any, payloads: Any) -> Iterator[None]:
         self._act(training)
         yield
-
-    def describe(self, settings: Any, payloads: Any) -> list[str]:
-        return []
 
 
 def resolved(act: Callable[[TrainingView], Any]) -> ResolvedPlan:

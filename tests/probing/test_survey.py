@@ -6,7 +6,6 @@ import gc
 import re
 import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -21,10 +20,10 @@ from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.probing.messages import Call, ProbeRequest
 from autofit.probing.session import Session
 from autofit.probing.survey import check_weights_fit, take_survey
-from autofit.strategy import Numerics, Phase
 from autofit.training.loss import LossSource
 from autofit.training.workload import Workload
 from tests.classifier import CROSS_ENTROPY, classifier, labelled, session_of
+from tests.plugin import Plugin
 
 MIB = 2**20
 
@@ -238,10 +237,10 @@ class _Watched(nn.Module):
         return self.layer(x)
 
 
-class _Curious:
+class _Curious(Plugin):
     """A strategy that looks at the model, profiles it twice, says so, and offers a setting."""
 
-    name, phase, numerics = "curious", Phase.MODEL, Numerics.EXACT
+    name = "curious"
 
     def dimensions(self, context: Any) -> Mapping[str, Dimension]:
         assert context.model.layer.weight.shape == (4, 6)
@@ -249,12 +248,6 @@ class _Curious:
             loss = context.with_training(lambda training, batch: training.step(batch), micro_batch)
             context.note(f"{loss:.0f} at {micro_batch} on {context.device}")
         return {"curious.level": Dimension([0, context.capabilities.device_type])}
-
-    def apply(self, training: Any, settings: Any, payloads: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def describe(self, settings: Any, payloads: Any) -> list[str]:
-        return []
 
 
 class _Failing(_Curious):

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
+from autofit.plan import Plan, ResolvedPlan, Scalar
 from autofit.registry import load_strategies
 from autofit.searching.result import paste_lines
-from autofit.strategy import Context, Numerics, Phase, TrainingView
+from tests.plugin import Plugin
 
 
-class Folding:
-    """A strategy of a third party."""
-
+class Folding(Plugin):
     name = "folding"
-    phase = Phase.MODEL
-    numerics = Numerics.EXACT
 
-    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        return {"folding.level": Dimension([0, 1])}
-
-    def apply(
-        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+    def describe(self, settings: Any, payloads: Any) -> list[str]:
         return [f"fold({dict(settings)}, {dict(payloads)})"]
 
 

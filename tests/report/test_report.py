@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from autofit.errors import InvalidArgument
-from autofit.plan import Dimension
 from autofit.report.record import Record
 from autofit.report.report import Report, load
-from autofit.strategy import Context, Numerics, Phase, TrainingView
+from autofit.strategy import TrainingView
+from tests.plugin import Plugin
 
 
 def test_it_is_a_view_of_its_record(record: Record) -> None:
@@ -136,24 +136,16 @@ def test_a_strategy_that_is_not_installed_here_is_named(record: Record) -> None:
         Report(record).apply(model, optimizer, criterion=torch.nn.CrossEntropyLoss())
 
 
-class Folding:
+class Folding(Plugin):
     """A strategy that is not installed: its settings are written on the model."""
 
     name = "folding"
-    phase = Phase.MODEL
-    numerics = Numerics.EXACT
-
-    def dimensions(self, context: Context) -> dict[str, Dimension]:
-        return {}
 
     @contextmanager
     def apply(self, training: TrainingView, settings: Any, payloads: Any) -> Iterator[None]:
         training.model.folded = payloads["folding.level"]
         yield
         del training.model.folded
-
-    def describe(self, settings: Any, payloads: Any) -> list[str]:
-        return []
 
 
 def test_a_strategy_that_is_not_installed_here_may_be_given(record: Record) -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from autofit.plan import Dimension, Scalar
-from autofit.strategy import Context, Numerics, Phase, TrainingView
+from autofit.strategy import Context, Numerics, TrainingView
 from autofit.testing import NotConformant, check_strategy
 from autofit.testing.conformance import attention
 from autofit.training.workload import Workload
+from tests.plugin import Plugin
 
 SETTING = "scaling.factor"
 
@@ -28,12 +29,10 @@ def perceptron() -> Workload:
     return Workload(model, batch, criterion=torch.nn.functional.mse_loss)
 
 
-class Scaling:
+class Scaling(Plugin):
     """Multiplies every loss by a power of two and every gradient back: exact, and takes it back."""
 
     name = "scaling"
-    phase = Phase.STEP
-    numerics = Numerics.EXACT
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         return {SETTING: Dimension([1, 4], payloads={4: {"shift": 2}})}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,37 +12,31 @@ from torch import nn
 
 import autofit
 from autofit.errors import Unsupported
-from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
-from autofit.strategy import Context, Numerics, Phase, Strategy, TrainingView
+from autofit.plan import Plan, ResolvedPlan, Scalar
+from autofit.strategy import Numerics, Phase, Strategy, TrainingView
 from autofit.testing import NotConformant, check_strategy
 from autofit.training.training import Training
 from autofit.training.workload import Workload
+from tests.plugin import Plugin
 
 CPU = torch.device("cpu")
 
 
-class OnOff:
-    """A strategy with one setting, on or off."""
-
-    numerics = Numerics.EXACT
+class OnOff(Plugin):
+    """A strategy whose setting decides what it does."""
 
     def __init__(self, name: str, phase: Phase) -> None:
         self.name = name
         self.phase = phase
 
-    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        return {f"{self.name}.on": Dimension([False, True])}
-
-    def apply(
-        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
-    ) -> AbstractContextManager[None]:
+    def apply(self, training: TrainingView, settings: Any, payloads: Any) -> Any:
         return self.applied(training, is_on=bool(settings[f"{self.name}.on"]))
 
     @contextmanager
     def applied(self, training: TrainingView, *, is_on: bool) -> Iterator[None]:
         yield
 
-    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+    def describe(self, settings: Any, payloads: Any) -> list[str]:
         return [f"# {self.name}"] if settings[f"{self.name}.on"] else []
 
 
@@ -85,17 +79,6 @@ class Swaps(OnOff):
         finally:
             if self.gives_back:
                 training.optimizer = before
-
-
-class Looks(OnOff):
-    """Notes whether there is an optimizer when it is applied."""
-
-    saw: object = None
-
-    @contextmanager
-    def applied(self, training: TrainingView, *, is_on: bool) -> Iterator[None]:
-        self.saw = training.optimizer
-        yield
 
 
 def _workload() -> Workload:

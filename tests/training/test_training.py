@@ -15,6 +15,7 @@ from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
+from tests.plugin import Plugin
 
 CPU = torch.device("cpu")
 IGNORED = -100
@@ -304,16 +305,11 @@ def test_a_train_step_that_forgets_the_scaler_is_refused() -> None:
     training.undo()
 
 
-class _Recording:
+class _Recording(Plugin):
     """A strategy that writes down when it is applied and undone, and wraps what can be wrapped."""
 
-    numerics = 0
-
-    def __init__(self, name: str, phase: int, told: list[str]) -> None:
+    def __init__(self, name: str, phase: Any, told: list[str]) -> None:
         self.name, self.phase, self._told = name, phase, told
-
-    def dimensions(self, context: Any) -> dict[str, Any]:
-        return {}
 
     @contextmanager
     def apply(self, training: Any, settings: Any, payloads: Any) -> Iterator[None]:
@@ -335,9 +331,6 @@ class _Recording:
     def _step(self, update: Any) -> None:
         self._told.append(f"{self.name} update")
         update()
-
-    def describe(self, settings: Any, payloads: Any) -> list[str]:
-        return []
 
 
 def test_strategies_are_applied_by_phase_with_their_own_settings_and_undone_backwards() -> None:
