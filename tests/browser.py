@@ -5,7 +5,6 @@ Promises: what a page logs, throws, is refused by its policy and asks the networ
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -75,13 +74,6 @@ class Browser:
         )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
-
-    def picture(self, path: Path) -> None:
-        """Write a PNG of the whole page."""
-        size = self._ask("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "scale": 1, "width": size["width"], "height": size["height"]}
-        taken = self._ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(taken["data"]))
 
     def _ask(self, method: str, **given: Any) -> Any:
         self._number += 1

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from autofit.units import GIB
+
 NO_FAULT = 2
 """A micro-batch at which a `FaultyModel` has no fault."""
 
@@ -30,3 +32,23 @@ class FaultyModel(nn.Module):
             replaced = self.faults[len(inputs)](self, output)
             return replaced if isinstance(replaced, torch.Tensor) else output
         return output
+
+
+class AllocatesInBackward(torch.autograd.Function):
+    """Needs 2 GiB in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + gradient.new_empty(2 * GIB // 4).max()
+
+
+def runs_out_in_forward(model: Any, output: torch.Tensor) -> torch.Tensor:
+    return output + output.new_empty(2 * GIB // 4).max()
+
+
+def runs_out_in_backward(model: Any, output: torch.Tensor) -> Any:
+    return AllocatesInBackward.apply(output)  # type: ignore[no-untyped-call]  # torch left it so

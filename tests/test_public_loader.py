@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import autofit
+from tests.probing.test_loader_measured import Rows, stuck, tired
 
 HERE: dict[str, Any] = {
     "device": "cpu",
@@ -27,21 +28,6 @@ SAMPLES = 16
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(SAMPLES, 8), torch.arange(SAMPLES) % 3
-
-
-class Photographs(Dataset[tuple[torch.Tensor, int]]):
-    """Each takes `seconds` to read; notes the processes that read."""
-
-    def __init__(self, folder: Path, seconds: float) -> None:
-        self.folder, self.seconds = folder, seconds
-
-    def __len__(self) -> int:
-        return 5000
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        (self.folder / str(os.getpid())).touch()
-        time.sleep(self.seconds)
-        return torch.ones(8), index % 3
 
 
 class Slow(nn.Module):
@@ -70,7 +56,7 @@ def said(report: autofit.Report) -> str:
 def test_a_slow_loader_is_the_bottleneck_and_workers_are_recommended(tmp_path: Path) -> None:
     read, trace, saved = tmp_path / "read", tmp_path / "trace.json", tmp_path / "report.json"
     read.mkdir()
-    photographs = functools.partial(DataLoader, Photographs(read, 0.01), shuffle=True)
+    photographs = functools.partial(DataLoader, Rows(read, tired, 8), shuffle=True)
     options = autofit.SearchOptions(profile=trace)
     report = autofit.search(fed_by(photographs), options=options, **HERE)
     found = report.record.findings["loader"]
@@ -117,8 +103,8 @@ def test_a_loader_that_fails_costs_no_answer() -> None:
 
 @pytest.mark.slow
 def test_a_loader_that_hangs_ends_with_the_timeout_and_costs_no_answer(tmp_path: Path) -> None:
-    stuck = functools.partial(DataLoader, Photographs(tmp_path, 1000.0))
-    report = autofit.search(fed_by(stuck), timeout=12, **HERE)
+    hanging = functools.partial(DataLoader, Rows(tmp_path, stuck, 8))
+    report = autofit.search(fed_by(hanging), timeout=12, **HERE)
     assert report.best.ok
     assert report.record.findings["loader"]["failed"] == "the time of the search was over"
     assert not any(Path(f"/proc/{path.name}").exists() for path in tmp_path.iterdir())

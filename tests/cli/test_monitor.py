@@ -60,8 +60,12 @@ def test_the_name_of_a_command_moves_no_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in ended.stdout
 
 
-def test_a_command_is_run_and_the_memory_of_its_children_is_told(tmp_path: Path) -> None:
-    table = tmp_path / "t.csv"
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    return tmp_path / "t.csv"
+
+
+def test_a_command_is_run_and_the_memory_of_its_children_is_told(table: Path) -> None:
     in_a_child = '"$0" -c "$1" "$2" || exit $?'
     command = ["sh", "-c", in_a_child, sys.executable, HOLDS, "7"]
     given = monitor("--json", "--out", table, "--", *command)
@@ -99,8 +103,7 @@ def wait_for_rows(path: Path, process: subprocess.Popen[str]) -> None:
     raise AssertionError("the monitor ended by itself")
 
 
-def test_a_kill_of_the_monitor_loses_no_row(tmp_path: Path) -> None:
-    table = tmp_path / "t.csv"
+def test_a_kill_of_the_monitor_loses_no_row(table: Path) -> None:
     with lasting() as watched:
         given = monitor("--pid", str(watched.pid), "--out", table)
         with subprocess.Popen(given, stderr=subprocess.DEVNULL, text=True) as process:
@@ -111,8 +114,7 @@ def test_a_kill_of_the_monitor_loses_no_row(tmp_path: Path) -> None:
     assert all(int(row["resident_bytes"]) > MIB for row in rows_of(table))
 
 
-def test_ctrl_c_ends_the_watch_of_another_process(tmp_path: Path) -> None:
-    table = tmp_path / "t.csv"
+def test_ctrl_c_ends_the_watch_of_another_process(table: Path) -> None:
     with lasting() as watched:
         given = monitor("--pid", str(watched.pid), "--out", table)
         with subprocess.Popen(given, stdout=subprocess.PIPE, text=True) as process:
@@ -124,8 +126,7 @@ def test_ctrl_c_ends_the_watch_of_another_process(tmp_path: Path) -> None:
     assert out.startswith(f"process {watched.pid}: 0:0")
 
 
-def test_a_signal_reaches_the_command_and_the_watch_ends_with_it(tmp_path: Path) -> None:
-    table = tmp_path / "t.csv"
+def test_a_signal_reaches_the_command_and_the_watch_ends_with_it(table: Path) -> None:
     given = monitor("--out", table, "--", sys.executable, "-c", LASTS)
     with subprocess.Popen(
         given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -167,8 +168,7 @@ import time; time.sleep(1.5)
 
 
 @pytest.mark.emulated
-def test_the_memory_of_the_gpu_is_that_of_the_process(tmp_path: Path, machine: Machine) -> None:
-    table = tmp_path / "t.csv"
+def test_the_memory_of_the_gpu_is_that_of_the_process(table: Path, machine: Machine) -> None:
     cards = [find_card("L4"), find_card("T4")]
     environment = emulated_gpu.environment(cards, machine=machine, values=False)
     ran = subprocess.run(

@@ -125,14 +125,6 @@ def autofit(run_python: Callable[..., Ended]) -> Callable[..., Ended]:
     return lambda folder, *words: run_python("-m", "autofit", *words, cwd=folder)
 
 
-def spawned(folder: Path, *arguments: str | bytes, **given: Any) -> Ended:
-    """The same in an interpreter that starts with other variables or streams."""
-    return subprocess.run(
-        [sys.executable, "-m", "autofit", *arguments],
-        cwd=folder, text=True, errors="replace", timeout=240, **{"capture_output": True} | given,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def folder(autofit: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a training and the report of its search."""

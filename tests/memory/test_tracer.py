@@ -12,17 +12,12 @@ from autofit.memory.tracer import CompiledMemoryTracer, MemoryTracer, storages_o
 from autofit.units import MIB
 
 
-def test_a_tensor_counts_until_it_dies() -> None:
-    tracer = MemoryTracer()
-    with tracer:
-        tensor = torch.empty(1000)
-        assert tracer.allocator.allocated_bytes == 4096
-        del tensor
-        assert tracer.allocator.allocated_bytes == 0
+@pytest.fixture
+def tracer() -> MemoryTracer:
+    return MemoryTracer()
 
 
-def test_views_and_in_place_operators_count_nothing() -> None:
-    tracer = MemoryTracer()
+def test_views_and_in_place_operators_count_nothing(tracer: MemoryTracer) -> None:
     with tracer:
         tensor = torch.zeros(128)
         views = [tensor.view(2, 64), tensor[3:], tensor.t(), tensor.detach(), tensor.add_(1)]
@@ -33,8 +28,7 @@ def test_views_and_in_place_operators_count_nothing() -> None:
     assert tracer.allocator.allocated_bytes == 0
 
 
-def test_what_dies_after_the_mode_was_left_is_released() -> None:
-    tracer = MemoryTracer()
+def test_what_dies_after_the_mode_was_left_is_released(tracer: MemoryTracer) -> None:
     with tracer:
         tensor = torch.ones(128)
     assert tracer.allocator.allocated_bytes == 512
@@ -42,9 +36,10 @@ def test_what_dies_after_the_mode_was_left_is_released() -> None:
     assert tracer.allocator.allocated_bytes == 0
 
 
-def test_a_storage_that_was_seen_does_not_count_when_an_operator_returns_it() -> None:
+def test_a_storage_that_was_seen_does_not_count_when_an_operator_returns_it(
+    tracer: MemoryTracer,
+) -> None:
     outside = torch.ones(1 * MIB)
-    tracer = MemoryTracer()
     with tracer:
         viewed = outside.detach()
         assert tracer.allocator.allocated_bytes == 0
@@ -53,8 +48,7 @@ def test_a_storage_that_was_seen_does_not_count_when_an_operator_returns_it() ->
         del same, viewed
 
 
-def test_a_resized_storage_is_followed() -> None:
-    tracer = MemoryTracer()
+def test_a_resized_storage_is_followed(tracer: MemoryTracer) -> None:
     with tracer:
         tensor = torch.empty(128)
         tensor.resize_(1024)
@@ -102,8 +96,7 @@ def test_only_the_traced_device_counts() -> None:
     del host, meta
 
 
-def test_sparse_gradients_count() -> None:
-    tracer = MemoryTracer()
+def test_sparse_gradients_count(tracer: MemoryTracer) -> None:
     with tracer:
         table: Any = torch.nn.Embedding(10_000, 64, sparse=True)
         before = tracer.allocator.allocated_bytes
@@ -125,10 +118,9 @@ def test_scratch_memory_counts_while_it_is_used() -> None:
     assert tracer.allocator.peak_allocated_bytes == 40 * MIB
 
 
-def test_tensor_subclasses_count_their_inner_tensors() -> None:
+def test_tensor_subclasses_count_their_inner_tensors(tracer: MemoryTracer) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
-    tracer = MemoryTracer()
     with tracer:
         pair = TwoTensor(torch.ones(128), torch.ones(128))  # type: ignore[no-untyped-call]  # torch's own
         assert tracer.allocator.allocated_bytes == 1024

@@ -35,6 +35,7 @@ def test_values_that_were_left_out_have_their_predicted_speed(searched: Searched
 
 
 PRECISE, REDUCED = Plan(16, settings={**PLAIN, LEVEL: 1}), Plan(16, settings=HALF)
+BASE, OTHER, FAST = Plan(4, settings=PLAIN), Plan(4, settings=HALF), Plan(16, settings=HALF)
 BASELINE, SEARCH, CONFIRMED = TrialKind.BASELINE, TrialKind.SEARCH, TrialKind.CONFIRMATION
 
 
@@ -71,36 +72,33 @@ def _best(device: SimulatedDevice, trials: list[Trial], **spec: Any) -> Plan:
 
 def test_measured_speed_decides_and_not_the_line(device: SimulatedDevice) -> None:
     """The larger micro-batch should be faster by the line, and measured slower."""
-    plain = device.space.baseline
     small, large = Plan(16, settings=HALF), Plan(24, settings=HALF)
     trials = _trials(
-        (BASELINE, plain, 100, 2),
+        (BASELINE, BASE, 100, 2),
         (SEARCH, Plan(8, settings=HALF), 100, 2),
         (SEARCH, small, 150, 3),
         (SEARCH, large, 700, 4),
-        *((CONFIRMED, plan, ms, 2) for plan, ms in ((large, 700), (plain, 100), (small, 150))),
+        *((CONFIRMED, plan, ms, 2) for plan, ms in ((large, 700), (BASE, 100), (small, 150))),
     )
     assert _best(device, trials) == small
 
 
 def test_of_equally_fast_plans_the_baseline_wins(device: SimulatedDevice) -> None:
-    plain, other = device.space.baseline, Plan(4, settings=HALF)
     trials = _trials(
-        (BASELINE, plain, 100, 2),
-        (SEARCH, other, 99.8, 1),
-        *((CONFIRMED, plan, ms, 2) for plan, ms in ((other, 99.8), (plain, 100)) for _ in range(4)),
+        (BASELINE, BASE, 100, 2),
+        (SEARCH, OTHER, 99.8, 1),
+        *((CONFIRMED, plan, ms, 2) for plan, ms in ((OTHER, 99.8), (BASE, 100)) for _ in range(4)),
     )
-    assert _best(device, trials) == plain
+    assert _best(device, trials) == BASE
 
 
 def test_a_plan_that_measures_slower_than_the_baseline_is_not_the_answer(
     device: SimulatedDevice,
 ) -> None:
-    plain, other = device.space.baseline, Plan(4, settings=HALF)
-    searched = _trials((BASELINE, plain, 100, 2), (SEARCH, other, 60, 1))
-    compared = _compared(device, searched, {plain: 100, other: 120})
-    assert [trial.plan for trial in compared[:2]] == [other, plain]
-    assert _best(device, [*searched, *compared]) == plain
+    searched = _trials((BASELINE, BASE, 100, 2), (SEARCH, OTHER, 60, 1))
+    compared = _compared(device, searched, {BASE: 100, OTHER: 120})
+    assert [trial.plan for trial in compared[:2]] == [OTHER, BASE]
+    assert _best(device, [*searched, *compared]) == BASE
 
 
 def _noisy(trials: list[Trial], noise: float) -> list[Trial]:
@@ -124,27 +122,25 @@ def test_blocks_that_repeat_tell_plans_apart_that_the_search_could_not(
     device: SimulatedDevice,
 ) -> None:
     """The probes of a search are shortened, and may scatter by far more than whole blocks."""
-    plain, other = device.space.baseline, Plan(4, settings=HALF)
-    searched = _trials((BASELINE, plain, 100, 2), *((SEARCH, other, ms, 1) for ms in (120, 160)))
-    blocks = [*((CONFIRMED, other, ms, 1) for ms in (100, 98, 101, 99))]
-    blocks += [(CONFIRMED, plain, ms, 2) for ms in (120, 114, 119, 120)]
-    assert _best(device, _noisy([*searched, *_trials(*blocks)], 0.14)) == other
-    apart = [*((CONFIRMED, other, ms, 1) for ms in (100, 130, 80, 99))]
-    apart += [(CONFIRMED, plain, ms, 2) for ms in (120, 95, 140, 120)]
+    searched = _trials((BASELINE, BASE, 100, 2), *((SEARCH, OTHER, ms, 1) for ms in (120, 160)))
+    blocks = [*((CONFIRMED, OTHER, ms, 1) for ms in (100, 98, 101, 99))]
+    blocks += [(CONFIRMED, BASE, ms, 2) for ms in (120, 114, 119, 120)]
+    assert _best(device, _noisy([*searched, *_trials(*blocks)], 0.14)) == OTHER
+    apart = [*((CONFIRMED, OTHER, ms, 1) for ms in (100, 130, 80, 99))]
+    apart += [(CONFIRMED, BASE, ms, 2) for ms in (120, 95, 140, 120)]
     noisy = _noisy([*searched, *_trials(*apart)], 0.14)
     assert not is_decided(Posterior(device.spec(), noisy), _best(device, noisy))
 
 
 def test_a_factor_follows_from_blocks_of_one_moment(device: SimulatedDevice) -> None:
     """The machine slows down fourfold between the first blocks of the leader and the baseline."""
-    plain, fast = device.space.baseline, Plan(16, settings=HALF)
-    trials = _trials((BASELINE, plain, 100, 2), (SEARCH, fast, 100, 2))
+    trials = _trials((BASELINE, BASE, 100, 2), (SEARCH, FAST, 100, 2))
     turns: list[Trial] = []
     while (plan := next_turn(Posterior(device.spec(), [*trials, *turns]))) is not None:
         turns += _trials((CONFIRMED, plan, 400 if turns else 100, 2))
     speed = {each.plan: each.log_speed for each in finalists(Posterior(device.spec(), turns))}
-    factor = math.exp(speed[fast] - speed[plain])
-    assert factor == pytest.approx(fast.samples_per_step / plain.samples_per_step, rel=0.01)
+    factor = math.exp(speed[FAST] - speed[BASE])
+    assert factor == pytest.approx(FAST.samples_per_step / BASE.samples_per_step, rel=0.01)
 
 
 @pytest.mark.parametrize("baseline_ms", [99, 107])
@@ -152,19 +148,17 @@ def test_the_comparison_goes_on_where_the_search_said_the_contrary(
     device: SimulatedDevice, baseline_ms: float
 ) -> None:
     """In a noisy search the baseline took 180 ms; the last word has the comparison."""
-    plain, other = device.space.baseline, Plan(4, settings=HALF)
-    searched = _trials((BASELINE, plain, 180, 2), (SEARCH, other, 90, 1))
+    searched = _trials((BASELINE, BASE, 180, 2), (SEARCH, OTHER, 90, 1))
     searched = _noisy(searched, 0.3)
-    turns = _compared(device, searched, {plain: baseline_ms, other: 100})
-    assert [trial.plan for trial in turns].count(plain) >= 2
-    assert _best(device, [*searched, *turns]) == (plain if baseline_ms < 100 else other)
+    turns = _compared(device, searched, {BASE: baseline_ms, OTHER: 100})
+    assert [trial.plan for trial in turns].count(BASE) >= 2
+    assert _best(device, [*searched, *turns]) == (BASE if baseline_ms < 100 else OTHER)
 
 
 def test_a_tie_is_a_small_measured_gap_and_never_a_large_noise(device: SimulatedDevice) -> None:
-    plain, other = device.space.baseline, Plan(4, settings=HALF)
-    for gap, best in ((1.015, plain), (1.2, other)):
-        searched = _trials((BASELINE, plain, 100 * gap, 2), (SEARCH, other, 100, 1))
-        blocks = [(CONFIRMED, p, ms, 1) for p, ms in ((other, 100), (plain, 100 * gap))] * 4
+    for gap, best in ((1.015, BASE), (1.2, OTHER)):
+        searched = _trials((BASELINE, BASE, 100 * gap, 2), (SEARCH, OTHER, 100, 1))
+        blocks = [(CONFIRMED, p, ms, 1) for p, ms in ((OTHER, 100), (BASE, 100 * gap))] * 4
         trials = _noisy([*searched, *_trials(*blocks)], 0.5)
         answer: Any = best_of(Posterior(device.spec(), trials))
         assert answer.plan == best
@@ -172,13 +166,12 @@ def test_a_tie_is_a_small_measured_gap_and_never_a_large_noise(device: Simulated
 
 def test_of_equally_fast_plans_one_with_headroom_wins(device: SimulatedDevice) -> None:
     """Before the more exact one, and it is compared although it measured a little slower."""
-    plain = device.space.baseline
     searched = _trials(
-        (BASELINE, plain, 200, 2), (SEARCH, PRECISE, 99, 7.99), (SEARCH, REDUCED, 100, 6)
+        (BASELINE, BASE, 200, 2), (SEARCH, PRECISE, 99, 7.99), (SEARCH, REDUCED, 100, 6)
     )
     turns: list[Trial] = []
-    held = {plain: 2.0, PRECISE: 7.99, REDUCED: 6.0}
-    times = {plain: 200, PRECISE: 99, REDUCED: 100}
+    held = {BASE: 2.0, PRECISE: 7.99, REDUCED: 6.0}
+    times = {BASE: 200, PRECISE: 99, REDUCED: 100}
     while (plan := next_turn(Posterior(device.spec(), [*searched, *turns]))) is not None:
         turns += _trials((CONFIRMED, plan, times[plan], held[plan]))
     assert _best(device, [*searched, *turns], numerics={"precision.dtype": 2}) == REDUCED
@@ -186,55 +179,52 @@ def test_of_equally_fast_plans_one_with_headroom_wins(device: SimulatedDevice) -
 
 def test_a_search_that_was_cut_short_compares_like_with_like(device: SimulatedDevice) -> None:
     """The machine was five times slower in the comparison, where only the baseline had a turn."""
-    plain, fast = device.space.baseline, Plan(16, settings=HALF)
     trials = _trials(
-        (BASELINE, plain, 100, 2),
-        (SEARCH, fast, 300, 3),
-        (CONFIRMED, plain, 20, 2),
+        (BASELINE, BASE, 100, 2),
+        (SEARCH, FAST, 300, 3),
+        (CONFIRMED, BASE, 20, 2),
     )
     best: Any = best_of(Posterior(device.spec(), trials))
-    assert best.plan == fast
+    assert best.plan == FAST
 
 
 def test_of_equally_fast_plans_the_more_exact_one_wins(device: SimulatedDevice) -> None:
-    plain = device.space.baseline
     trials = _trials(
-        (BASELINE, plain, 200, 2),
+        (BASELINE, BASE, 200, 2),
         (SEARCH, PRECISE, 100.4, 4),
         (SEARCH, REDUCED, 100, 3),
         *(
             (CONFIRMED, plan, 100.4 if plan == PRECISE else 100, 3)
             for plan in (PRECISE, REDUCED) * 2
         ),
-        (CONFIRMED, plain, 200, 2),
+        (CONFIRMED, BASE, 200, 2),
     )
     assert _best(device, trials, numerics={"precision.dtype": 2}) == PRECISE
     # Otherwise the one that holds less, as both have one setting that is not plain.
-    lean = [*trials[:-1], *_trials((CONFIRMED, REDUCED, 100, 1), (CONFIRMED, plain, 200, 2))]
+    lean = [*trials[:-1], *_trials((CONFIRMED, REDUCED, 100, 1), (CONFIRMED, BASE, 200, 2))]
     assert _best(device, lean, numerics={LEVEL: 2}) == REDUCED
 
 
 def test_a_plan_that_measured_faster_than_the_leader_is_compared(device: SimulatedDevice) -> None:
-    plain, odd = device.space.baseline, Plan(32, settings=HALF)
+    odd = Plan(32, settings=HALF)
     usual = [Plan(size, settings=HALF) for size in (8, 16, 64)]
     trials = _trials(
-        (BASELINE, plain, 100, 2),
+        (BASELINE, BASE, 100, 2),
         *((SEARCH, plan, 6 * plan.micro_batch, 3) for plan in usual),
         (SEARCH, odd, 100, 3),
     )
-    times = {plain: 100, odd: 100} | {plan: 6 * plan.micro_batch for plan in usual}
+    times = {BASE: 100, odd: 100} | {plan: 6 * plan.micro_batch for plan in usual}
     assert _best(device, [*trials, *_compared(device, trials, times)]) == odd
 
 
 def test_a_comparison_that_was_cut_short_has_its_winner_so_far(device: SimulatedDevice) -> None:
     """A single probe of another plan that was a little faster does not outweigh several."""
-    plain = device.space.baseline
     leader, lucky = Plan(24, settings=HALF), Plan(16, settings=HALF)
     trials = _trials(
-        (BASELINE, plain, 100, 2),
+        (BASELINE, BASE, 100, 2),
         (SEARCH, leader, 300, 3),
         (SEARCH, lucky, 198, 3),
-        *((CONFIRMED, plan, ms, 2) for plan, ms in ((leader, 300), (plain, 100))),
+        *((CONFIRMED, plan, ms, 2) for plan, ms in ((leader, 300), (BASE, 100))),
     )
     posterior = Posterior(device.spec(), trials)
     assert next_turn(posterior) == lucky
@@ -247,14 +237,13 @@ def test_a_machine_that_changed_before_the_comparison_decides_nothing(
     device: SimulatedDevice, compared: float, decided: bool
 ) -> None:
     """The turns of each plan agree, and the fast one's are unlike its probe in the search."""
-    plain, fast = device.space.baseline, Plan(16, settings=HALF)
     trials = _trials(
-        (BASELINE, plain, 1000, 2),
-        (SEARCH, fast, 300, 3),
-        (CONFIRMED, fast, compared, 3),
-        (CONFIRMED, plain, 1000, 2),
-        (CONFIRMED, fast, compared, 3),
-        (CONFIRMED, plain, 1000, 2),
+        (BASELINE, BASE, 1000, 2),
+        (SEARCH, FAST, 300, 3),
+        (CONFIRMED, FAST, compared, 3),
+        (CONFIRMED, BASE, 1000, 2),
+        (CONFIRMED, FAST, compared, 3),
+        (CONFIRMED, BASE, 1000, 2),
     )
     posterior = Posterior(device.spec(), trials)
-    assert is_decided(posterior, fast) == is_factor_decided(posterior, fast) == decided
+    assert is_decided(posterior, FAST) == is_factor_decided(posterior, FAST) == decided

@@ -20,7 +20,12 @@ from autofit.devices.base import Device
 from autofit.errors import DeviceUnavailable
 from autofit.measurement import Measurement, Outcome
 from autofit.units import GIB, MIB
-from tests.faulty_model import NO_FAULT, FaultyModel
+from tests.faulty_model import (
+    NO_FAULT,
+    FaultyModel,
+    runs_out_in_backward,
+    runs_out_in_forward,
+)
 
 Model = Any
 
@@ -63,29 +68,9 @@ def exhausts_address_space(model: Model, output: torch.Tensor) -> object:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-class AllocatesInBackward(torch.autograd.Function):
-    """Needs 512 MiB in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient + torch.empty(128 * MIB)[0]
-
-
-def runs_out_in_forward(model: Model, output: torch.Tensor) -> object:
-    return output + torch.empty(128 * MIB)[0]
-
-
 def fills_memory_and_fails(model: Model, output: torch.Tensor) -> object:
     held = torch.empty(62 * MIB)  # of 256 MiB
     raise accelerator_error(2) from LookupError(held.numel())
-
-
-def runs_out_in_backward(model: Model, output: torch.Tensor) -> object:
-    return AllocatesInBackward.apply(output)  # type: ignore[no-untyped-call]  # torch left it so
 
 
 def is_unlucky_once(model: Model, output: torch.Tensor) -> object:

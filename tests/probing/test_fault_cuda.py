@@ -16,32 +16,17 @@ from autofit.measurement import Outcome
 from autofit.probing.prober import Deadlines, Target, open_prober
 from autofit.registry import load_strategies
 from autofit.training.workload import Workload
-from autofit.units import GIB, MIB
-from tests.faulty_model import NO_FAULT, FaultyModel
+from autofit.units import MIB
+from tests.faulty_model import (
+    NO_FAULT,
+    FaultyModel,
+    runs_out_in_backward,
+    runs_out_in_forward,
+)
 
 pytestmark = pytest.mark.cuda
 
 FAULTY = 64
-
-
-class AllocatesInBackward(torch.autograd.Function):
-    """Needs 2 GiB in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient + gradient.new_empty(2 * GIB // 4).max()
-
-
-def runs_out_in_forward(model: Any, output: torch.Tensor) -> torch.Tensor:
-    return output + output.new_empty(2 * GIB // 4).max()
-
-
-def runs_out_in_backward(model: Any, output: torch.Tensor) -> Any:
-    return AllocatesInBackward.apply(output)  # type: ignore[no-untyped-call]  # torch left it so
 
 
 def asserts_on_the_device(model: Any, output: torch.Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from autofit.space import Space
@@ -14,3 +16,9 @@ __all__ = ["make_device"]
 def device() -> SimulatedDevice:
     """Six variants, free micro-batch."""
     return SimulatedDevice(Space(FEW_DIMENSIONS, sample_batch_size=4))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a test keeps its study."""
+    return tmp_path / "study.journal"

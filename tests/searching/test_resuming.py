@@ -20,10 +20,9 @@ from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice
     "broken", [Outcome.USER_ERROR, Outcome.NONFINITE, Outcome.LEAK], ids=lambda each: each.value
 )
 def test_a_workload_that_failed_is_measured_again(
-    device: SimulatedDevice, tmp_path: Path, broken: Outcome
+    device: SimulatedDevice, path: Path, broken: Outcome
 ) -> None:
     """As it is, it fails again; mended, it is searched as if it had never failed."""
-    path = tmp_path / "study.journal"
     seen: list[events.Event] = []
     for _ in range(2):
         prober = device.prober(lambda plan: Measurement(broken, detail="on purpose"))
@@ -38,8 +37,7 @@ def test_a_workload_that_failed_is_measured_again(
     assert mended.baseline.ok
 
 
-def test_a_study_without_its_baseline_is_refused(device: SimulatedDevice, tmp_path: Path) -> None:
-    path = tmp_path / "study.journal"
+def test_a_study_without_its_baseline_is_refused(device: SimulatedDevice, path: Path) -> None:
     with Store.open(path, IDENTITY) as store:
         run_search(device.prober(), device.spec(), store=store, max_probes=4)
     path.write_text(path.read_text().replace('"baseline"', '"search"'))
@@ -48,9 +46,8 @@ def test_a_study_without_its_baseline_is_refused(device: SimulatedDevice, tmp_pa
 
 
 def test_another_length_of_the_training_goes_on_where_a_search_ended(
-    device: SimulatedDevice, tmp_path: Path
+    device: SimulatedDevice, path: Path
 ) -> None:
-    path = tmp_path / "study.journal"
     for planned_samples, goes_on in ((400, True), (400, False), (800, True), (None, True)):
         spec = replace(device.spec(), planned_samples=planned_samples)
         with Store.open(path, IDENTITY) as store:
@@ -61,7 +58,7 @@ def test_another_length_of_the_training_goes_on_where_a_search_ended(
             assert store.spec == spec
 
 
-def test_a_study_has_the_whole_specification(make_device: MakeDevice, tmp_path: Path) -> None:
+def test_a_study_has_the_whole_specification(make_device: MakeDevice, path: Path) -> None:
     meant = Dimension((0, 1, 2), payloads={1: {"names": ("a", "b")}, 2: None})
     spec = make_device(dimensions={"folding.level": meant}).spec()
     plain = spec.space.baseline.variant
@@ -71,7 +68,6 @@ def test_a_study_has_the_whole_specification(make_device: MakeDevice, tmp_path: 
         predicted_lines={plain: (3e8, 2e8)},
         predicted_times={plain: (2e-3, 1e-4)},
     )
-    path = tmp_path / "study.journal"
     for _ in range(2):
         with Store.open(path, IDENTITY) as store:
             store.begin(spec)

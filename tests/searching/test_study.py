@@ -69,9 +69,8 @@ def start(python: Callable[..., subprocess.Popen[str]]) -> Callable[..., subproc
 
 @pytest.mark.parametrize("storage", ["file", "sqlite"])
 def test_a_killed_search_is_resumed_without_repeating_a_trial(
-    device: SimulatedDevice, tmp_path: Path, storage: str, start: Any
+    device: SimulatedDevice, path: Path, storage: str, start: Any
 ) -> None:
-    path = tmp_path / "study.journal"
     study = str(path) if storage == "file" else f"sqlite:///{path}"
     child = start(study, after=4, then="os.kill(os.getpid(), signal.SIGKILL)")
     _, errors = child.communicate(timeout=120)
@@ -91,9 +90,8 @@ def test_a_killed_search_is_resumed_without_repeating_a_trial(
 
 
 def test_a_search_that_ended_is_answered_from_its_study(
-    device: SimulatedDevice, tmp_path: Path
+    device: SimulatedDevice, path: Path
 ) -> None:
-    path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
         first = run_search(device.prober(), device.spec(), store=store)
     prober = device.prober()
@@ -112,10 +110,9 @@ def _searched(device: SimulatedDevice, path: Path) -> str:
 
 @pytest.mark.parametrize("attribute", ["autofit_facts", "autofit_trial"])
 def test_a_study_whose_settings_are_code_is_refused(
-    device: SimulatedDevice, tmp_path: Path, attribute: str
+    device: SimulatedDevice, path: Path, attribute: str
 ) -> None:
     """A study is data, from a colleague, say; strategies would write its values into code."""
-    path = tmp_path / "study.journal"
     lines = _searched(device, path).splitlines(keepends=True)
     code = json.dumps("bfloat16\n__import__('os').system('true')\n#")
     changed = [
@@ -128,9 +125,8 @@ def test_a_study_whose_settings_are_code_is_refused(
 
 
 def test_what_a_stranger_wrote_into_a_study_moves_no_terminal(
-    device: SimulatedDevice, tmp_path: Path
+    device: SimulatedDevice, path: Path
 ) -> None:
-    path = tmp_path / "study.journal"
     written = _searched(device, path)
     assert '"detail":null' in written
     path.write_text(written.replace('"detail":null', '"detail":"\\u001b]0;a title\\u0007"'))
@@ -149,9 +145,8 @@ def test_another_programs_study_of_the_same_name_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("effort", "goes_on"), [(Effort.QUICK, False), (Effort.THOROUGH, True)])
 def test_a_study_may_be_resumed_with_another_effort(
-    device: SimulatedDevice, tmp_path: Path, effort: Effort, goes_on: bool
+    device: SimulatedDevice, path: Path, effort: Effort, goes_on: bool
 ) -> None:
-    path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
         store.begin(device.spec())
         store.mark_ended("nothing is left")
@@ -163,8 +158,7 @@ def test_a_study_may_be_resumed_with_another_effort(
         assert store.spec.effort is effort
 
 
-def test_a_torn_last_line_is_cut_off(device: SimulatedDevice, tmp_path: Path) -> None:
-    path = tmp_path / "study.journal"
+def test_a_torn_last_line_is_cut_off(device: SimulatedDevice, path: Path) -> None:
     with Store.open(path, IDENTITY) as store:
         run_search(device.prober(), device.spec(), store=store, max_probes=4)
         trials = store.trials
@@ -188,8 +182,7 @@ def test_a_file_that_is_no_study_is_left_alone(tmp_path: Path, content: bytes) -
     assert path.read_bytes() == content
 
 
-def test_a_changed_workload_is_refused_and_named(device: SimulatedDevice, tmp_path: Path) -> None:
-    path = tmp_path / "study.journal"
+def test_a_changed_workload_is_refused_and_named(device: SimulatedDevice, path: Path) -> None:
     with Store.open(path, IDENTITY) as store:
         store.begin(device.spec())
     with pytest.raises(StudyError, match="another workload"):
@@ -210,8 +203,7 @@ def test_another_specification_is_refused(
 
 
 @pytest.mark.parametrize("storage", ["file", "sqlite"])
-def test_a_second_search_on_a_study_is_refused(tmp_path: Path, storage: str, start: Any) -> None:
-    path = tmp_path / "study.journal"
+def test_a_second_search_on_a_study_is_refused(path: Path, storage: str, start: Any) -> None:
     study = str(path) if storage == "file" else f"sqlite:///{path}"
     wait = "print('ready', flush=True); sys.stdin.read()"
     child = start(study, after=2, then=wait)

@@ -22,7 +22,6 @@ from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import collect_dimensions, load_strategies
 from autofit.testing import PlainContext, check_strategy
 from autofit.testing.conformance import attention, convolutions
-from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 from tests.wide import LAYERS, PARAMETER_BYTES, WIDTH, assert_predicted, peaks, wide
@@ -77,16 +76,23 @@ def test_momentum_of_sparse_gradients_is_looked_at() -> None:
     collect_dimensions([UPDATE], PlainContext(build, "cpu"))
 
 
+def begun(
+    make: Any, settings: dict[str, Any], workload: Workload | None = None, plan: Any = None
+) -> Any:
+    """Return a training on the CPU by the optimizer that is made of the model's parameters."""
+    workload = workload or wide()
+    resolved = ResolvedPlan(plan or Plan(4, settings=settings), {}, (UPDATE,))
+    model = workload.build_model()
+    optimizer = make(list(model.parameters()))
+    return Training(model, optimizer, workload.recipe, resolved, device=torch.device("cpu"))
+
+
 def test_groups_in_another_order_keep_their_hyperparameters() -> None:
     def ends(settings: dict[str, Any]) -> dict[str, Tensor]:
-        workload = wide()
-        model = workload.build_model()
-        optimizer = in_groups(torch.optim.AdamW, list(model.parameters()))
-        plan = ResolvedPlan(Plan(4, settings=settings), {}, (UPDATE,))
-        with Training(model, optimizer, workload.recipe, plan, device=torch.device("cpu")) as live:
-            optimizer.param_groups.reverse()
-            live.step(workload.sample_batch)
-        return model.state_dict()
+        with begun(partial(in_groups, torch.optim.AdamW), settings) as live:
+            live.optimizer.param_groups.reverse()
+            live.step(wide().sample_batch)
+        return live.model.state_dict()
 
     assert_equal(ends({}), ends({WHEN: "backward"}))
 
@@ -119,20 +125,18 @@ def in_groups(make: Any, parameters: list[Tensor]) -> torch.optim.Optimizer:
 def trained(build: Any, make: Any, settings: dict[str, Any], batches: int = 1) -> dict[str, Any]:
     """Return what three steps leave, with a scheduler between them."""
     workload = build()
-    model = workload.build_model()
-    optimizer = in_groups(make, list(model.parameters()))
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     size = workload.sample_batch_size // batches
-    plan = ResolvedPlan(Plan.split(size * batches, size, settings=settings), {}, (UPDATE,))
-    torch.manual_seed(1)
+    plan = Plan.split(size * batches, size, settings=settings)
     losses = []
-    with Training(model, optimizer, workload.recipe, plan, device=torch.device("cpu")) as live:
+    with begun(partial(in_groups, make), settings, workload, plan) as live:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(live.optimizer, 0.5)
+        torch.manual_seed(1)
         for _ in range(3):
             losses.append(live.step(workload.sample_batch))
             schedule.step()
         notes = live.notes()
-    state = optimizer.state_dict()["state"]
-    return {"losses": losses, "model": model.state_dict(), "state": state, "notes": notes}
+    state = live.optimizer.state_dict()["state"]
+    return {"losses": losses, "model": live.model.state_dict(), "state": state, "notes": notes}
 
 
 def assert_equal(one: Any, other: Any) -> None:
@@ -160,15 +164,11 @@ def test_with_accumulation_the_update_follows_all_micro_batches() -> None:
     assert_equal(other, plain)
 
 
-def stepped(recipe: Recipe, settings: dict[str, Any], prepare: Any) -> dict[str, Tensor]:
-    workload = wide()
-    model = workload.build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plan = ResolvedPlan(Plan(4, settings=settings), {}, (UPDATE,))
-    with Training(model, optimizer, recipe, plan, device=torch.device("cpu")) as live:
+def stepped(settings: dict[str, Any], prepare: Any, **given: Any) -> dict[str, Tensor]:
+    with begun(partial(torch.optim.SGD, lr=0.1), settings, wide(**given)) as live:
         prepare(live)
-        live.step(workload.sample_batch)
-    return model.state_dict()
+        live.step(wide().sample_batch)
+    return live.model.state_dict()
 
 
 NORMS: list[float] = []
@@ -203,9 +203,8 @@ def global_hook() -> Iterator[None]:
 @pytest.mark.usefixtures("global_hook")
 def test_hooks_of_all_optimizers_get_whole_gradients() -> None:
     assert not offered(wide)
-    recipe = Recipe(criterion=functional.mse_loss)
-    plain = stepped(recipe, {}, lambda live: None)
-    assert_equal(stepped(recipe, {WHEN: "backward"}, lambda live: None), plain)
+    plain = stepped({}, lambda live: None)
+    assert_equal(stepped({WHEN: "backward"}, lambda live: None), plain)
 
 
 class Noting(torch.optim.SGD):
@@ -220,13 +219,9 @@ class Noting(torch.optim.SGD):
 
 def test_what_an_optimizer_writes_to_its_groups_stays() -> None:
     def end(settings: dict[str, Any]) -> float:
-        workload = wide()
-        model = workload.build_model()
-        optimizer = Noting(model.parameters(), lr=0.1)
-        plan = ResolvedPlan(Plan(4, settings=settings), {}, (UPDATE,))
-        with Training(model, optimizer, workload.recipe, plan, device=torch.device("cpu")) as live:
-            live.step(workload.sample_batch)
-        (group,) = optimizer.param_groups
+        with begun(partial(Noting, lr=0.1), settings) as live:
+            live.step(wide().sample_batch)
+        (group,) = live.optimizer.param_groups
         assert len(group["params"]) == 2 * LAYERS
         return group["largest"]
 
@@ -243,39 +238,30 @@ def test_what_an_optimizer_writes_to_its_groups_stays() -> None:
     ],
 )
 def test_what_uses_whole_gradients_gets_them(given: Any, prepare: Any) -> None:
-    recipe = Recipe(criterion=functional.mse_loss, **given)
     NORMS.clear()
-    plain = stepped(recipe, {}, prepare)
-    assert_equal(stepped(recipe, {WHEN: "backward"}, prepare), plain)
+    plain = stepped({}, prepare, **given)
+    assert_equal(stepped({WHEN: "backward"}, prepare, **given), plain)
     assert len(set(NORMS)) == ("before_step" in given)
 
 
 def test_a_loop_of_the_users_own_has_whole_gradients() -> None:
-    workload = wide()
-    model = workload.build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plan = ResolvedPlan(Plan(4, settings={WHEN: "backward"}), {}, (UPDATE,))
-    with Training(model, optimizer, workload.recipe, plan, device=torch.device("cpu")) as live:
-        for batch, weight in live.micro_batches(workload.sample_batch):
+    with begun(partial(torch.optim.SGD, lr=0.1), {WHEN: "backward"}) as live:
+        for batch, weight in live.micro_batches(wide().sample_batch):
             live.backward(live.loss(batch), weight)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        norm = nn.utils.clip_grad_norm_(live.model.parameters(), 1e9)
         live.optimizer_step()
     assert norm > 0
 
 
 def test_hyperparameters_that_are_loaded_in_a_training_count() -> None:
     def end(settings: dict[str, Any]) -> dict[str, Tensor]:
-        workload = wide()
-        model = workload.build_model()
-        optimizer = torch.optim.AdamW(model.parameters())
-        plan = ResolvedPlan(Plan(4, settings=settings), {}, (UPDATE,))
-        with Training(model, optimizer, workload.recipe, plan, device=torch.device("cpu")) as live:
-            live.step(workload.sample_batch)
-            saved = optimizer.state_dict()
+        with begun(torch.optim.AdamW, settings) as live:
+            live.step(wide().sample_batch)
+            saved = live.optimizer.state_dict()
             saved["param_groups"][0]["lr"] = 0.5
-            optimizer.load_state_dict(saved)
-            live.step(workload.sample_batch)
-        return model.state_dict()
+            live.optimizer.load_state_dict(saved)
+            live.step(wide().sample_batch)
+        return live.model.state_dict()
 
     assert_equal(end({WHEN: "backward"}), end({}))
 

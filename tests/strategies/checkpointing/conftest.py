@@ -238,6 +238,11 @@ def part(checkpointing: Strategy) -> Callable[[str], Any]:
 
 
 @pytest.fixture
+def saved_tensors(part: Callable[[str], Any]) -> Any:
+    return part("saved_tensors")
+
+
+@pytest.fixture
 def record(part: Callable[[str], Any]) -> Callable[..., Any]:
     """The recorder of a forward pass, and of the backward pass where it keeps what it needs."""
 

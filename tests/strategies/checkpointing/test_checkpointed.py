@@ -40,6 +40,7 @@ class Net(nn.Module):
 
 
 UNITS = ("blocks.1", "blocks.2", "flat[1:4]")
+X = torch.randn(2, 8)
 
 
 @pytest.fixture
@@ -103,25 +104,23 @@ def test_a_forward_of_the_users_own_comes_back(model: Net, checkpointed: Checkpo
 def test_a_whole_model_is_saved_and_loads_as_a_plain_one(
     model: Net, checkpointed: Checkpointed
 ) -> None:
-    x = torch.randn(2, 8)
     with checkpointed(model, UNITS):
         stream = io.BytesIO()
         torch.save(model, stream, pickle_module=pickle)
         stream.seek(0)
         loaded = torch.load(stream, weights_only=False)
-        assert torch.equal(loaded(x), model(x))
-        assert all(map(torch.equal, _gradients(loaded, x), _gradients(model, x)))
+        assert torch.equal(loaded(X), model(X))
+        assert all(map(torch.equal, _gradients(loaded, X), _gradients(model, X)))
 
 
 @pytest.mark.slow
 def test_a_full_graph_is_compiled(model: Net, checkpointed: Checkpointed) -> None:
-    x = torch.randn(2, 8)
-    plain = _gradients(model, x)
+    plain = _gradients(model, X)
     with checkpointed(model, UNITS):
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         model.zero_grad()
-        compiled(x).square().mean().backward()
+        compiled(X).square().mean().backward()
         found = [p.grad for p in model.parameters()]
     torch.testing.assert_close(found, plain)
 
@@ -168,11 +167,10 @@ def test_gradients_are_those_of_plain_training(
 
 
 def test_under_torch_func_it_is_off_and_says_so(model: Net, checkpointed: Checkpointed) -> None:
-    x = torch.randn(2, 8)
     weights: dict[str, torch.Tensor] = dict(model.named_parameters())
 
     def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        y: torch.Tensor = torch.func.functional_call(model, weights, (x,))
+        y: torch.Tensor = torch.func.functional_call(model, weights, (X,))
         return y.square().mean()
 
     plain = torch.func.grad(loss)(weights)
@@ -192,19 +190,18 @@ def test_without_gradients_nothing_is_recomputed(model: Net, checkpointed: Check
 def test_an_error_in_a_unit_leaves_the_next_step_right(
     model: Net, checkpointed: Checkpointed
 ) -> None:
-    x = torch.randn(2, 8)
-    plain = _gradients(model, x)
+    plain = _gradients(model, X)
 
     def refuse(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
     with checkpointed(model, UNITS):
-        loss = model(x).square().mean()
+        loss = model(X).square().mean()
         handle = model.blocks.get_submodule("1.narrow").register_forward_pre_hook(refuse)
         with pytest.raises(torch.OutOfMemoryError):
             loss.backward()
         handle.remove()
-        assert all(map(torch.equal, plain, _gradients(model, x)))
+        assert all(map(torch.equal, plain, _gradients(model, X)))
 
 
 @pytest.mark.parametrize("unit", ["blocks.9", "flat[2:7]", "blocks.0[0:1]"])
@@ -264,11 +261,10 @@ def test_a_model_is_checkpointed_by_one_training_at_a_time(
 
 
 def test_a_deep_copy_runs_its_own_weights(model: Net, checkpointed: Checkpointed) -> None:
-    x = torch.randn(2, 8)
     with checkpointed(model, UNITS):
         twin = copy.deepcopy(model)
         with torch.no_grad():
             for parameter in twin.parameters():
                 parameter.zero_()
-        assert torch.equal(twin(x), torch.zeros(2, 8))
-        assert not torch.equal(model(x), torch.zeros(2, 8))
+        assert torch.equal(twin(X), torch.zeros(2, 8))
+        assert not torch.equal(model(X), torch.zeros(2, 8))

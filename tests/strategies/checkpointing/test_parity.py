@@ -148,6 +148,11 @@ HARMFUL = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 def _context(model: nn.Module) -> PlainContext:
     batch = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
     return PlainContext(lambda: Workload(model, batch, optimizer=torch.optim.SGD))
@@ -160,7 +165,6 @@ def gate(checkpointing: Any) -> Callable[[nn.Module, list[list[str]]], Any]:
 
 
 def test_what_is_made_right_is_let_through(gate: Gate) -> None:
-    torch.manual_seed(0)
     assert gate(Stack(FINE), [[f"blocks.{index}" for index in range(len(FINE))]]).left_out == {}
 
 
@@ -175,7 +179,6 @@ def test_a_model_whose_loss_is_not_a_number_can_be_compared(gate: Gate) -> None:
 
 @pytest.mark.parametrize(("kind", "why"), HARMFUL.items())
 def test_what_is_not_is_found_and_said(gate: Gate, kind: type[Clean], why: str) -> None:
-    torch.manual_seed(0)
     units = [f"blocks.{index}" for index in range(3)]
     found = gate(Stack([Clean, kind, Clean]), [units]).left_out
     assert set(found) == {"blocks.1"}
@@ -192,7 +195,6 @@ class CountsOutside(Clean):
 
 
 def test_where_a_step_cannot_be_repeated_nothing_is_offered(gate: Gate) -> None:
-    torch.manual_seed(0)
     units = [f"blocks.{index}" for index in range(3)]
     found = gate(Stack([Clean, CountsOutside, Clean]), [units]).left_out
     assert set(found) == set(units)
@@ -221,7 +223,6 @@ def test_noise_of_a_rounding_is_no_difference(gate: Gate, steps: tuple[bool, ...
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return Rounds.apply(super().forward(x), larger)  # type: ignore[no-untyped-call]  # torch does not annotate it
 
-    torch.manual_seed(0)
     units = [f"blocks.{index}" for index in range(4)]
     found = gate(Noisy([Clean, Clean, WritesThroughData, Clean]), [units]).left_out
     assert set(found) == {"blocks.2"}
@@ -237,7 +238,6 @@ def test_sparse_gradients_are_compared(gate: Gate) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.stack(self.words((9 * x.abs()).long()).mean(1))
 
-    torch.manual_seed(0)
     units = [f"stack.blocks.{index}" for index in range(2)]
     assert set(gate(Words(), [units]).left_out) == {"stack.blocks.1"}
 
@@ -254,7 +254,6 @@ def test_it_says_which_buffers_a_forward_changes(gate: Gate) -> None:
 
 
 def test_it_says_which_random_states_a_forward_moves(gate: Gate) -> None:
-    torch.manual_seed(0)
     found = gate(Stack([Clean, PythonRandom, Dropout]), [["blocks.1", "blocks.2"]])
     assert found.left_out == {}
     assert found.state == {"Python's random state"}
@@ -265,7 +264,6 @@ def test_units_that_never_ran_are_judged_by_their_like(gate: Gate) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return Stack.forward(self, x) if len(self.blocks) < 3 else self.blocks[0](x).mean()
 
-    torch.manual_seed(0)
     units = [f"blocks.{index}" for index in range(3)]
     found = gate(Skips([Clean, Counts, Clean]), [units]).left_out
     assert set(found) == {"blocks.1"}
@@ -296,7 +294,6 @@ class Around(nn.Module):
 def test_what_a_later_seed_alone_shows_is_found_in_the_units_within(
     gate: Gate, first_layer: int, expected: set[str]
 ) -> None:
-    torch.manual_seed(0)
     model = Stack([])
     model.blocks.extend([Around(Clean()), Around(CountsNowAndThen()), Around(Clean())])
     layers = [[f"blocks.{index}" for index in range(3)], ["blocks.0.inner", "blocks.1.inner"]]
@@ -323,7 +320,6 @@ def test_a_step_that_only_fits_with_checkpointing(gate: Gate) -> None:
 
 
 def test_the_report_notes_it(checkpointing: Strategy) -> None:
-    torch.manual_seed(0)
     model = Stack([Clean, Counts, Clean, Clean])
     context = PlainContext(lambda: Workload(model, torch.randn(4, WIDTH)))
     levels = checkpointing.dimensions(context)["checkpointing.level"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -16,12 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from autofit.errors import InvalidArgument
 from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.registry import load_strategies
-from autofit.strategy import Numerics, Phase, Strategy, TrainingView
+from autofit.strategy import Strategy, TrainingView
 from autofit.testing import PlainContext
 from autofit.testing.conformance import attention, convolutions
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
+from tests.plugin import Plugin
 
 SETTING = "checkpointing.level"
 
@@ -82,15 +84,6 @@ def test_a_plan_for_another_model_is_refused(checkpointing: Strategy, levels: Di
         )
 
 
-def _only_plain(checkpointing: Strategy, context: PlainContext) -> bool:
-    return list(checkpointing.dimensions(context)[SETTING].values) == [0]
-
-
-def test_a_model_with_nothing_to_gain(checkpointing: Strategy) -> None:
-    context = PlainContext(lambda: Workload(nn.Linear(4, 4), torch.randn(8, 4)))
-    assert _only_plain(checkpointing, context)
-
-
 class KeepsOutsideOfModules(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -100,26 +93,11 @@ class KeepsOutsideOfModules(nn.Module):
         return (self.scale(x).exp().sin() * x.cos()).tanh().mean()
 
 
-def test_a_model_without_levels_says_why(checkpointing: Strategy) -> None:
-    context = PlainContext(lambda: Workload(KeepsOutsideOfModules(), torch.randn(8, 4)))
-    assert _only_plain(checkpointing, context)
-    (note,) = context.notes
-    assert "no checkpoint levels" in note
-
-
 def _slope(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """A loss with a transform that lets no saved tensor be watched."""
     weights: dict[str, torch.Tensor] = dict(model.named_parameters())
     slope = torch.func.grad(lambda x: torch.func.functional_call(model, weights, (x,)).sum())
     return model(batch).mean() + slope(batch).square().mean()
-
-
-def test_a_step_that_cannot_be_watched(checkpointing: Strategy) -> None:
-    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
-    context = PlainContext(lambda: Workload(model, torch.randn(8, 4), loss_fn=_slope))
-    assert _only_plain(checkpointing, context)
-    (note,) = context.notes
-    assert "cannot be traced (RuntimeError" in note
 
 
 def test_what_the_users_step_raises_is_raised(checkpointing: Strategy) -> None:
@@ -191,42 +169,13 @@ class CheckpointsItself(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize(
-    ("model", "whose"),
-    [
-        (nn.Sequential(CheckpointsItself()), "0 is not"),
-        (CheckpointsItself(), "the model itself is not"),
-    ],
-)
-def test_a_model_that_checkpoints_itself_is_left_as_it_is(
-    checkpointing: Strategy, model: nn.Module, whose: str
-) -> None:
-    context = PlainContext(lambda: Workload(model, torch.randn(8, 8)))
-    assert _only_plain(checkpointing, context)
-    (note,) = context.notes
-    assert note.startswith(f"{whose} checkpointed: its own code already checkpoints a part")
-
-
-def test_on_the_meta_device_plain_is_all_that_is_known(checkpointing: Strategy) -> None:
-    context = PlainContext(attention, "meta")
-    assert _only_plain(checkpointing, context)
-    assert "real device" in context.notes[0]
-
-
 class NoRoom(PlainContext):
-    """A device on which no backward pass fits; `forwards` says whether a forward does."""
-
-    forwards = True
+    """A device on which no forward pass fits."""
 
     def with_training(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
         def with_little_room(training: Any, batch: Any) -> Any:
-            undo = training.wrap_optimizer_step(_refuse)
-            if not self.forwards:
-                training.model.register_forward_pre_hook(_refuse)
-            try:
-                return run(training, batch)
-            finally:
-                undo()
+            training.model.register_forward_pre_hook(_refuse)
+            return run(training, batch)
 
         return super().with_training(with_little_room, micro_batch)
 
@@ -235,11 +184,40 @@ def _refuse(*_: Any) -> None:
     raise torch.OutOfMemoryError("no room")
 
 
-def test_no_room_for_a_forward_leaves_it_out_and_says_so(checkpointing: Strategy) -> None:
-    context = NoRoom(attention)
-    context.forwards = False
-    assert _only_plain(checkpointing, context)
-    assert context.notes == ["checkpointing skipped: a step of 2 samples does not fit into memory"]
+def _context(model: nn.Module, width: int = 4, **given: Any) -> PlainContext:
+    return PlainContext(lambda: Workload(model, torch.randn(8, width), **given))
+
+
+@pytest.mark.parametrize(
+    ("context", "said"),
+    [
+        (_context(nn.Linear(4, 4)), ""),
+        (_context(KeepsOutsideOfModules()), "no checkpoint levels"),
+        (
+            _context(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)), loss_fn=_slope),
+            r"cannot be traced \(RuntimeError",
+        ),
+        (
+            _context(nn.Sequential(CheckpointsItself()), 8),
+            "^0 is not checkpointed: its own code already checkpoints a part",
+        ),
+        (
+            _context(CheckpointsItself(), 8),
+            "^the model itself is not checkpointed: its own code already checkpoints a part",
+        ),
+        (PlainContext(attention, "meta"), "real device"),
+        (
+            NoRoom(attention),
+            "^checkpointing skipped: a step of 2 samples does not fit into memory$",
+        ),
+    ],
+    ids=["no gain", "no levels", "untraceable", "a part", "itself", "meta", "no room"],
+)
+def test_a_model_without_levels_is_left_plain_and_it_is_said_why(
+    checkpointing: Strategy, context: PlainContext, said: str
+) -> None:
+    assert list(checkpointing.dimensions(context)[SETTING].values) == [0]
+    assert re.search(said, "\n".join(context.notes))
 
 
 class Attention(nn.Module):
@@ -255,22 +233,16 @@ class Attention(nn.Module):
         return x + self.merge(mixed)
 
 
-class PlainAttention:
+class PlainAttention(Plugin):
     """A plug-in that changes which kernel attention runs, around the forward."""
 
-    name, phase, numerics = "attention", Phase.STEP, Numerics.ROUNDING
-
-    def dimensions(self, context: Any) -> dict[str, Dimension]:
-        return {"attention.kernel": Dimension(["default", "math"])}
+    name = "attention"
 
     @contextmanager
     def apply(self, training: TrainingView, settings: Any, payloads: Any) -> Iterator[None]:
         undo = training.wrap_forward(lambda: sdpa_kernel(SDPBackend.MATH))
         yield
         undo()
-
-    def describe(self, settings: Any, payloads: Any) -> list[str]:
-        return []
 
 
 def _attentive() -> tuple[nn.Module, torch.optim.Optimizer, ResolvedPlan, torch.Tensor]:

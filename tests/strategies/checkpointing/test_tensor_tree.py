@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
@@ -42,13 +41,12 @@ def _nests() -> list[Any]:
 
 
 @pytest.mark.parametrize("value", _nests(), ids=lambda value: type(value).__name__)
-def test_there_and_back(part: Callable[[str], Any], value: Any) -> None:
-    arguments = part("saved_tensors")
-    tensors, nest = arguments.take_tensors(value)
-    again, _ = arguments.take_tensors(arguments.put_tensors(nest, tuple(tensors)))
+def test_there_and_back(saved_tensors: Any, value: Any) -> None:
+    tensors, nest = saved_tensors.take_tensors(value)
+    again, _ = saved_tensors.take_tensors(saved_tensors.put_tensors(nest, tuple(tensors)))
     assert all(one is other for one, other in zip(tensors, again, strict=True))
     assert "tensor(" not in repr(nest), "none is left behind"
-    assert type(arguments.put_tensors(nest, tuple(tensors))) is type(value)
+    assert type(saved_tensors.put_tensors(nest, tuple(tensors))) is type(value)
 
 
 class Cache:
@@ -59,12 +57,11 @@ class Cache:
         self.owner = self
 
 
-def test_an_object_is_copied_once_with_all_that_is_in_it(part: Callable[[str], Any]) -> None:
-    arguments = part("saved_tensors")
+def test_an_object_is_copied_once_with_all_that_is_in_it(saved_tensors: Any) -> None:
     cache = Cache(torch.zeros(1), torch.ones(1))
-    tensors, nest = arguments.take_tensors((cache, {"again": cache}))
+    tensors, nest = saved_tensors.take_tensors((cache, {"again": cache}))
     assert len(tensors) == 2
-    one, others = arguments.put_tensors(nest, tuple(tensors))
+    one, others = saved_tensors.put_tensors(nest, tuple(tensors))
     assert one is others["again"] is one.owner is not cache
     one.layers.append(torch.zeros(1))
     assert all(map(torch.equal, cache.layers, tensors))
@@ -121,10 +118,9 @@ UNCOPIED = [
 
 
 @pytest.mark.parametrize("value", UNCOPIED)
-def test_what_has_no_copy_is_handed_on(part: Callable[[str], Any], value: Any) -> None:
-    arguments = part("saved_tensors")
-    tensors, nest = arguments.take_tensors([value])
-    assert arguments.put_tensors(nest, tuple(tensors))[0] is value
+def test_what_has_no_copy_is_handed_on(saved_tensors: Any, value: Any) -> None:
+    tensors, nest = saved_tensors.take_tensors([value])
+    assert saved_tensors.put_tensors(nest, tuple(tensors))[0] is value
     assert not Closes.closed
 
 
@@ -147,10 +143,9 @@ class Slotted:
     later: torch.Tensor = field(init=False)
 
 
-def test_attributes_are_taken_from_where_they_are_kept(part: Callable[[str], Any]) -> None:
-    arguments = part("saved_tensors")
-    tensors, nest = arguments.take_tensors([Guarded(), Slotted(torch.zeros(1))])
+def test_attributes_are_taken_from_where_they_are_kept(saved_tensors: Any) -> None:
+    tensors, nest = saved_tensors.take_tensors([Guarded(), Slotted(torch.zeros(1))])
     assert len(tensors) == 3
-    guarded, slotted = arguments.put_tensors(nest, tuple(tensor + 1 for tensor in tensors))
+    guarded, slotted = saved_tensors.put_tensors(nest, tuple(tensor + 1 for tensor in tensors))
     assert [float(layer) for layer in guarded.layers] == [1, 2]
     assert float(slotted.tensor) == 1
