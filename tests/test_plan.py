@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -42,13 +43,10 @@ def test_a_split_plan_has_the_micro_batch_that_it_really_runs() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
-def test_counts_are_whole_numbers_from_one(value: int) -> None:
-    with pytest.raises(InvalidArgument, match="micro_batch"):
-        Plan(value)
-    with pytest.raises(InvalidArgument, match="accumulation_steps"):
-        Plan(1, accumulation_steps=value)
-    with pytest.raises(InvalidArgument, match="global_batch"):
-        Plan(1, global_batch=value)
+@pytest.mark.parametrize("count", ["micro_batch", "accumulation_steps", "global_batch"])
+def test_counts_are_whole_numbers_from_one(count: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=count):
+        Plan(**{"micro_batch": 1, count: value})
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import nn
 
 import autofit
 from autofit.devices.gpu_catalogue import Gpu, find_gpu
-from autofit.errors import InvalidArgument, PredictionUnavailable
+from autofit.errors import InvalidArgument
 from autofit.plan import Plan
 from autofit.training.workload import Workload
 from autofit.units import GIB, MIB
@@ -83,16 +83,6 @@ def test_where_one_sample_does_not_fit_there_is_no_largest() -> None:
     table = autofit.predict(decoder(), gpu=[with_memory("L4", 640 * MIB)])
     assert not table.fits
     assert "none" in str(table)
-
-
-def test_code_that_looks_at_values_cannot_be_told() -> None:
-    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(batch).mean()
-        return loss if loss.item() > 0 else -loss
-
-    workload = Workload(nn.Linear(4, 4), torch.randn(8, 4), loss_fn=loss_fn)
-    with pytest.raises(PredictionUnavailable, match="item"):
-        autofit.predict(workload, gpu=["L4", "T4"])
 
 
 @pytest.mark.parametrize(

@@ -298,15 +298,22 @@ def test_what_a_process_holds_outside_of_its_allocator(
     assert [memory.outside_allocator(seen) for seen in all_later][-1] == own
 
 
-def test_the_process_that_grew_is_this_one() -> None:
-    before = {4711: 500 * MIB, 4712: GIB}
-    assert process_that_grew(before, {4711: 532 * MIB, 4712: GIB}, 32 * MIB) == 4711
-    assert process_that_grew(before, {4711: 534 * MIB, 4712: 3 * GIB}, 32 * MIB) == 4711
-    assert process_that_grew({}, {4711: 34 * MIB}, 32 * MIB) == 4711
+BEFORE = {4711: 500 * MIB, 4712: GIB}
 
 
-def test_where_it_is_not_one_process_alone_none_is() -> None:
-    before = {4711: 500 * MIB, 4712: GIB}
-    assert process_that_grew(before, before, 32 * MIB) is None
-    assert process_that_grew(before, {4711: 532 * MIB, 4712: GIB + 32 * MIB}, 32 * MIB) is None
-    assert process_that_grew(before, {4711: 532 * MIB}, 0) is None
+@pytest.mark.parametrize(
+    ("before", "after", "by", "process"),
+    [
+        (BEFORE, {4711: 532 * MIB, 4712: GIB}, 32 * MIB, 4711),
+        (BEFORE, {4711: 534 * MIB, 4712: 3 * GIB}, 32 * MIB, 4711),
+        ({}, {4711: 34 * MIB}, 32 * MIB, 4711),
+        # not one process alone
+        (BEFORE, BEFORE, 32 * MIB, None),
+        (BEFORE, {4711: 532 * MIB, 4712: GIB + 32 * MIB}, 32 * MIB, None),
+        (BEFORE, {4711: 532 * MIB}, 0, None),
+    ],
+)
+def test_the_process_that_grew_is_this_one(
+    before: dict[int, int], after: dict[int, int], by: int, process: int | None
+) -> None:
+    assert process_that_grew(before, after, by) == process

@@ -58,16 +58,24 @@ def test_a_size_stands_for_a_gpu_of_that_size() -> None:
     assert find_gpu(80 * GIB).rates is None
 
 
-def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(InvalidArgument, match=r"'Voodoo 2'.*A100-80GB"):
-        find_gpu("Voodoo 2")
+NO_GPUS = [0, -1, 24, "24", True, 1.5, float("nan"), "1B", "nan", "", b"L4"]
+NO_DEVICES = ["tpu", "cuda:", "cuda:one", "cuda:-1", "cpu:0", "CUDA", "mps"]
 
 
-@pytest.mark.parametrize("gpu", [0, -1, 24, "24", True, 1.5, float("nan"), "1B", "nan", "", b"L4"])
-def test_what_is_no_gpu_is_refused(gpu: Any) -> None:
-    with pytest.raises(InvalidArgument, match="24GiB") as caught:
-        find_gpu(gpu)
-    assert repr(gpu) in str(caught.value)
+@pytest.mark.parametrize(
+    ("find", "given", "words"),
+    [
+        (find_gpu, "Voodoo 2", "A100-80GB"),
+        *((find_gpu, gpu, "24GiB") for gpu in NO_GPUS),
+        *((open_device, name, '"cuda:N"') for name in NO_DEVICES),
+    ],
+)
+def test_what_is_no_gpu_or_device_is_refused_with_those_there_are(
+    find: Any, given: Any, words: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=words) as caught:
+        find(given)
+    assert repr(given) in str(caught.value)
 
 
 # -- Devices by name
@@ -79,13 +87,6 @@ def test_without_a_gpu_nothing_said_means_the_cpu_and_cuda_is_refused() -> None:
     for name in ("cuda", "cuda:1"):
         with pytest.raises(DeviceUnavailable, match=name):
             open_device(name)
-
-
-@pytest.mark.parametrize("name", ["tpu", "cuda:", "cuda:one", "cuda:-1", "cpu:0", "CUDA", "mps"])
-def test_what_is_no_device_is_refused_with_those_there_are(name: str) -> None:
-    with pytest.raises(InvalidArgument, match='"cuda:N"') as refusal:
-        open_device(name)
-    assert repr(name) in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda:1", torch.device("cuda", 3), None, "cuda"])

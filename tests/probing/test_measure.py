@@ -223,56 +223,44 @@ def test_float16_is_warmed_up_until_the_optimizer_has_made_its_state() -> None:
 
 # How many steps are timed.
 
-PLAN = Plan(10)
 SCATTERED = [0.9, 1.0, 1.1]
 """Seconds; 10 samples each, so between 9.1 and 11.1 samples per second."""
-
-
-def beside(rate: float | None) -> ProbeRequest:
-    resolved = ResolvedPlan(PLAN)
-    return ProbeRequest(resolved, incumbent_samples_per_second=rate, most_timed_seconds=5.0)
+SHORT = [0.005, 0.0055, 0.006]
+"""Slices of 5 ms that hit a third of all steps hit three in a row in one probe of thirty."""
+MANY = [0.05, 0.15] * MOST_TIMED_STEPS
 
 
 @pytest.mark.parametrize(
-    ("rate", "enough"),
-    [(None, False), (5.0, False), (10.0, False), (11.1, False), (11.2, True), (20.0, True)],
+    ("steps", "rate", "given", "enough"),
+    [
+        # a plan is cut short only where it is slower
+        *((SCATTERED, rate, {}, False) for rate in (None, 5.0, 10.0, 11.1)),
+        *((SCATTERED, rate, {}, True) for rate in (11.2, 20.0)),
+        # an interval within one percent is close enough
+        ([0.991, 1.0, 1.009], None, {}, True),
+        ([0.989, 1.0, 1.011], None, {}, False),
+        # fewer than three are never enough, nor three that other processes may all have hit
+        ([1.0, 1.0], 1e9, {}, False),
+        ([9.0, 9.0], None, {}, False),
+        (SHORT, 1e9, {}, False),
+        ([*SHORT, *SHORT], 1e9, {}, True),
+        ([0.05, 0.055, 0.06], 1e9, {}, True),
+        # there is an end by number and by seconds
+        (MANY[: MOST_TIMED_STEPS - 1], None, {}, False),
+        (MANY[:MOST_TIMED_STEPS], None, {}, True),
+        ([1.0, 2.0, 3.0], None, {}, True),
+        ([0.2, 0.3, 0.5], None, {"most_timed_seconds": 1.0}, True),
+        ([0.2, 0.3, 0.5], None, {}, False),
+        # a number that was asked for is the only rule
+        ([10.0] * 4, 1e9, {"steps": 5}, False),
+        ([10.0] * 5, 1e9, {"steps": 5}, True),
+    ],
 )
-def test_a_plan_is_cut_short_only_where_it_is_slower(rate: float | None, enough: bool) -> None:
-    assert enough_steps(SCATTERED, beside(rate)) is enough
-
-
-@pytest.mark.parametrize(("scatter", "enough"), [(0.009, True), (0.011, False)])
-def test_an_interval_within_one_percent_is_close_enough(scatter: float, enough: bool) -> None:
-    assert enough_steps([1 - scatter, 1.0, 1 + scatter], beside(None)) is enough
-
-
-def test_fewer_than_three_steps_are_never_enough() -> None:
-    assert not enough_steps([1.0, 1.0], beside(1e9))
-    assert not enough_steps([9.0, 9.0], beside(None))
-
-
-def test_three_short_steps_may_all_be_hit_by_other_processes() -> None:
-    """Slices of 5 ms that hit a third of all steps hit three in a row in one probe of thirty."""
-    short = [0.005, 0.0055, 0.006]
-    assert not enough_steps(short, beside(1e9))
-    assert enough_steps([*short, *short], beside(1e9))
-    assert enough_steps([0.05, 0.055, 0.06], beside(1e9))
-
-
-def test_there_is_an_end_by_number_and_by_seconds() -> None:
-    scattered = [0.1 * factor for factor in (0.5, 1.5)] * MOST_TIMED_STEPS
-    assert not enough_steps(scattered[: MOST_TIMED_STEPS - 1], beside(None))
-    assert enough_steps(scattered[:MOST_TIMED_STEPS], beside(None))
-    assert enough_steps([1.0, 2.0, 3.0], beside(None))
-    brief = ProbeRequest(ResolvedPlan(PLAN), most_timed_seconds=1.0)
-    assert enough_steps([0.2, 0.3, 0.5], brief)
-    assert not enough_steps([0.2, 0.3, 0.5], beside(None))
-
-
-def test_a_number_of_steps_that_was_asked_for_is_the_only_rule() -> None:
-    request = ProbeRequest(ResolvedPlan(PLAN), incumbent_samples_per_second=1e9, steps=5)
-    assert not enough_steps([10.0] * 4, request)
-    assert enough_steps([10.0] * 5, request)
+def test_how_many_steps_are_enough(
+    steps: Sequence[float], rate: float | None, given: dict[str, Any], enough: bool
+) -> None:
+    asked = {"incumbent_samples_per_second": rate, "most_timed_seconds": 5.0, **given}
+    assert enough_steps(steps, ProbeRequest(ResolvedPlan(Plan(10)), **asked)) is enough
 
 
 # Growth at the step boundary: what is a leak, what a cycle, what nothing.

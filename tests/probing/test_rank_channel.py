@@ -85,11 +85,6 @@ def valid(batch: Any) -> float:
     return float((batch[1] != IGNORED).sum())
 
 
-def past_the_wrapper(model: nn.Module, batch: Any) -> torch.Tensor:
-    inner: Any = getattr(model, "module", model)
-    return mean_over_valid(inner, batch)
-
-
 def of_gradients(
     session: Session, mode: str, samples: int, steps: int, accumulation: str
 ) -> Comparison:
@@ -153,20 +148,6 @@ def test_nothing_of_the_ranks_listens_to_other_machines(weighted: Prober) -> Non
     sockets = [line.split() for table in tables for line in table]
     heard = {at[1].partition(":")[0] for at in sockets if at[3] == LISTENS and at[9] in own}
     assert heard == {"0100007F"}  # 127.0.0.1
-
-
-def test_a_mean_of_means_is_found(weighted: Prober) -> None:
-    with ranks_of() as prober:
-        found = prober.run(partial(of_ranks, mode="ddp"))
-    assert not found.equal
-    assert found.gradient > 0.01
-    assert weighted.run(partial(of_ranks, mode="ddp")).equal
-
-
-def test_a_submodule_that_is_called_past_the_wrapper_is_found() -> None:
-    with ranks_of(loss_fn=past_the_wrapper, loss_weight=valid) as prober:
-        assert not prober.run(partial(of_ranks, mode="ddp")).equal
-        assert prober.run(partial(of_ranks, mode="fsdp2")).equal  # that has no wrapper
 
 
 @pytest.mark.parametrize(

@@ -63,13 +63,6 @@ class Normalizing(Net):
         )
 
 
-class Noisy(Net):
-    """Draws noise whatever its mode, as the forward of a variational autoencoder does."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x + torch.rand_like(x))
-
-
 def batch_of(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs, the first with a feature above 0.5, and classes of which some are ignored."""
     generator = torch.Generator().manual_seed(5)

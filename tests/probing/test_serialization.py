@@ -49,12 +49,6 @@ class CannotBeTold(nn.Linear):
         raise KeyError("the user's own way of pickling")
 
 
-def test_whatever_pickling_raises_the_way_out_is_named(tmp_path: Path) -> None:
-    workload = Workload(CannotBeTold(3, 2), torch.ones(2, 3))
-    with pytest.raises(InvalidArgument, match=r"KeyError.*a function that builds"):
-        write_payload(Payload(workload, ()), tmp_path / "payload")
-
-
 def test_a_live_model_and_its_optimizer_arrive_together_and_stay_untouched(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.BatchNorm1d(6))
     model[1].weight = model[0].weight
@@ -163,23 +157,24 @@ class _Unreadable:
         return functools.partial(int, "no number"), ()
 
 
-@pytest.mark.parametrize("thing", [threading.Lock(), (n for n in range(3))])
-def test_what_cannot_be_pickled_names_the_way_out(thing: Any, tmp_path: Path) -> None:
-    model = nn.Linear(6, 2)
+@pytest.mark.parametrize(
+    ("thing", "words"),
+    [
+        (threading.Lock(), "TypeError"),
+        ((n for n in range(3)), "TypeError"),
+        (CannotBeTold(3, 2), "KeyError"),
+        (_Unreadable(), "no number"),
+    ],
+)
+def test_what_cannot_be_written_or_read_names_the_way_out(
+    thing: Any, words: str, tmp_path: Path
+) -> None:
+    model: Any = nn.Linear(6, 2)
     model.thing = thing
     with pytest.raises(InvalidArgument, match="worker") as refusal:
         _copied(Workload(model, X), tmp_path)
     assert "a function that builds the model" in str(refusal.value)
-    assert type(refusal.value.__cause__).__name__ in str(refusal.value)
-
-
-def test_what_cannot_be_unpickled_names_it_too(tmp_path: Path) -> None:
-    model = nn.Linear(6, 2)
-    model.thing = _Unreadable()  # type: ignore[assignment]  # modules hold anything
-    with pytest.raises(InvalidArgument, match="worker process") as refusal:
-        _copied(Workload(model, X), tmp_path)
-    assert "no number" in str(refusal.value)
-    assert "a function that builds the model" in str(refusal.value)
+    assert words in str(refusal.value)
 
 
 def test_gradients_do_not_travel_and_their_absence_is_not_the_users(tmp_path: Path) -> None:

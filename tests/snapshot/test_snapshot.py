@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.snapshot import process
 from autofit.snapshot.snapshot import Snapshot, differences, digest, hash_of, preserved
 from autofit.strategy import attributes_kept
 
@@ -252,6 +251,12 @@ PROCESS_CHANGES: dict[str, Callable[[], object]] = {
     "new variable": lambda: os.environ.update(AUTOFIT_TEST="1"),
     "lost variable": lambda: os.environ.pop("PATH"),
     "cwd": lambda: os.chdir("/"),
+    "mkldnn flags": lambda: torch.backends.mkldnn.set_flags(False),  # type: ignore[no-untyped-call]  # torch left it so
+    "validation of distributions": lambda: (  # torch.compile sets it
+        torch.distributions.Distribution.set_default_validate_args(
+            not torch.distributions.Distribution._validate_args
+        )
+    ),
 }
 
 
@@ -341,20 +346,3 @@ def test_hashes_tell_values_apart(tensor: torch.Tensor) -> None:
     assert hash_of(tensor) == hash_of(tensor.clone())
     if tensor.numel():
         assert hash_of(tensor) != hash_of(torch.zeros_like(tensor))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda: torch.backends.mkldnn.set_flags(False),  # type: ignore[no-untyped-call]  # torch left it so
-        lambda: torch.distributions.Distribution.set_default_validate_args(  # torch.compile sets it
-            not torch.distributions.Distribution._validate_args
-        ),
-    ],
-)
-def test_other_settings_of_the_process_are_put_back(change: Callable[[], object]) -> None:
-    before = process.take()
-    with preserved({}):
-        change()
-        assert process.take() != before
-    assert process.take() == before

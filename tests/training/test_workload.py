@@ -110,21 +110,22 @@ def test_a_model_says_its_loss_or_its_outputs_stand_in(answer: Any, source: Loss
 
 
 @pytest.mark.parametrize(
-    "answer", [lambda y: y.argmax(1), lambda y: None, lambda y: {"labels": torch.arange(4)}]
+    ("recipe", "answer", "words"),
+    [
+        # no output that can be averaged: with both ways out
+        ({}, lambda y: y.argmax(1), r"loss_fn=.*criterion="),
+        ({}, lambda y: None, r"loss_fn=.*criterion="),
+        ({}, lambda y: {"labels": torch.arange(4)}, r"loss_fn=.*criterion="),
+        # a loss of many numbers: by the name of who made it
+        ({}, lambda y: {"loss": y.mean(1)}, r"output\.loss.*\[4\]"),
+        ({"loss_fn": lambda m, b: 3.0}, lambda y: y, r"loss_fn.*float"),
+        ({"criterion": lambda y, t: y - y}, lambda y: y, r"criterion.*\[4, 2\]"),
+    ],
 )
-def test_an_output_that_cannot_be_averaged_is_refused_with_both_ways_out(answer: Any) -> None:
-    with pytest.raises(InvalidArgument, match=r"loss_fn=.*criterion="):
-        Recipe().loss_and_source(Says(answer), X)
-
-
-def test_a_loss_of_many_numbers_is_refused_by_the_name_of_who_made_it() -> None:
-    model = Says(lambda y: {"loss": y.mean(1)})
-    with pytest.raises(InvalidArgument, match=r"output\.loss.*\[4\]"):
-        Recipe().loss_and_source(model, X)
-    with pytest.raises(InvalidArgument, match=r"loss_fn.*float"):
-        Recipe(loss_fn=lambda m, b: 3.0).loss_and_source(model, X)  # type: ignore[arg-type,return-value]  # wrong on purpose
-    with pytest.raises(InvalidArgument, match=r"criterion.*\[4, 2\]"):
-        Recipe(criterion=lambda y, t: y - y).loss_and_source(Says(lambda y: y), (X, X))
+def test_what_is_no_loss_is_refused(recipe: dict[str, Any], answer: Any, words: str) -> None:
+    batch = (X, X) if "criterion" in recipe else X
+    with pytest.raises(InvalidArgument, match=words):
+        Recipe(**recipe).loss_and_source(Says(answer), batch)
 
 
 def test_a_criterion_gets_output_and_target() -> None:

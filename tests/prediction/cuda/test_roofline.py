@@ -51,42 +51,55 @@ def backward(output: torch.Tensor) -> None:
     output.sum().backward()  # type: ignore[no-untyped-call]  # torch's
 
 
-def test_a_linear_layer_multiplies_once_forward_and_twice_backward() -> None:
-    def prepare() -> tuple[nn.Module, torch.Tensor]:
-        return nn.Linear(32, 64, device="cuda"), ones(16, 32, grad=True)
-
-    once = 2 * 16 * 32 * 64
-    forward = cost(lambda layer, x: layer(x), COUNTS_FLOPS, prepare=prepare)
-    both = cost(lambda layer, x: backward(layer(x)), COUNTS_FLOPS, prepare=prepare)
-    assert forward.kernel_seconds == once
-    assert both.kernel_seconds == 3 * once
+HALF = torch.bfloat16
+LINEAR_FLOPS = 2 * 16 * 32 * 64
 
 
-def test_a_convolution_multiplies_each_output_with_a_window() -> None:
-    def prepare() -> tuple[nn.Module, torch.Tensor]:
-        layer = nn.Conv2d(8, 16, 3, padding=1, bias=False, device="cuda")
-        return layer, ones(4, 8, 10, 12, grad=True)
-
-    once = 2 * (4 * 16 * 10 * 12) * (8 * 3 * 3)
-    both = cost(lambda layer, x: backward(layer(x)), COUNTS_FLOPS, prepare=prepare)
-    assert both.kernel_seconds == 3 * once
-
-
-def test_attention_multiplies_queries_with_keys_and_weights_with_values() -> None:
-    def prepare() -> list[torch.Tensor]:
-        return [ones(2, 4, 128, 64, dtype=torch.bfloat16) for _ in range(3)]
-
-    found = cost(F.scaled_dot_product_attention, COUNTS_FLOPS, prepare=prepare)
-    assert found.kernel_seconds == 2 * (2 * 2 * 4 * 128 * 128 * 64)
-
-
-def test_a_recurrent_layer_multiplies_each_step_with_its_matrices() -> None:
-    def prepare() -> tuple[nn.Module, torch.Tensor]:
-        return nn.LSTM(16, 32, device="cuda"), ones(10, 4, 16, grad=True)
-
-    once = 2 * (10 * 4) * (4 * 32 * 16 + 4 * 32 * 32)
-    both = cost(lambda layer, x: backward(layer(x)[0]), COUNTS_FLOPS, prepare=prepare)
-    assert both.kernel_seconds == 3 * once
+@pytest.mark.parametrize(
+    ("run", "prepare", "flops"),
+    [
+        (
+            lambda layer, x: layer(x),
+            lambda: (nn.Linear(32, 64, device="cuda"), ones(16, 32, grad=True)),
+            LINEAR_FLOPS,
+        ),
+        (  # once forward and twice backward
+            lambda layer, x: backward(layer(x)),
+            lambda: (nn.Linear(32, 64, device="cuda"), ones(16, 32, grad=True)),
+            3 * LINEAR_FLOPS,
+        ),
+        (  # each output with a window
+            lambda layer, x: backward(layer(x)),
+            lambda: (
+                nn.Conv2d(8, 16, 3, padding=1, bias=False, device="cuda"),
+                ones(4, 8, 10, 12, grad=True),
+            ),
+            3 * 2 * (4 * 16 * 10 * 12) * (8 * 3 * 3),
+        ),
+        (  # queries with keys and weights with values
+            F.scaled_dot_product_attention,
+            lambda: [ones(2, 4, 128, 64, dtype=HALF) for _ in range(3)],
+            2 * (2 * 2 * 4 * 128 * 128 * 64),
+        ),
+        (  # each step with the layer's matrices
+            lambda layer, x: backward(layer(x)[0]),
+            lambda: (nn.LSTM(16, 32, device="cuda"), ones(10, 4, 16, grad=True)),
+            3 * 2 * (10 * 4) * (4 * 32 * 16 + 4 * 32 * 32),
+        ),
+        (  # each row with the matrix of its group
+            lambda left, right, ends: torch._grouped_mm(left, right, offs=ends),
+            lambda: (
+                ones(64, 32, dtype=HALF),
+                ones(4, 32, 16, dtype=HALF),
+                ones(4, dtype=torch.int32),
+            ),
+            2 * 64 * 32 * 16,
+        ),
+    ],
+    ids=["linear", "linear and back", "convolution", "attention", "recurrent", "groups"],
+)
+def test_what_multiplies_counts_its_multiplications(run: Any, prepare: Any, flops: int) -> None:
+    assert cost(run, COUNTS_FLOPS, prepare=prepare).kernel_seconds == flops
 
 
 @pytest.mark.parametrize(
@@ -198,18 +211,6 @@ def test_a_step_counts_what_checkpointing_recomputes() -> None:
     recomputed = step(COUNTS_FLOPS, model=lambda: Net(checkpointed=True)).kernel_seconds
     last_output_is_not_needed_again = forward / 2
     assert recomputed == plain + forward - last_output_is_not_needed_again
-
-
-def test_a_product_in_groups_multiplies_each_row_with_one_matrix() -> None:
-    def prepare() -> tuple[torch.Tensor, ...]:
-        ends = torch.ones(4, device="cuda", dtype=torch.int32)
-        half = torch.bfloat16
-        return ones(64, 32, dtype=half), ones(4, 32, 16, dtype=half), ends
-
-    def run(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> None:
-        torch._grouped_mm(left, right, offs=ends)
-
-    assert cost(run, COUNTS_FLOPS, prepare=prepare).kernel_seconds == 2 * 64 * 32 * 16
 
 
 def test_a_prediction_costs_a_large_model_by_type_and_a_small_one_by_launches() -> None:
