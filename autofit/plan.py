@@ -326,6 +326,7 @@ class CostHint:
     fixed_bytes: Number | None = None
 
 
+_ORDERED = 3  # values: two have no neighbours in common
 _BY_VALUE = ("payloads", "hints", "trial_costs_s", "accumulation")
 
 
@@ -412,6 +413,13 @@ class Dimension:
     def is_costly(self) -> bool:
         """Whether a probe of some value costs extra seconds."""
         return any(self.trial_cost_of(value) > 0 for value in self.values)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether neighbouring values can be expected to have similar effects: growing numbers."""
+        if len(self.values) < _ORDERED or any(isinstance(v, bool | str) for v in self.values):
+            return False
+        return list(self.values) == sorted(self.values, key=float)
 
     def allowed_with(self, settings: Settings) -> bool:
         """Return whether `when` allows values other than the first next to these settings."""

@@ -23,6 +23,9 @@ from .one_setting import OneSetting
 
 SETTING = "convolution.benchmark"
 _SAMPLES = 2
+# What a probe takes longer: a worker of its own, about 10 s, and cuDNN's trials. Those of ResNet-50
+# took 14 s on an H100, and 4 s in later workers (benchmarks/results/gpu-h100-2026-11-27.md).
+_TRIAL_COST_S = 20.0
 _CONVOLUTIONS = {
     f"{name}{dimensions}d" for name in ("conv", "conv_transpose") for dimensions in (1, 2, 3)
 }
@@ -47,7 +50,13 @@ class ConvolutionBenchmark(OneSetting):
         if context.device.type == "meta":
             context.note(f"{SETTING} skipped: its memory can only be measured, not predicted")
             return {SETTING: Dimension([False])}
-        return {SETTING: Dimension([False, True], fresh_worker=True, relieves=("arithmetic",))}
+        dimension = Dimension(
+            [False, True],
+            trial_cost_s=_TRIAL_COST_S,
+            fresh_worker=True,
+            relieves=("arithmetic",),
+        )
+        return {SETTING: dimension}
 
     def applied(
         self, training: TrainingView, value: Any, payload: Any

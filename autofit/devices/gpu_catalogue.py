@@ -3,8 +3,9 @@
 Memory is the least total capacity found in public out-of-memory messages; where none was found, the
 nominal size less the share that its generation loses. Drivers and error correction change it by a
 percent and more: where that matters, give bytes. Architecture and multiprocessor counts are from
-NVIDIA's data sheets and CUDA programming guide. Context bytes were measured on the H200 alone
-(torch 2.11, driver 580); other GPUs have that value until a probe measures theirs (`Calibration`).
+NVIDIA's data sheets and CUDA programming guide. Context bytes were measured on the H200 and the
+H100 alone (torch 2.11, driver 580); other GPUs have the H200's until a probe measures theirs
+(`Calibration`).
 Rates are those of the data sheets, without sparsity and with float32 accumulation, times the share
 of them that kernels reach on an H200 (`REACHED_...`).
 """
@@ -25,6 +26,8 @@ NCCL_UNKNOWN = "unknown, counted as 0"
 MEASURED_CONTEXT_BYTES = 620 * MIB
 # How far off the context of a GPU may be that was not measured: an assumption, half either way.
 CONTEXT_MARGIN_BYTES = MEASURED_CONTEXT_BYTES // 2
+# 752 to 764 MiB, the most with cuDNN (benchmarks/results/gpu-h100-2026-11-27.md).
+_H100_CONTEXT = {"context_bytes": 758 * MIB, "context_margin_bytes": 6 * MIB}
 REACHED_BY_TENSOR_CORES = 0.65
 REACHED_IN_FLOAT32 = 0.7
 REACHED_BANDWIDTH = 0.75
@@ -57,7 +60,7 @@ class Gpu:
         capability: (major, minor) compute capability.
         multiprocessors: their number, by which kernels size their scratch memory.
         context_bytes: bytes of a process outside the allocator.
-        context_margin_bytes: how far off that may be; 0 where it was measured.
+        context_margin_bytes: how far off that may be.
         recorded: whether trainings were recorded on one, against which predictions were compared.
         rates: None where they are unknown, as of a size that stands for a GPU.
     """
@@ -174,7 +177,7 @@ _TABLE = [
     Gpu("RTX 4080", _gib(15.6), (8, 9), 76),
     Gpu("RTX 4090", _gib(23.5), (8, 9), 128),
     Gpu("H100-PCIe", _gib(79.1), (9, 0), 114),
-    Gpu("H100", _gib(79.1), (9, 0), 132),
+    Gpu("H100", _gib(79.1), (9, 0), 132, **_H100_CONTEXT),
     Gpu("H100-NVL", _gib(93.0), (9, 0), 132),
     Gpu("GH200", _gib(94.5), (9, 0), 132),
     Gpu("H200", _gib(139.8), (9, 0), 132, context_margin_bytes=0, recorded=True),

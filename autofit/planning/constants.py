@@ -84,7 +84,6 @@ LEAST_SPREAD = 0.01  # log step time around its line: kernels suit some sizes be
 SURE = 2.0  # standard errors by which residuals exceed noise before they are called departures
 ALIKE = 0.6  # probability that a variant departs as others do. Without: +0.57 +- 0.34, -0.2 (72)
 MULTIPLE = 8  # samples: kernels may work in tiles of so many
-ORDERED = 3  # values, growing numbers, from which neighbours are expected to have similar effects
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ from autofit.planning.constants import (
     BEYOND,
     LEAST_SPREAD,
     MANY_READINGS,
-    ORDERED,
     SURE,
     TINY,
     LinePrior,
@@ -136,7 +135,7 @@ class LineFamily:
         self._predicted = bool(lines)
         terms = [
             Terms.of_setting(
-                dimension.values,
+                dimension,
                 [settings[name] for settings in variants],
                 prior,
                 log_effects(name, dimension, intercept_hints or {}),
@@ -326,26 +325,26 @@ class Terms:
     @classmethod
     def of_setting(
         cls,
-        values: Sequence[Scalar],
+        dimension: Dimension,
         by_variant: Sequence[Scalar],
         prior: LinePrior,
         intercept_hints: Mapping[Scalar, float],
         slope_hints: Mapping[Scalar, float],
         predicted: Mapping[Scalar, tuple[float, float]],
     ) -> Terms:
-        """Return the terms of a setting with these values; a prediction overrides a hint.
+        """Return the terms of a setting; a prediction overrides a hint.
 
         Args:
-            values: of the setting.
+            dimension: the setting's values.
             by_variant: the value that each variant has.
             prior: the standard deviations.
             intercept_hints, slope_hints: value -> log effect.
             predicted: value -> log effects on intercept and slope.
         """
+        values, is_ordered = dimension.values, dimension.is_ordered
         rows = [values.index(value) for value in by_variant]
         intercepts = {**intercept_hints, **{v: both[0] for v, both in predicted.items()}}
         slopes = {**slope_hints, **{v: both[1] for v, both in predicted.items()}}
-        is_ordered = _is_ordered(values)
         # Between predicted values of an ordered setting the effect is interpolated.
         known_between = bool(predicted) and is_ordered
         hinted = np.array([v in intercept_hints and v not in predicted for v in values])
@@ -392,13 +391,6 @@ def _trend_features(count: int, prior: LinePrior) -> Array:
     last, index = count - 1, np.arange(count)[:, None]
     steps = (np.arange(1, count) <= index) * prior.curvature / np.sqrt(last)
     return np.hstack([prior.trend * index / last, steps])
-
-
-def _is_ordered(values: Sequence[Scalar]) -> bool:
-    """Return whether neighbouring values can be expected to have similar effects."""
-    if len(values) < ORDERED or any(isinstance(v, bool | str) for v in values):
-        return False
-    return list(values) == sorted(values, key=float)
 
 
 def spread_of(residuals: Array, noise: Array) -> float:

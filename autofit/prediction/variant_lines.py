@@ -3,10 +3,14 @@
 The plain variant is predicted at three micro-batches, the last where the budget seems to end; its
 lines go through the larger two, since they must be right near the budget. Every other value of a
 setting is then predicted at these two with all else plain, as far as time allows; the lines of
-combinations are composed of these (`autofit.planning.curves`). A line is a hint that measurements
-correct: a wrong one costs probes and changes no result. Times are good for ratios between variants
-alone (`autofit.prediction.cuda.roofline`); there are none where the rates of the GPU are unknown,
-nor for several ranks, whose memory lines are those of the rank that needs most.
+combinations are composed of these (`autofit.planning.curves`). Values without a hint and without
+an order have lines together or not at all: a search that knew float16 to be fast, and nothing of
+bfloat16, did not try it.
+
+A line is a hint that measurements correct: a wrong one costs probes and changes no result. Times
+are good for ratios between variants alone (`autofit.prediction.cuda.roofline`); there are none
+where the rates of the GPU are unknown, nor for several ranks, whose memory lines are those of the
+rank that needs most.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from autofit.training.workload import Workload
 Line: TypeAlias = tuple[float, float]
 Lines: TypeAlias = Mapping[VariantKey, Line]
 _LEAST_SECONDS = 1e-12
+_TOO_LONG = "memory of the other settings was not predicted: it would take too long"
 _MOST_CORRECTIONS = 2
 # The share by which what is needed may differ from the budget at the larger size of a line.
 _NEAR = 0.03
@@ -63,22 +68,24 @@ def variant_lines(
     times: dict[VariantKey, Line] = {}
     notes: dict[str, None] = {}
     sizes: Sequence[int] = ()
-    for settings in _most_useful_first(space):
-        try:
-            sizes = sizes or _sizes(predict, space, vram_budget_bytes)
-            predictions = [predict(settings, size) for size in sizes]
-        except _OutOfTime:
-            notes["memory of the other settings was not predicted: it would take too long"] = None
+    for together in _most_useful_first(space):
+        found: dict[VariantKey, Sequence[Prediction]] = {}
+        for settings in together:
+            try:
+                sizes = sizes or _sizes(predict, space, vram_budget_bytes)
+                found[variant_key(settings)] = [predict(settings, size) for size in sizes]
+            except _OutOfTime:
+                notes[_TOO_LONG] = None
+                return memory, times, tuple(notes)
+            except Exception as error:  # also the user's own: the baseline's probe will report it
+                notes[f"memory was not predicted before the first probe: {error}"] = None
+        if not memory and not found:  # if the plain variant cannot be predicted, no other can
             break
-        except Exception as error:  # also the user's own: the baseline's probe will report it
-            notes[f"memory was not predicted before the first probe: {error}"] = None
-            if not memory:  # if the plain variant cannot be predicted, no other can
-                break
-            continue
-        memory[variant_key(settings)] = _memory_line(predictions)
+        memory |= {variant: _memory_line(predictions) for variant, predictions in found.items()}
         # What ranks send to one another takes time that no rate here tells.
-        if space.world_size == 1 and (line := time_line(predictions)) is not None:
-            times[variant_key(settings)] = line
+        lines = {variant: time_line(predictions) for variant, predictions in found.items()}
+        if space.world_size == 1:
+            times |= {variant: line for variant, line in lines.items() if line is not None}
     return memory, times, tuple(notes)
 
 
@@ -94,23 +101,27 @@ def gpu_of(environment: Environment) -> Gpu | None:
     return replace(known, total_bytes=environment.total_bytes, capability=(int(major), int(minor)))
 
 
-def _most_useful_first(space: Space) -> Iterator[Settings]:
-    """Yield the plain settings, then those with one other value; values without a hint first.
+def _most_useful_first(space: Space) -> Iterator[list[Settings]]:
+    """Yield settings whose lines serve together: the plain ones, then those with one other value.
 
-    The settings take turns. Each begins with its last value and then halves the gaps: where values
-    have an order, these predict the others best.
+    First, all at once, the values without a hint of a setting that has no order. Then one by one
+    the others without a hint, then those with one. The settings take turns. Each begins with its
+    last value and then halves the gaps: where values have an order, these predict the others best.
     """
     plain = space.default_settings
-    yield plain
-    turns = [
-        [(name, value) for value in _halving(dimension.values)]
-        for name, dimension in space.dimensions.items()
-        if not dimension.is_costly
-    ]
-    changes = [change for turn in zip_longest(*turns) for change in turn if change is not None]
-    for name, value in sorted(changes, key=lambda each: _is_hinted(space.dimensions, *each)):
-        if space.allows({**plain, name: value}):
-            yield {**plain, name: value}
+    yield [plain]
+    unknown_in_turn, hinted_in_turn = list[list[Settings]](), list[list[Settings]]()
+    for name, dimension in space.dimensions.items():
+        values = [] if dimension.is_costly else _halving(dimension.values)
+        changes = {v: {**plain, name: v} for v in values if space.allows({**plain, name: v})}
+        unknown = [each for v, each in changes.items() if not _is_hinted(dimension, v)]
+        if dimension.is_ordered:
+            unknown_in_turn.append(unknown)
+        elif unknown:
+            yield unknown
+        hinted_in_turn.append([each for v, each in changes.items() if _is_hinted(dimension, v)])
+    for turns in (zip_longest(*unknown_in_turn), zip_longest(*hinted_in_turn)):
+        yield from ([each] for turn in turns for each in turn if each is not None)
 
 
 def _halving(values: Sequence[Scalar]) -> list[Scalar]:
@@ -120,8 +131,8 @@ def _halving(values: Sequence[Scalar]) -> list[Scalar]:
     return [values[place] for place in places]
 
 
-def _is_hinted(dimensions: Mapping[str, Dimension], name: str, value: Scalar) -> bool:
-    hint = dimensions[name].hints.get(value)
+def _is_hinted(dimension: Dimension, value: Scalar) -> bool:
+    hint = dimension.hints.get(value)
     return hint is not None and hint.bytes_per_sample is not None
 
 

@@ -23,8 +23,9 @@ from autofit.space import Space
 if TYPE_CHECKING:
     from autofit.probing.session import Session
 
-# About the cost of two probes on a GPU; predicting for longer would save less than it takes.
-MOST_SECONDS = 8.0
+# Enough for GPT-2 small, whose dry runs take about a second each. With 8 s some of its precisions
+# had lines and others none (benchmarks/results/gpu-h100-2026-11-27.md).
+MOST_SECONDS = 20.0
 
 # Variant -> what is fixed (bytes, or seconds of a micro-batch), and what each sample adds.
 Lines = Mapping[VariantKey, tuple[float, float]]

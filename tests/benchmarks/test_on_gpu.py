@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks/on_gpu.sh"
 REPORTS = {f"{name}.json" for name in ("search-tiny_mlp", "search-tiny_mlp-planned")}
 REPORTS |= {f"{name}.json" for name in ("strategy-attention", "strategy-head_loss")}
 STEPS = {path.removesuffix(".json") for path in REPORTS}
-STEPS |= {"tests", "peers-tiny_mlp", "predictions-tiny_gpt", "faults"}
+STEPS |= {"tests-test_gpu_catalogue", "peers-tiny_mlp", "predictions-tiny_gpt", "faults"}
 
 
 def test_every_step_of_the_script_for_a_gpu_leaves_its_result(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from functools import partial
+from itertools import count, groupby
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,13 +164,27 @@ def test_the_time_it_may_take_is_limited() -> None:
     assert len(notes) == 1
 
 
+@pytest.mark.parametrize("runs", range(5, 10))
+def test_values_without_an_order_have_lines_together_or_not_at_all(
+    runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=partial(next, count()))
+    monkeypatch.setattr("autofit.prediction.variant_lines.time", clock)
+    space = Space({"precision.dtype": Dimension(["default", "tf32", "bfloat16"])}, 8)
+    chosen = load_strategies(["precision"])
+    lines, _, notes = variant_lines(
+        workload(), space, A100, 8 * GIB, strategies=chosen, timeout_s=2.0 * runs
+    )
+    assert len(lines) == (1 if notes else 3)
+
+
 def space(**options: Any) -> Space:
     return Space({}, **{"sample_batch_size": 8} | options)
 
 
 @pytest.mark.slow
 def test_what_tells_most_is_predicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain, then one value at a time: those without a hint, those in between last."""
+    """Plain, then values without a hint, those without an order first and those between last."""
     dimensions = {
         "placement.level": Dimension(range(5)),
         "hinted.level": Dimension((0, 1), hints={1: CostHint(0.5)}),
@@ -186,7 +202,7 @@ def test_what_tells_most_is_predicted_first(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("autofit.prediction.variant_lines.predict_resolved", noted)
     lines, _, _ = variant_lines(workload(), Space(dimensions, 8), A100, 8 * GIB)
     level, dtype = "placement.level", "precision.dtype"
-    order = [{}, {level: 4}, {dtype: "bfloat16"}, {level: 2}, {dtype: "tf32"}]
+    order = [{}, {dtype: "bfloat16"}, {dtype: "tf32"}, {level: 4}, {level: 2}]
     order += [{level: 1}, {level: 3}, {"hinted.level": 1}]
     assert [settings for settings, _ in groupby(asked)] == order
     assert len(lines) == len(order)
