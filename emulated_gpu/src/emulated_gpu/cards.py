@@ -18,6 +18,8 @@ from emulated_gpu.sizes import GIB, MIB, parse_size, size_text
 MAX_CARDS = 8
 CONTEXT_BYTES = 620 * MIB
 """Of a process that has multiplied matrices, as measured on an H200 (torch 2.11, driver 580)."""
+_MEASURED_CONTEXT_BYTES = {"H100": 758 * MIB}
+"""Measured likewise: 752 to 764 MiB, the most with cuDNN."""
 CUBLAS_BYTES = 66 * MIB
 """Of these, what arrives with the first cuBLAS handle (`sources/driver/cublas.cpp`)."""
 
@@ -171,7 +173,13 @@ def _key(name: str) -> str:
 
 
 _BY_KEY = {
-    _key(name): Card(f"NVIDIA {name}", int(gib * GIB), capability, multiprocessors)
+    _key(name): Card(
+        f"NVIDIA {name}",
+        int(gib * GIB),
+        capability,
+        multiprocessors,
+        _MEASURED_CONTEXT_BYTES.get(name, CONTEXT_BYTES),
+    )
     for name, gib, capability, multiprocessors in _TABLE
 }
 _BY_KEY |= {alias: _BY_KEY[_key(name)] for alias, name in _ALIASES.items()}
