@@ -101,7 +101,7 @@ def gpu_of(environment: Environment) -> Gpu | None:
     return replace(known, total_bytes=environment.total_bytes, capability=(int(major), int(minor)))
 
 
-def _most_useful_first(space: Space) -> Iterator[list[Settings]]:
+def _most_useful_first(space: Space) -> Iterator[Sequence[Settings]]:
     """Yield settings whose lines serve together: the plain ones, then those with one other value.
 
     First, all at once, the values without a hint of a setting that has no order. Then one by one
@@ -110,7 +110,7 @@ def _most_useful_first(space: Space) -> Iterator[list[Settings]]:
     """
     plain = space.default_settings
     yield [plain]
-    unknown_in_turn, hinted_in_turn = list[list[Settings]](), list[list[Settings]]()
+    unknown_in_turn, hinted_in_turn = list[Sequence[Settings]](), list[Sequence[Settings]]()
     for name, dimension in space.dimensions.items():
         values = [] if dimension.is_costly else _halving(dimension.values)
         changes = {v: {**plain, name: v} for v in values if space.allows({**plain, name: v})}
