@@ -326,7 +326,6 @@ class CostHint:
     fixed_bytes: Number | None = None
 
 
-_ORDERED = 3  # values: two have no neighbours in common
 _BY_VALUE = ("payloads", "hints", "trial_costs_s", "accumulation")
 
 
@@ -416,8 +415,8 @@ class Dimension:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether neighbouring values can be expected to have similar effects: growing numbers."""
-        if len(self.values) < _ORDERED or any(isinstance(v, bool | str) for v in self.values):
+        """Whether these are three or more growing numbers, so that neighbours should act alike."""
+        if len(self.values) < 3 or any(isinstance(v, bool | str) for v in self.values):
             return False
         return list(self.values) == sorted(self.values, key=float)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What this project has never shown on a GPU, in the order of its worth, in calls of ten minutes:
+# What this project has hardly or never shown on a real GPU, what is worth most first, in calls of ten minutes:
 #     benchmarks/on_gpu.sh OUT_FOLDER [SECONDS]     repeat until it says "nothing is left"
-# On an H100 a search took 100 to 120 s, and 29 of the tests 300 s, most of it starts of workers.
+# On an H100 a search took 100 to 120 s, and 29 of the tests 300 s, most of it spent starting workers.
 # Each step writes OUT_FOLDER/DATE-STEP.txt as it goes; one that failed is OUT_FOLDER/STEP.failed. Later calls skip both
 # (RETRY=1: only what has a result), and a step begins only where its own limit ends within the call's SECONDS.
 # It needs torch 2.11 with CUDA, but no network: where there is one, on the same Python,
@@ -54,7 +54,7 @@ step() { # step NAME LIMIT_S COMMAND...: the command's output is the result, und
 }
 
 workloads=(gpt2_small=24GiB resnet50=12GiB) predicted=(gpt2_small resnet50 vit unet lstm mlp) sizes=(1 2 4 8 16)
-search=(--timeout 130) planned=20000 storm=30 tested=(tests)
+search=(--timeout 130) planned=20000 storm=30 tested=tests
 versus=(--steps 20 --timed-steps 4 --repeats 1 --limit 110 --precisions bfloat16)
 versus+=(--only "accelerate find_executable_batch_size" autofit)
 patience=1
@@ -63,7 +63,7 @@ if [[ ${REHEARSAL:-} ]]; then
     search=(--max-probes 2 --effort quick) planned=20
     versus=(--steps 2 --timed-steps 2 --repeats 1 --limit 60 --precisions float32)
     versus+=(--only "rule of Composer, halving")
-    tested=(tests/devices/test_gpu_catalogue.py)
+    tested=tests/devices/test_gpu_catalogue.py
 fi
 
 for each in "${workloads[@]}"; do
@@ -85,7 +85,7 @@ for strategy in attention head_loss; do
     step "strategy-$strategy" 160 python3 -m autofit search "benchmarks/workloads.py:${predicted[0]}" \
         --strategies "$strategy" --max-probes 4 "${search[@]}" --out "$out/strategy-$strategy.json"
 done
-for file in $(grep -rl "mark.cuda" "${tested[@]}"); do
+for file in $(grep -rl --include "test_*.py" "mark.cuda" "$tested"); do
     step "tests-$(basename "$file" .py)" 280 python3 -m pytest -v -m cuda -n 0 --durations 5 "$file"
 done
 echo "$left steps are left for another call" | sed 's/^0 .*/nothing is left/'

@@ -23,9 +23,9 @@ from .one_setting import OneSetting
 
 SETTING = "convolution.benchmark"
 _SAMPLES = 2
-# What a probe takes longer: a worker of its own, about 10 s, and cuDNN's trials. Those of ResNet-50
-# took 14 s on an H100, and 4 s in later workers (benchmarks/results/gpu-h100-2026-11-27.md).
-_TRIAL_COST_S = 20.0
+# Of cuDNN's trials: with ResNet-50 on an H100 they took 14 s, and 4 s in later workers
+# (benchmarks/results/gpu-h100-2026-11-27.md). Starting a probe's own worker comes on top.
+_TRIAL_COST_S = 14.0
 _CONVOLUTIONS = {
     f"{name}{dimensions}d" for name in ("conv", "conv_transpose") for dimensions in (1, 2, 3)
 }

@@ -25,9 +25,10 @@ from .deferred_logits import DeferredLogits as DeferredLogits, Run, deferred as 
 from .one_setting import OneSetting
 
 SETTING = "head_loss.rows"
-ROWS = (256, 2048)
+ROWS = (2048, 256)
 """Rows of logits that a chunk has. In bfloat16 with 50,000 classes 2,048 hold 1.2 GiB with their
-gradient and its float32 copies, and a GPU computes them as fast as all; 256 hold 150 MiB."""
+gradient and its float32 copies, and 256 hold 150 MiB. On an H100 a training took 5 % and 21 %
+longer with them than with all at once (benchmarks/results/gpu-h100-2026-11-27.md)."""
 
 FEWEST_CLASSES = 4096
 """Smaller rows of logits are not worth a probe."""
@@ -71,7 +72,7 @@ class HeadLoss(OneSetting):
 
     def _why_unlike(self, context: Context, payload: Mapping[str, Any]) -> str | None:
         """Return how a step with the setting differs from the plain one; None: by roundings."""
-        rows = ROWS[0]
+        rows = ROWS[-1]
         found = context.compare({SETTING: rows}, {SETTING: payload}, self, micro_batch=_SAMPLES)
         types = {p.dtype for p in context.model.parameters() if p.is_floating_point()}
         most = max(_TOLERANCE.get(dtype, _OF_HALF_PRECISION) for dtype in types)
@@ -114,7 +115,7 @@ def _heads(training: TrainingView, batch: Any) -> list[str]:
     model keeps.
     """
     heads, runs = _candidates(training.model), list[Run]()
-    with deferred(list(heads.values()), ROWS[0], runs.append):
+    with deferred(list(heads.values()), ROWS[-1], runs.append):
         training.loss(batch)
     runs_of = {name: [run for run in runs if run.weight is heads[name].weight] for name in heads}
     return [

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from types import TracebackType
 
 import pytest
 import torch
@@ -155,6 +156,18 @@ def test_frees_the_tensors_of_every_frame(way: str) -> None:
         kept.append(error)
     assert step.alive() > 0
     release_exception(kept[0])
+    assert step.alive() == 0
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_frees_the_tensors_of_frames_that_others_hold() -> None:
+    """As a debugger does, or a logger that keeps the traceback."""
+    step, tracebacks = Step(), list[TracebackType | None]()
+    try:
+        step.fails_while_cleaning_up()
+    except ValueError as error:
+        tracebacks.append(error.__traceback__)
+        release_exception(error)
     assert step.alive() == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,17 @@ def test_a_model_and_a_batch_without_memory_need_the_same() -> None:
     real = autofit.estimate_memory(net(), batch(), **LOSS, gpu="L4")
     assert without.required_bytes == mixed.required_bytes == real.required_bytes
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_nothing_of_the_users_changes() -> None:
+    model, given = net(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    weights, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    autofit.fits(model, given, "1GiB", **LOSS, optimizer=optimizer)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.slow
@@ -126,6 +138,15 @@ def test_what_cannot_be_meant_is_refused_in_words(given: dict[str, Any], words: 
         autofit.fits(**(asked | given))
 
 
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("no such layer")
+
+
 class Raising:
     """What a model may hold: it raises when it is pickled."""
 
@@ -151,3 +172,8 @@ def test_what_pickling_a_model_raises_is_told(
     vars(model)["held"] = Raising(error)
     with pytest.raises(seen, match=words):
         autofit.fits(model, batch(), "1GiB", **LOSS)
+
+
+def test_an_error_of_the_forward_is_the_users_own() -> None:
+    with pytest.raises(KeyError, match="no such layer"):
+        autofit.fits(Broken(), batch(), "2GiB", **LOSS)

@@ -189,7 +189,7 @@ Timeout = Annotated[
 ]
 PlannedSteps = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="steps you will train: lets compile pay for itself"),
+    typer.Option(metavar="N", min=1, help="steps you will train: has compile and others tried"),
 ]
 Effort = Annotated[
     str,

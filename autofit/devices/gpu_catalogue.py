@@ -26,8 +26,6 @@ NCCL_UNKNOWN = "unknown, counted as 0"
 MEASURED_CONTEXT_BYTES = 620 * MIB
 # How far off the context of a GPU may be that was not measured: an assumption, half either way.
 CONTEXT_MARGIN_BYTES = MEASURED_CONTEXT_BYTES // 2
-# 752 to 764 MiB, the most with cuDNN (benchmarks/results/gpu-h100-2026-11-27.md).
-_H100_CONTEXT_BYTES, _H100_CONTEXT_MARGIN_BYTES = 758 * MIB, 6 * MIB
 REACHED_BY_TENSOR_CORES = 0.65
 REACHED_IN_FLOAT32 = 0.7
 REACHED_BANDWIDTH = 0.75
@@ -177,7 +175,8 @@ _TABLE = [
     Gpu("RTX 4080", _gib(15.6), (8, 9), 76),
     Gpu("RTX 4090", _gib(23.5), (8, 9), 128),
     Gpu("H100-PCIe", _gib(79.1), (9, 0), 114),
-    Gpu("H100", _gib(79.1), (9, 0), 132, _H100_CONTEXT_BYTES, _H100_CONTEXT_MARGIN_BYTES),
+    # Context: 752 to 764 MiB, the most with cuDNN (benchmarks/results/gpu-h100-2026-11-27.md)
+    Gpu("H100", _gib(79.1), (9, 0), 132, 758 * MIB, 6 * MIB),
     Gpu("H100-NVL", _gib(93.0), (9, 0), 132),
     Gpu("GH200", _gib(94.5), (9, 0), 132),
     Gpu("H200", _gib(139.8), (9, 0), 132, context_margin_bytes=0, recorded=True),

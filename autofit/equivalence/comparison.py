@@ -266,9 +266,10 @@ def _distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
         return math.inf
     if first.dtype == second.dtype and torch.equal(first, second):
         return 0.0
-    difference = _wide(first) - _wide(second)
+    one, other = _wide(first), _wide(second)
+    difference = one - other
     if not math.isfinite(norm := float(torch.linalg.vector_norm(difference))):
-        same = (first == second) | (first.isnan() & second.isnan())
+        same = (one == other) | (one.isnan() & other.isnan())
         norm = float(torch.linalg.vector_norm(difference.masked_fill(same, 0)))
     return norm
 

@@ -1,7 +1,7 @@
 """Predicted memory and time lines of variants, from which a search chooses its first plans.
 
-The plain variant is predicted at three micro-batches, the last where the budget seems to end; its
-lines go through the larger two, since they must be right near the budget. Every other value of a
+The plain variant is predicted at growing micro-batches until one needs about the budget; its lines
+go through the larger two, since they must be right near the budget. Every other value of a
 setting is then predicted at these two with all else plain, as far as time allows; the lines of
 combinations are composed of these (`autofit.planning.curves`). Values without a hint and without
 an order have lines together or not at all: a search that knew float16 to be fast, and nothing of
@@ -81,6 +81,8 @@ def variant_lines(
                 notes[f"memory was not predicted before the first probe: {error}"] = None
         if not memory and not found:  # if the plain variant cannot be predicted, no other can
             break
+        if len(found) < len(together):
+            continue
         memory |= {variant: _memory_line(predictions) for variant, predictions in found.items()}
         # What ranks send to one another takes time that no rate here tells.
         lines = {variant: time_line(predictions) for variant, predictions in found.items()}
@@ -102,11 +104,12 @@ def gpu_of(environment: Environment) -> Gpu | None:
 
 
 def _most_useful_first(space: Space) -> Iterator[Sequence[Settings]]:
-    """Yield settings whose lines serve together: the plain ones, then those with one other value.
+    """Yield the plain settings, then groups with one other value, whose lines are kept together.
 
-    First, all at once, the values without a hint of a setting that has no order. Then one by one
-    the others without a hint, then those with one. The settings take turns. Each begins with its
-    last value and then halves the gaps: where values have an order, these predict the others best.
+    First come, setting by setting, all values without a hint of a setting without an order; then,
+    one at a time and the settings in turn, the other values without a hint, then those with one. Of
+    a setting the last value comes first, then those that halve the gaps: where values have an
+    order, these predict the others best.
     """
     plain = space.default_settings
     yield [plain]
@@ -137,7 +140,7 @@ def _is_hinted(dimension: Dimension, value: Scalar) -> bool:
 
 
 def _sizes(predict: _Predict, space: Space, budget: int) -> tuple[int, ...]:
-    """Return two micro-batches to predict at, the larger one near the budget of the plain variant.
+    """Return two micro-batches to predict at, the larger near what plain fits, or beyond it.
 
     Only one if the space has no other.
     """
@@ -148,6 +151,8 @@ def _sizes(predict: _Predict, space: Space, budget: int) -> tuple[int, ...]:
     second = min(8 * first, largest)
     if second == first:
         return (first // 2, first)
+    if predict(plain, second).required_bytes > budget:
+        return (first, second)
     bounds = min(2 * second, largest), largest
     third = _size_at(budget, predict, plain, (first, second), bounds)
     with suppress(_OutOfTime):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Enough for GPT-2 small, whose dry runs take about a second each. With 8 s some of its precisions
 # had lines and others none (benchmarks/results/gpu-h100-2026-11-27.md).
 MOST_SECONDS = 20.0
+SHARE_OF_TIME = 1 / 6  # of what is left of a search's timeout: probes need the rest
 
 # Variant -> what is fixed (bytes, or seconds of a micro-batch), and what each sample adds.
 Lines = Mapping[VariantKey, tuple[float, float]]

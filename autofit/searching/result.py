@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # `stopped_because` of a search that Ctrl-C ended.
 INTERRUPTED = "interrupted"
 
-_COSTLY_TO_WATCH = "recording its memory would take as long as its first trial"
+_COSTLY_TO_WATCH = "its memory is not recorded: the plan is costly to run again"
 
 # Arguments that are functions: a report names those that were given, and holds no code.
 _FUNCTIONS = ("loss_fn", "criterion", "loss_weight", "before_step", "training_step")

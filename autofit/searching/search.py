@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from autofit.searching.engine import run_search
 from autofit.searching.events import Event, OnEvent
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
 from autofit.searching.options import SearchArguments, SearchOptions
-from autofit.searching.predicted_lines import predicted_lines
+from autofit.searching.predicted_lines import MOST_SECONDS, SHARE_OF_TIME, predicted_lines
 from autofit.searching.result import (
     INTERRUPTED,
     SearchResult,
@@ -90,7 +91,7 @@ def search(
         device: "cuda", "cuda:1", "cpu", "all" (every GPU) or a list; None: cuda where there is one.
         numerics: "exact", "rounding" or "reduced_precision": what may change in the arithmetic.
         strategies: names or Strategy objects; None: all that `numerics` allows.
-        planned_steps: optimizer steps of the training: has compilation tried, where it pays.
+        planned_steps: optimizer steps of the training: costly values are tried, such as compile.
         max_probes: the most timed runs of plans.
         timeout: seconds until the search ends, with what was measured by then.
         study: a file path or an Optuna storage URL, to resume the search from.
@@ -261,7 +262,11 @@ class _Course:
                 open_prober, self.workload, self.strategies, Target("cpu"), ends_at=self.ends_at
             )
             lines, times, notes = predicted_lines(
-                prober, survey, space, apart if survey.world_size > 1 else None
+                prober,
+                survey,
+                space,
+                apart if survey.world_size > 1 else None,
+                min(MOST_SECONDS, SHARE_OF_TIME * (self.ends_at - time.monotonic())),
             )
             survey = replace(survey, notes=(*survey.notes, *notes))
             own = {strategy.name: strategy for strategy in self.strategies}

@@ -50,7 +50,9 @@ def test_a_device_that_is_not_there_stops_searches_and_a_wrong_name_is_refused()
     if not torch.cuda.is_available():
         diagnosis = diagnose("cuda")
         assert not diagnosis.can_search
-        assert "torch finds no CUDA device" in found(diagnosis, "device").found
+        why = found(diagnosis, "device")
+        assert "torch finds no CUDA device" in why.found
+        assert str(why).startswith("stop")
     with pytest.raises(InvalidArgument, match="tpu"):
         diagnose("tpu")
 

@@ -37,6 +37,7 @@ def offered(build: Callable[[], Workload], capabilities: Capabilities, device: s
 def test_it_is_offered_to_what_convolves_on_an_nvidia_gpu(build: Any) -> None:
     dimension = offered(build, HOPPER)
     assert list(dimension.values) == [False, True]
+    assert dimension.is_costly  # a probe waits for cuDNN's trials
     assert dimension.fresh_worker  # cuDNN remembers: the first step's peak would not show
     assert offered(build, CPU) is None
 
