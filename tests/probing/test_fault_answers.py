@@ -26,6 +26,7 @@ from tests.faulty_model import (
     runs_out_in_backward,
     runs_out_in_forward,
 )
+from tests.probing.test_faults import accelerator_error
 
 Model = Any
 
@@ -50,12 +51,6 @@ def raises(make: Callable[[], BaseException]) -> Callable[[Model, torch.Tensor],
         raise make()
 
     return fault
-
-
-def accelerator_error(code: int) -> Exception:
-    error = torch.AcceleratorError("CUDA error: see the code")
-    vars(error)["error_code"] = code
-    return error
 
 
 def exhausts_address_space(model: Model, output: torch.Tensor) -> object:

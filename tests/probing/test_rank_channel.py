@@ -78,7 +78,7 @@ def padded(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 def mean_over_valid(model: nn.Module, batch: Any) -> torch.Tensor:
     tokens, targets = batch
     logits = model(tokens)
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
 
 
 def valid(batch: Any) -> float:

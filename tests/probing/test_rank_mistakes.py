@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 
 from autofit.errors import InvalidArgument
 from autofit.measurement import Outcome
@@ -18,10 +17,10 @@ from autofit.probing.prober import Prober, Target, open_prober
 from autofit.registry import load_strategies, resolve
 from autofit.strategy import Numerics
 from autofit.training.workload import Workload
+from tests.probing.test_rank_channel import IGNORED, mean_over_valid, valid
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-IGNORED = -100
 DDP, SHARDED = ("ddp", "ddp_view", "zero1"), ("fsdp2", "fsdp2_keep")
 
 
@@ -71,14 +70,6 @@ def batch_of(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     targets = torch.randint(0, 8, (samples,), generator=generator)
     targets[1::4] = IGNORED
     return inputs, targets
-
-
-def mean_over_valid(model: nn.Module, batch: Any) -> torch.Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1], ignore_index=IGNORED)
-
-
-def valid(batch: Any) -> float:
-    return float((batch[1] != IGNORED).sum())
 
 
 def past_the_wrapper(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ from autofit.training.batch import (
     resize,
     tensors_of,
 )
+from autofit.training.lengths import Tokens, tokens_of
 from autofit.training.workload import Workload
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -205,3 +206,38 @@ def test_a_maker_shows_by_two_batches_what_holds_samples() -> None:
     samples = Samples.made_by(lambda n: {"scale": torch.ones(2), "x": torch.ones(n, 3)})
     assert samples == Samples(frozenset({"['x']"}), frozenset({"['scale']"}))
     assert samples.size({"scale": torch.ones(2), "x": torch.ones(7, 3)}) == 7
+
+
+# -- Which batches have tokens, how many, and what share of them is padding
+
+IDS = torch.zeros(4, 16, dtype=torch.int64)
+IMAGES = torch.zeros(4, 3, 8, 8)
+MASK = torch.arange(16).expand(4, 16) < 12
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ((IDS, IDS), Tokens("[0]", 16)),
+        ({"labels": IDS[:, :5], "input_ids": IDS}, Tokens("['input_ids']", 16)),
+        (
+            {"input_ids": IDS, "attention_mask": MASK.long()},
+            Tokens("['input_ids']", 16, padding_share=0.25),
+        ),
+        (
+            {"pixels": IMAGES, "input_ids": IDS, "attention_mask": MASK[:, :2]},
+            Tokens("['input_ids']", 16),
+        ),
+        ((IMAGES, IDS), None),
+        ((IDS[:, 0], IDS), None),
+        ((IDS[:, :1], IDS), None),
+        ((MASK, IDS), None),
+        ((IDS.float(), IDS), None),
+        ({"input_ids": IDS[:3], "x": IMAGES}, None),
+    ],
+)
+def test_token_ids_are_told_by_their_name_or_their_place(
+    batch: Any, expected: Tokens | None
+) -> None:
+    batched = Samples._with(batch, 4).batched
+    assert tokens_of(batch, batched) == expected
