@@ -239,28 +239,19 @@ def test_a_search_shows_its_progress_in_a_terminal_unless_told_not_to(
 REPORT = Path(__file__).parents[1] / "report" / "tiny_resnet.json"
 
 
-def shown(columns: int, **environment: str) -> str:
+def report_shown(columns: int, monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
     """What `autofit report` writes to a terminal of so many columns."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "autofit", "report", str(REPORT), "-v"],
-        stdout=theirs,
-        stdin=subprocess.DEVNULL,
-        env={"PATH": os.environ["PATH"], "COLUMNS": str(columns), "TERM": "xterm"} | environment,
-    )
-    os.close(theirs)
-    parts: list[bytes] = []
-    while True:
-        try:
-            part = os.read(ours, 2**16)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        parts.append(part)
-    os.close(ours)
-    assert process.wait(60) == 0
-    return b"".join(parts).decode().replace("\r\n", "\n")
+    with terminal(columns, monkeypatch) as (descriptor, received):
+        subprocess.run(
+            [sys.executable, "-m", "autofit", "report", str(REPORT), "-v"],
+            stdout=descriptor,
+            stdin=subprocess.DEVNULL,
+            env={"PATH": os.environ["PATH"], "COLUMNS": str(columns), "TERM": "xterm"}
+            | environment,
+            timeout=60,
+            check=True,
+        )
+    return b"".join(received).decode().replace("\r\n", "\n")
 
 
 @pytest.mark.parametrize(
@@ -268,14 +259,16 @@ def shown(columns: int, **environment: str) -> str:
     [({}, True), ({"NO_COLOR": "1"}, False)],
 )
 def test_a_terminal_gets_color_unless_it_is_not_wanted(
-    environment: dict[str, str], has_color: bool
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], has_color: bool
 ) -> None:
-    assert ("\x1b[" in shown(100, **environment)) is has_color
+    assert ("\x1b[" in report_shown(100, monkeypatch, **environment)) is has_color
 
 
 @pytest.mark.parametrize(("columns", "most"), [(60, 60), (250, 100)])
-def test_text_is_as_wide_as_the_terminal_up_to_100_columns(columns: int, most: int) -> None:
-    lines = shown(columns, NO_COLOR="1").splitlines()
+def test_text_is_as_wide_as_the_terminal_up_to_100_columns(
+    monkeypatch: pytest.MonkeyPatch, columns: int, most: int
+) -> None:
+    lines = report_shown(columns, monkeypatch, NO_COLOR="1").splitlines()
     unbroken = ("    ", "Apply:", "More:", "Page:")  # code and commands
     bare = [line for line in lines if not line.startswith(unbroken)]
     assert most - 12 <= max(map(len, bare)) <= most

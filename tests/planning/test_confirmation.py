@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -52,12 +53,15 @@ def _trials(*measured: tuple[TrialKind, Plan, float, float]) -> list[Trial]:
 
 
 def _compared(
-    device: SimulatedDevice, searched: list[Trial], measured: Mapping[Plan, float]
+    device: SimulatedDevice,
+    searched: list[Trial],
+    measured: Mapping[Plan, float],
+    held: Mapping[Plan, float] = MappingProxyType({}),
 ) -> list[Trial]:
-    """The trials of the final comparison of plans that take so many milliseconds."""
+    """The trials of the final comparison of plans that take so many milliseconds and GiB."""
     compared: list[Trial] = []
     while (plan := next_turn(Posterior(device.spec(), [*searched, *compared]))) is not None:
-        compared += _trials((CONFIRMED, plan, measured[plan], 2))
+        compared += _trials((CONFIRMED, plan, measured[plan], held.get(plan, 2)))
         assert len(compared) <= 12
     return compared
 
@@ -169,11 +173,8 @@ def test_of_equally_fast_plans_one_with_headroom_wins(device: SimulatedDevice) -
     searched = _trials(
         (BASELINE, BASE, 200, 2), (SEARCH, PRECISE, 99, 7.99), (SEARCH, REDUCED, 100, 6)
     )
-    turns: list[Trial] = []
     held = {BASE: 2.0, PRECISE: 7.99, REDUCED: 6.0}
-    times = {BASE: 200, PRECISE: 99, REDUCED: 100}
-    while (plan := next_turn(Posterior(device.spec(), [*searched, *turns]))) is not None:
-        turns += _trials((CONFIRMED, plan, times[plan], held[plan]))
+    turns = _compared(device, searched, {BASE: 200, PRECISE: 99, REDUCED: 100}, held)
     assert _best(device, [*searched, *turns], numerics={"precision.dtype": 2}) == REDUCED
 
 

@@ -60,6 +60,13 @@ def by_adamw() -> Workload:
     return wide(optimizer=adamw)
 
 
+def begun(make: Any = adamw) -> tuple[Workload, nn.Module, Any]:
+    """Return a workload, its model, and an optimizer of that."""
+    workload = by_adamw()
+    model = workload.build_model()
+    return workload, model, make(model.parameters())
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("any_time_is_worth_it")
 def test_conformance() -> None:
@@ -112,9 +119,7 @@ def test_a_search_has_it_only_where_its_strategy_is_named() -> None:
 
 @pytest.mark.parametrize("make", [adamw, sgd, partial(torch.optim.Adam, fused=True, amsgrad=True)])
 def test_state_is_in_bfloat16_between_steps_and_in_float32_after_the_training(make: Any) -> None:
-    workload = by_adamw()
-    model = workload.build_model()
-    optimizer = make(model.parameters())
+    workload, model, optimizer = begun(make)
     with training(model, optimizer) as live:
         for _ in range(2):
             live.step(workload.batch(4))
@@ -125,8 +130,7 @@ def test_state_is_in_bfloat16_between_steps_and_in_float32_after_the_training(ma
 
 
 def test_entering_and_leaving_leaves_the_state_of_a_live_optimizer() -> None:
-    model = by_adamw().build_model()
-    optimizer = adamw(model.parameters())
+    _, model, optimizer = begun()
     model(torch.randn(4, WIDTH)).mean().backward()
     optimizer.step()
     before = [each.clone() for each in states(optimizer)]
@@ -163,9 +167,7 @@ def test_a_moment_that_is_not_finite_stays_so() -> None:
 
 
 def stepped(steps: int, **given: Any) -> tuple[nn.Module, Any, list[Tensor]]:
-    workload = by_adamw()
-    model = workload.build_model()
-    optimizer = adamw(model.parameters())
+    workload, model, optimizer = begun()
     prepare: Callable[[Training], None] = given.pop("prepare", lambda live: None)
     found = []
     with training(model, optimizer, **given) as live:
@@ -232,9 +234,7 @@ def test_a_closure_is_called_by_the_step() -> None:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_saved_state_is_loaded_with_the_setting_and_without(inside: bool) -> None:
-    workload = by_adamw()
-    model = workload.build_model()
-    optimizer = adamw(model.parameters())
+    workload, model, optimizer = begun()
     with training(model, optimizer) as live:
         live.step(workload.batch(4))
         saved = copy.deepcopy(optimizer.state_dict())
@@ -267,13 +267,11 @@ def test_another_librarys_loop_and_a_described_script_have_it() -> None:
         assert {each.dtype for each in states(optimizer)} == {torch.bfloat16}
         found.append([each.float() for each in states(optimizer)])
 
-    made = by_adamw().build_model()
-    optimizer = adamw(made.parameters())
+    _, made, optimizer = begun()
     plan = ResolvedPlan(Plan(4, settings={STATE: "bfloat16"}), PAYLOADS, (UPDATE,))
     with on_model(plan, made, optimizer):
         step(made, optimizer)
-    made = by_adamw().build_model()
-    optimizer = adamw(made.parameters())
+    _, made, optimizer = begun()
     *lines, opening = UPDATE.describe({STATE: "bfloat16"}, PAYLOADS)
     script = "\n".join([*lines, opening, "    step(model, optimizer)"])
     exec(script, {"model": made, "optimizer": optimizer, "step": step})
