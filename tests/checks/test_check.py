@@ -135,9 +135,6 @@ def test_a_check_without_a_loss_tells_nothing_unless_it_may(where: Any) -> None:
     assert allowed.fits is True
 
 
-# -- The forms of a verdict
-
-
 # -- Today's verdict against an earlier one
 
 
@@ -151,18 +148,20 @@ def written(tmp_path: Path, content: object) -> Path:
     return path
 
 
-def test_verdicts_of_one_method_compare_required_bytes(tmp_path: Path) -> None:
-    before = written(tmp_path, verdict("predict", 1000, 900).to_dict())
-    regression = compare_with(verdict("predict", 1040, 900), before, 0.05)
-    assert regression.quantity == "required bytes"
-    assert regression.growth == pytest.approx(0.04)
-    assert regression.passed
-
-
-def test_verdicts_of_two_methods_compare_peak_allocated(tmp_path: Path) -> None:
-    before = written(tmp_path, verdict("probe", 1000, 500).to_dict())
-    regression = compare_with(verdict("predict", 2000, 505), before, 0.05)
-    assert regression.quantity == "peak allocated bytes"
+@pytest.mark.parametrize(
+    ("before", "now", "quantity", "growth"),
+    [
+        (verdict("predict", 1000, 900), verdict("predict", 1040, 900), "required bytes", 0.04),
+        (verdict("probe", 1000, 500), verdict("predict", 2000, 505), "peak allocated bytes", 0.01),
+    ],
+    ids=["one method", "two methods"],
+)
+def test_verdicts_compare_what_they_have_in_common(
+    tmp_path: Path, before: Verdict, now: Verdict, quantity: str, growth: float
+) -> None:
+    regression = compare_with(now, written(tmp_path, before.to_dict()), 0.05)
+    assert regression.quantity == quantity
+    assert regression.growth == pytest.approx(growth)
     assert regression.passed
 
 

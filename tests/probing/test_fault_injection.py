@@ -140,31 +140,23 @@ def probing(open_module_probing: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "hang",
-    [pytest.param(hang, marks=[pytest.mark.slow] * (hang is not hangs)) for hang in HANGS],
-    ids=lambda hang: hang.__name__,
+    "fault",
+    [
+        *(pytest.param(hang, marks=[pytest.mark.slow] * (hang is not hangs)) for hang in HANGS),
+        *DEATHS,
+    ],
+    ids=lambda fault: fault.__name__,
 )
-def test_a_hang_costs_one_probe_and_says_where(
-    probing: Any, running: Callable[[int], bool], hang: Any
+def test_a_hang_or_a_death_costs_one_probe_and_is_told(
+    probing: Any, running: Callable[[int], bool], fault: Any
 ) -> None:
     assert probing.at(NO_FAULT).ok
     lost = probing.worker
-    measurement = probing.at(SIZES[hang], patient=False)
-    assert measurement.outcome is Outcome.TIMEOUT
-    assert measurement.seconds >= 1.0, "what it cost counts against the search's time"
-    assert HANGS[hang] in measurement.detail
-    assert not running(lost)
-    assert probing.at(NO_FAULT).ok
-    assert probing.worker != lost
-
-
-@pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.__name__)
-def test_a_death_costs_one_probe(probing: Any, running: Callable[[int], bool], death: Any) -> None:
-    assert probing.at(NO_FAULT).ok
-    lost = probing.worker
-    measurement = probing.at(SIZES[death])
-    assert measurement.outcome is Outcome.CRASHED
-    assert DEATHS[death] in measurement.detail
+    measurement = probing.at(SIZES[fault], patient=fault in DEATHS)
+    assert measurement.outcome is (Outcome.TIMEOUT if fault in HANGS else Outcome.CRASHED)
+    # what a hang cost counts against the search's time
+    assert measurement.seconds >= 1.0 or fault in DEATHS
+    assert (HANGS | DEATHS)[fault] in measurement.detail
     assert not running(lost)
     assert probing.at(NO_FAULT).ok
     assert probing.worker != lost

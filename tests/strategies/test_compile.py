@@ -112,17 +112,28 @@ def test_what_never_calls_the_model_is_left_alone() -> None:
     assert "does not call the model" in notes[0]
 
 
-def test_a_compiled_model_and_a_dry_run_are_left_alone() -> None:
-    compiled = Model()
-    compiled.compile()
-    context = PlainContext(lambda: Workload(compiled, torch.randn(4, 8)))
-    assert list(COMPILE.dimensions(context)[MODE].values) == ["off"]
+def compiled() -> nn.Module:
+    model = Model()
+    model.compile()
+    return model
+
+
+def traced() -> Any:
     script: Any = torch.jit
-    traced = script.trace(Model(), torch.randn(4, 8))
-    context = PlainContext(lambda: Workload(traced, torch.randn(4, 8)))
+    return script.trace(Model(), torch.randn(4, 8))
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        PlainContext(lambda: Workload(compiled, torch.randn(4, 8))),
+        PlainContext(lambda: Workload(traced, torch.randn(4, 8))),
+        PlainContext(workload, "meta"),
+    ],
+    ids=["compiled", "traced", "dry run"],
+)
+def test_a_compiled_model_and_a_dry_run_are_left_alone(context: PlainContext) -> None:
     assert list(COMPILE.dimensions(context)[MODE].values) == ["off"]
-    dry = PlainContext(workload, "meta")
-    assert list(COMPILE.dimensions(dry)[MODE].values) == ["off"]
 
 
 def test_the_lines_to_paste_compile_the_model() -> None:

@@ -335,21 +335,26 @@ def test_logits_cannot_be_made_of_other_weights() -> None:
             logits.argmax(-1)
 
 
-def test_a_second_derivative_is_refused() -> None:
+def twice(loss: Tensor, model: Language) -> None:
+    torch.autograd.backward(loss, retain_graph=True)
+    torch.autograd.backward(loss)
+
+
+def with_a_graph(loss: Tensor, model: Language) -> None:
+    torch.autograd.grad(loss, model.embedding.weight, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("differentiate", "words"), [(with_a_graph, "differentiated once"), (twice, "once")]
+)
+def test_a_loss_is_differentiated_once(
+    differentiate: Callable[[Tensor, Language], None], words: str
+) -> None:
     made, (inputs, targets) = model(), batch()
     with deferred([made.head], 16):
         loss = flat(made(inputs), targets)
-    with pytest.raises(RuntimeError, match="differentiated once"):
-        torch.autograd.grad(loss, made.embedding.weight, create_graph=True)
-
-
-def test_a_second_backward_of_one_loss_is_refused() -> None:
-    made, (ids, targets) = model(), batch()
-    with deferred([made.head], 7):
-        loss = flat(made(ids), targets)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="once"):
-        loss.backward()
+    with pytest.raises(RuntimeError, match=words):
+        differentiate(loss, made)
 
 
 ON_TWO_RANKS = """

@@ -207,20 +207,11 @@ def test_a_parallel_strategy_places_the_model_or_it_is_placed_after(is_on: bool)
     assert wraps.seen == ["meta", "cpu", False, False, True]
 
 
-def test_a_live_optimizer_of_parameters_that_were_replaced_is_refused() -> None:
+@pytest.mark.parametrize("strategy", [Shards("shards", Phase.PARALLEL), Wraps()])
+def test_a_live_optimizer_cannot_be_of_replaced_parameters_nor_dealt_out(strategy: OnOff) -> None:
     model = _workload().build_model()
     workload = Workload(model, torch.randn(4, 6), optimizer=torch.optim.SGD(model.parameters(), 1))
-    settings = {"shards.on": True}
-    resolved = ResolvedPlan(
-        Plan(4, settings=settings), strategies=[Shards("shards", Phase.PARALLEL)]
-    )
-    with pytest.raises(Unsupported, match="pass optimizer= as a function"):
-        Training(model, workload.build_optimizer, workload.recipe, resolved, device=CPU)
-
-
-def test_a_live_optimizer_cannot_be_dealt_out() -> None:
-    model = _workload().build_model()
-    workload = Workload(model, torch.randn(4, 6), optimizer=torch.optim.SGD(model.parameters(), 1))
-    resolved = ResolvedPlan(Plan(4, settings={"wraps.on": True}), strategies=[Wraps()])
+    settings = {f"{strategy.name}.on": True}
+    resolved = ResolvedPlan(Plan(4, settings=settings), strategies=[strategy])
     with pytest.raises(Unsupported, match="pass optimizer= as a function"):
         Training(model, workload.build_optimizer, workload.recipe, resolved, device=CPU)
