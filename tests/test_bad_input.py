@@ -137,12 +137,17 @@ def test_an_argument_that_cannot_mean_anything(said: dict[str, Any], words: str)
         ({"clip_grad_norm": float("inf")}, r"clip_grad_norm.*inf"),
         ({"clip_grad_norm": 0.0}, r"clip_grad_norm.*0\.0"),
         ({"model": WRAPPED}, r"model is .*DataParallel.*plain model"),
-        ({"model": lambda: nn.Sequential(WRAPPED)}, r"0 is .*DataParallel.*plain model"),
     ],
 )
 def test_a_workload_of_what_cannot_be_trained(said: dict[str, Any], words: str) -> None:
     with pytest.raises(autofit.InvalidArgument, match=words):
-        autofit.Workload(**{"model": model, "sample_batch": batch(), **said}).build_model()
+        autofit.Workload(**{"model": model, "sample_batch": batch(), **said})
+
+
+def test_a_function_that_builds_what_is_wrapped_is_refused_once_it_has() -> None:
+    workload = autofit.Workload(lambda: nn.Sequential(WRAPPED), batch())
+    with pytest.raises(autofit.InvalidArgument, match=r"0 is .*DataParallel.*plain model"):
+        workload.build_model()
 
 
 def test_a_loss_that_is_not_finite_on_the_baseline() -> None:

@@ -106,6 +106,15 @@ def test_what_cannot_be_meant_is_refused_in_words(given: dict[str, Any], words: 
         autofit.checkpoint_to_budget(**(asked | given))
 
 
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("no such layer")
+
+
 def test_an_error_of_the_forward_is_the_users_own() -> None:
-    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
-        autofit.checkpoint_to_budget(nn.Linear(3, 10), BATCH, "1GiB", **HERE)
+    with pytest.raises(KeyError, match="no such layer"):
+        autofit.checkpoint_to_budget(Broken(), BATCH, "1GiB", **HERE)

@@ -78,6 +78,8 @@ def test_what_begins_after_the_search_tells_what_it_found() -> None:
     assert last.stage == "writing the report"
     assert last.progress.probes == report.record.search.probes > 0
     assert last.progress.best is not None
+    finished = [each.trial for each in seen if isinstance(each, events.ProbeFinished)]
+    assert finished == list(report.trials)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,11 @@ GOOD: dict[str, Any] = {
 }
 
 
+def test_several_workers_ask_for_an_executor() -> None:
+    with pytest.raises(InvalidArgument, match="executor="):
+        SearchOptions(workers=2)
+
+
 def test_valid_options_pass() -> None:
     options = SearchOptions(**GOOD)
     assert {name: getattr(options, name) for name in GOOD} == GOOD

@@ -127,13 +127,18 @@ def trained(build: Any, make: Any, settings: dict[str, Any], batches: int = 1) -
     workload = build()
     size = workload.sample_batch_size // batches
     plan = Plan.split(size * batches, size, settings=settings)
-    losses = []
-    with begun(partial(in_groups, make), settings, workload, plan) as live:
-        schedule = torch.optim.lr_scheduler.ExponentialLR(live.optimizer, 0.5)
+    schedules, losses = list[Any](), []
+
+    def scheduled(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        optimizer = in_groups(make, parameters)
+        schedules.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+        return optimizer
+
+    with begun(scheduled, settings, workload, plan) as live:
         torch.manual_seed(1)
         for _ in range(3):
             losses.append(live.step(workload.sample_batch))
-            schedule.step()
+            schedules[0].step()
         notes = live.notes()
     state = live.optimizer.state_dict()["state"]
     return {"losses": losses, "model": live.model.state_dict(), "state": state, "notes": notes}
