@@ -66,9 +66,12 @@ if [[ ${REHEARSAL:-} ]]; then
     tested=tests/devices/test_gpu_catalogue.py
 fi
 
+searched() { # searched NAME WORKLOAD OPTION...
+    step "$1" 160 python3 -m autofit search "benchmarks/workloads.py:$2" "${@:3}" "${search[@]}" --out "$out/$1.json"
+}
+
 for each in "${workloads[@]}"; do
-    given=("benchmarks/workloads.py:${each%=*}" --vram-budget "${each#*=}" "${search[@]}")
-    step "search-${each%=*}" 160 python3 -m autofit search "${given[@]}" --out "$out/search-${each%=*}.json"
+    searched "search-${each%=*}" "${each%=*}" --vram-budget "${each#*=}"
 done
 step faults 60 python3 -m benchmarks.gpu_checks faults --storm "$storm"
 for name in "${predicted[@]}"; do
@@ -77,13 +80,10 @@ done
 for each in "${workloads[@]}"; do
     step "peers-${each%=*}" 290 python3 -m benchmarks.versus --place cuda "${versus[@]}" \
         --json "$out/peers-${each%=*}.json" "$each"
-    given=("benchmarks/workloads.py:${each%=*}" --vram-budget "${each#*=}" "${search[@]}")
-    step "search-${each%=*}-planned" 160 python3 -m autofit search "${given[@]}" --planned-steps "$planned" \
-        --out "$out/search-${each%=*}-planned.json"
+    searched "search-${each%=*}-planned" "${each%=*}" --vram-budget "${each#*=}" --planned-steps "$planned"
 done
 for strategy in attention head_loss; do
-    step "strategy-$strategy" 160 python3 -m autofit search "benchmarks/workloads.py:${predicted[0]}" \
-        --strategies "$strategy" --max-probes 4 "${search[@]}" --out "$out/strategy-$strategy.json"
+    searched "strategy-$strategy" "${predicted[0]}" --strategies "$strategy" --max-probes 4
 done
 for file in $(grep -rl --include "test_*.py" "mark.cuda" "$tested"); do
     step "tests-$(basename "$file" .py)" 280 python3 -m pytest -v -m cuda -n 0 --durations 5 "$file"

@@ -189,7 +189,7 @@ Timeout = Annotated[
 ]
 PlannedSteps = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="steps you will train: has compile and others tried"),
+    typer.Option(metavar="N", min=1, help="steps you will train: costly settings are tried"),
 ]
 Effort = Annotated[
     str,

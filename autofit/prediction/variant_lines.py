@@ -84,9 +84,8 @@ def variant_lines(
         if len(found) < len(together):
             continue
         memory |= {variant: _memory_line(predictions) for variant, predictions in found.items()}
-        # What ranks send to one another takes time that no rate here tells.
-        lines = {variant: time_line(predictions) for variant, predictions in found.items()}
-        if space.world_size == 1:
+        if space.world_size == 1:  # what ranks send to one another takes time that no rate tells
+            lines = {variant: time_line(predictions) for variant, predictions in found.items()}
             times |= {variant: line for variant, line in lines.items() if line is not None}
     return memory, times, tuple(notes)
 

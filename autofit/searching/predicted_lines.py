@@ -34,6 +34,11 @@ Lines = Mapping[VariantKey, tuple[float, float]]
 Predicted = tuple[Lines, Lines, tuple[str, ...]]
 
 
+def most_seconds(seconds_left: float | None) -> float:
+    """Return how long a search may predict that has so many seconds left; None: no end."""
+    return MOST_SECONDS if seconds_left is None else min(MOST_SECONDS, SHARE_OF_TIME * seconds_left)
+
+
 def predicted_lines(
     prober: Prober,
     survey: Survey,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from autofit.searching.engine import run_search
 from autofit.searching.events import Event, OnEvent
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
 from autofit.searching.options import SearchArguments, SearchOptions
-from autofit.searching.predicted_lines import MOST_SECONDS, SHARE_OF_TIME, predicted_lines
+from autofit.searching.predicted_lines import most_seconds, predicted_lines
 from autofit.searching.result import (
     INTERRUPTED,
     SearchResult,
@@ -266,7 +265,7 @@ class _Course:
                 survey,
                 space,
                 apart if survey.world_size > 1 else None,
-                min(MOST_SECONDS, SHARE_OF_TIME * (self.ends_at - time.monotonic())),
+                most_seconds(self.asked.allowance.seconds_left),
             )
             survey = replace(survey, notes=(*survey.notes, *notes))
             own = {strategy.name: strategy for strategy in self.strategies}

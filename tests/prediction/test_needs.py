@@ -13,12 +13,14 @@ from torch import nn
 
 from autofit.devices.base import Environment
 from autofit.devices.gpu_catalogue import find_gpu
+from autofit.errors import PredictionUnavailable
 from autofit.plan import CostHint, Dimension, Plan, ResolvedPlan, variant_key
 from autofit.prediction.dry_run import dry_run
 from autofit.prediction.needs import SharedRuns, need_of, on_line
 from autofit.prediction.predict import predict, predict_resolved
 from autofit.prediction.variant_lines import gpu_of, variant_lines
 from autofit.registry import load_strategies
+from autofit.searching.predicted_lines import most_seconds
 from autofit.space import Space
 from autofit.training.workload import Workload
 from autofit.units import GIB
@@ -176,6 +178,43 @@ def test_values_without_an_order_have_lines_together_or_not_at_all(
         workload(), space, A100, 8 * GIB, strategies=chosen, timeout_s=2.0 * runs
     )
     assert len(lines) == (1 if notes else 3)
+
+
+def test_where_one_value_cannot_be_predicted_the_others_have_no_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def but_tf32(workload: Workload, resolved: ResolvedPlan, *given: Any, **options: Any) -> Any:
+        if resolved.plan.settings["precision.dtype"] == "tf32":
+            raise PredictionUnavailable("not in this test")
+        return predict_resolved(workload, resolved, *given, **options)
+
+    monkeypatch.setattr("autofit.prediction.variant_lines.predict_resolved", but_tf32)
+    dimensions = {"precision.dtype": Dimension(["default", "tf32", "bfloat16"])}
+    chosen = load_strategies(["precision"])
+    lines, times, (note,) = variant_lines(
+        workload(), Space(dimensions, 8), A100, 8 * GIB, strategies=chosen
+    )
+    assert len(lines) == len(times) == 1
+    assert "not in this test" in note
+
+
+def test_a_budget_that_the_second_size_exceeds_lies_between_the_first_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+
+    def noted(workload: Workload, resolved: ResolvedPlan, *given: Any, **options: Any) -> Any:
+        sizes.append(resolved.plan.micro_batch)
+        return predict_resolved(workload, resolved, *given, **options)
+
+    monkeypatch.setattr("autofit.prediction.variant_lines.predict_resolved", noted)
+    variant_lines(workload(), space(), A100, GIB // 2)
+    assert sorted(sizes) == [8, 64]
+
+
+@pytest.mark.parametrize(("left", "most"), [(None, 20.0), (600.0, 20.0), (60.0, 10.0), (0.0, 0.0)])
+def test_predicting_leaves_most_of_the_time_to_probes(left: float | None, most: float) -> None:
+    assert most_seconds(left) == pytest.approx(most)
 
 
 def space(**options: Any) -> Space:
