@@ -8,6 +8,7 @@ the CPU's own speed.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -97,6 +98,28 @@ class CpuDevice(Device):
         total = float(torch.ones(1024, dtype=torch.float32, device="cpu").sum())
         if total != 1024.0:
             raise DeviceUnavailable(f"the CPU computed {total} as the sum of 1024 ones")
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # as in glibc's malloc.h
+_MALLOC_VARIABLES = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
+
+
+def fix_malloc_thresholds(device: torch.device) -> None:
+    """For a training on the CPU, have glibc keep what is freed, from now to the process's end.
+
+    The thresholds from which it gives memory back follow what the process freed so far. So of two
+    processes with one training, one may get from the kernel in each step what the other reuses, and
+    be slower. Thresholds that were set never follow again: this cannot be undone. What the user's
+    environment says of them stays, and without glibc nothing is set.
+
+    Source: mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if device.type != "cpu" or mallopt is None or _MALLOC_VARIABLES & os.environ.keys():
+        return
+    if mallopt(_M_MMAP_THRESHOLD, 2**30) != 1:  # glibc 2.36 takes it, and returns 1
+        mallopt(_M_MMAP_THRESHOLD, 2**25)  # the upper limit in mallopt(3), on 64 bits
+    mallopt(_M_TRIM_THRESHOLD, 2**30)
 
 
 # Others use much of the cores from this share on: steps then take turns with them.

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autofit.devices.cpu import host_memory
+from autofit.devices.cpu import fix_malloc_thresholds, host_memory
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan, ResolvedPlan, Scalar, unlike
 from autofit.report.record import terms_of
@@ -206,6 +206,7 @@ def on_model(
         InvalidArgument: a strategy needs what only `Report.apply` can give.
     """
     view: Any = _ForeignTraining(model, optimizer)
+    fix_malloc_thresholds(view.device)
     with ExitStack() as stack:
         for strategy, settings, payloads in rest.by_strategy():
             view.strategy = strategy.name

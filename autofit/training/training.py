@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from autofit.devices.base import Device
-from autofit.devices.cpu import host_memory
+from autofit.devices.cpu import fix_malloc_thresholds, host_memory
 from autofit.errors import (
     InvalidArgument,
     Unsupported,
@@ -162,6 +162,7 @@ class Training(AbstractContextManager["Training"]):
         self._applied = ExitStack()
         self.optimizer: Optimizers = None  # type: ignore[assignment]  # until it is made
         self.ranks: Ranks | None = None
+        fix_malloc_thresholds(device)  # before the model is placed
         with ExitStack() as stack:
             self._apply(resolved, optimizer, stack)
             self._applied = stack.pop_all()

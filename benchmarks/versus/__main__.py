@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -39,12 +39,11 @@ from benchmarks.versus.table import Comparison, Row, markdown
 
 TURNS = 5
 """Turns of each process of a pair. More would not tell more: a process stays faster or slower than
-its like for as long as it lives, so a pair counts once."""
+its like for as long as it lives, so a pair counts once.
 
-SAME_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
-"""Of glibc, for the processes of a pair. Its own thresholds follow what a process happened to free
-first: with them one training ran at 375 and at 492 samples/s in two processes side by side, and
-with these at 513 in each (benchmarks/results/versus-cpu-2026-11-27.md)."""
+Each answer trains as its user would: autofit's by `Report.apply`, which on the CPU fixes glibc's
+thresholds, the others' by a plain loop, where they follow what the process freed first. A plain
+loop's processes therefore differ more, and a median is of three pairs at least."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,7 @@ class Bench:
 
         With a log it is a tool, whose time is limited.
         """
-        variables = {"VERSUS_LOG": str(log)} if log else {}
-        with self._running(module, *arguments, variables=variables) as process:
+        with self._running(module, *arguments, log=log) as process:
             told, _ = process.communicate(timeout=self.limit_s if log else None)
         if process.returncode:
             raise RuntimeError(f"{module} ended with {process.returncode}: see {self.folder}")
@@ -83,14 +81,14 @@ class Bench:
 
     @contextmanager
     def _running(
-        self, module: str, *arguments: object, variables: Mapping[str, str]
+        self, module: str, *arguments: object, log: Path | None = None
     ) -> Iterator[subprocess.Popen[str]]:
         """Run a module of this folder; at the end, end its process and those that it started."""
         with (
             (self.folder / "stderr.txt").open("a") as errors,
             subprocess.Popen(
                 [sys.executable, "-m", f"benchmarks.versus.{module}", *map(str, arguments)],
-                env={**self.environment, **variables},
+                env=self.environment | ({"VERSUS_LOG": str(log)} if log else {}),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -191,7 +189,7 @@ class Bench:
     def training(self, answer: Path, precision: str) -> Iterator[Callable[[], float]]:
         """Let a process train by an answer in turns; each returns samples per second of one."""
         arguments = ("speed", self._task_file(precision), answer, self.timed_steps)
-        with self._running("judge", *arguments, variables=SAME_MALLOC) as process:
+        with self._running("judge", *arguments) as process:
             assert process.stdin is not None
             assert process.stdout is not None
             asked, told = process.stdin, process.stdout

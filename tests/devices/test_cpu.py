@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,3 +133,43 @@ def test_of_a_groups_memory_only_what_is_left_is_available(
     (tmp_path / "memory.current").write_text(f"{used}\n")
     (tmp_path / "memory.stat").write_text(f"anon 4096\ninactive_file {cached}\n")
     assert host_memory(tmp_path, tmp_path) == (seen[0] * MIB, seen[1] * MIB)
+
+
+FAULTS_OF_A_SEARCH_AND_AFTER = """
+import resource, sys, torch, autofit
+
+notes = sys.argv[1]
+
+def faults():
+    torch.ones(10 * 2**20)  # beyond the 32 MiB up to which glibc's thresholds rise by themselves
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        torch.ones(10 * 2**20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def loss(model, batch):
+    with open(notes, "a") as file:
+        print(faults(), file=file)
+    return model(batch).mean()
+
+model = torch.nn.Linear(8, 8)
+search = dict(device="cpu", vram_budget="256MiB", max_probes=1)
+report = autofit.search(model, torch.randn(4, 8), loss_fn=loss, **search)
+print(faults())
+report.apply(model, torch.optim.SGD(model.parameters())).undo()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver() < ("glibc", "2.36"), reason="it takes thresholds so high")
+def test_trainings_reuse_freed_memory_and_a_search_leaves_its_process_as_it_was(
+    tmp_path: Path,
+) -> None:
+    program, notes = tmp_path / "program.py", tmp_path / "notes.txt"
+    program.write_text(FAULTS_OF_A_SEARCH_AND_AFTER)
+    command = [sys.executable, str(program), str(notes)]
+    own = {name: os.environ[name] for name in os.environ if "MALLOC" not in name}
+    ran = subprocess.run(command, env=own, stdout=subprocess.PIPE, text=True, check=True)
+    searched, applied = map(int, ran.stdout.split())
+    probed = min(map(int, notes.read_text().split()))
+    assert max(applied, probed) < searched / 10
