@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # it reads the variable above when it is imported
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports no name
 
-from autofit.probing import worker_channel
+from autofit.probing.forked_process import ForkServer
 from autofit.snapshot import process
 from autofit.snapshot.snapshot import preserved
 from emulated_gpu import Machine, new_machine, why_unavailable
 from emulated_gpu.launch import MACHINE
-from tests.fork_server import SUPPORTED, ForkedPopen, ForkServer, forked_subprocess
+from tests.forked_program import start_program
 from tests.tiers import IMPORT_TRAINERS, tier_of, watch
 
 EMULATED = MACHINE in os.environ
@@ -119,46 +118,24 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer | None]:
-    """None on a machine with a GPU, unless it is emulated: what has looked at one cannot fork."""
-    if (torch.cuda.is_available() and not EMULATED) or not SUPPORTED:
-        yield None
-        return
-    server = ForkServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _forked_workers(fork_server: ForkServer | None) -> Iterator[None]:
-    """Workers start in tens of milliseconds, not in seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        if fork_server is not None:
-            patch.setattr(worker_channel, "subprocess", forked_subprocess(fork_server))
-        yield
-
-
-@pytest.fixture
-def spawned_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers start as they do for users."""
-    monkeypatch.setattr(worker_channel, "subprocess", subprocess)
-
-
-@pytest.fixture(scope="session")
-def python(fork_server: ForkServer | None) -> Callable[..., subprocess.Popen[Any]]:
+def python() -> Iterator[Callable[..., subprocess.Popen[Any]]]:
     """Start an interpreter like `subprocess.Popen`, with torch imported already.
 
     Its workers are forked, too, unless `forks_workers=False` is given.
     """
+    servers: list[ForkServer] = []
 
-    def start(*arguments: str | Path, **options: Any) -> subprocess.Popen[Any]:
-        command = [sys.executable, *map(str, arguments)]
-        forks_workers = options.pop("forks_workers", True)
-        if fork_server is None:
-            return subprocess.Popen(command, **options)
-        return ForkedPopen(command, server=fork_server, forks_workers=forks_workers, **options)
+    def start(
+        *arguments: str | Path, forks_workers: bool = True, **options: Any
+    ) -> subprocess.Popen[Any]:
+        if not servers or servers[-1].has_ended:
+            servers.append(ForkServer())
+            servers[-1].await_imports(seconds=300)
+        return start_program(servers[-1], *arguments, forks_workers=forks_workers, **options)
 
-    return start
+    yield start
+    for server in servers:
+        server.kill()
 
 
 @pytest.fixture(scope="session")

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import importlib
 import os
 import pickle
 import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +27,7 @@ import torch
 
 from autofit.errors import InvalidArgument, mark_users
 from autofit.prediction.dry_run import refuse_compiled, sendable
+from autofit.probing.forked_process import surroundings
 from autofit.probing.messages import STILL_RUNNING
 from autofit.probing.prober import Deadlines, Prober
 from autofit.probing.serialization import dumps, unreachable_by_value
@@ -74,21 +73,25 @@ def in_worker(
     if known is not None and asked in known:
         kept: _Result = known[asked]
         return kept
-    run = partial(_run, around, call, progress is not None)
     with _shared.lock:
-        prober = _shared.prober()
+        prober = _shared.prober(around)
         _shared.progress = progress  # which is not told of the worker's start
         try:
-            result: _Result = prober.run(run, expected_seconds=MOST_SECONDS)
+            run = partial(_run, call, progress is not None)
+            answer: tuple[_Result, dict[str, int]] = prober.run(run, expected_seconds=MOST_SECONDS)
+        except BaseException:  # of a module, perhaps, that is edited next
+            _shared.close()
+            raise
         finally:
             _shared.progress = None
+        result, _shared.read = answer
     if known is not None:
         known[asked] = result
     return result
 
 
 def _digest(call: bytes, around: tuple[Any, ...]) -> bytes:
-    files = sorted((file, _written_at(file)) for _, file in _users_modules())
+    files = sorted(_users_modules().items())
     return hashlib.sha256(pickle.dumps((around, files)) + call).digest()
 
 
@@ -116,15 +119,27 @@ def _written(function: Callable[..., Any], workload: Workload, arguments: tuple[
 class _Shared:
     """The worker of this process.
 
-    A worker ends with the thread that started it, and the next prediction starts another.
+    Attributes:
+        lock: held by who asks.
+        progress: told what the worker says.
+        opened: who asks the worker.
+        around: what the worker found around it when it started.
+        read: the user's modules that it has imported since.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     progress: Progress | None = None
     opened: Prober | None = None
+    around: tuple[Any, ...] = ()
+    read: Mapping[str, int] = field(default_factory=dict)
 
-    def prober(self) -> Prober:
+    def prober(self, around: tuple[Any, ...]) -> Prober:
+        """Return who asks a worker in these surroundings that has read no older file."""
+        is_outdated = any(_written_at(file) != at for file, at in self.read.items())
+        if around != self.around or is_outdated:
+            self.close()
         if self.opened is None:
+            self.around, self.read = around, {}
             nothing = Workload(torch.nn.Identity(), torch.zeros(1))  # workloads come with each call
             self.opened = Prober(
                 WorkerChannel(nothing, device="cpu"),
@@ -159,71 +174,26 @@ os.register_at_fork(after_in_child=_begin_anew)
 atexit.register(lambda: _shared.close())
 
 
-# In the worker.
-
-
 def _surroundings() -> tuple[Any, ...]:
     """Return what code finds in its process besides its arguments."""
     folder = None
     with suppress(OSError):  # it may have been removed
         folder = os.getcwd()
-    return sys.path, dict(os.environ), folder, process.computing()
+    return [*sys.path], surroundings(), folder, process.computing()
 
 
-def _enter(
-    path: Sequence[str], environment: Mapping[str, str], folder: Any, computing: Any
-) -> None:
-    """Give this process the surroundings of another."""
-    sys.path[:] = path
-    for name in _sent_before - environment.keys():
-        os.environ.pop(name, None)
-    os.environ.update(environment)
-    _sent_before.clear()
-    _sent_before.update(environment)
-    if folder is not None:
-        with suppress(OSError):
-            os.chdir(folder)
-    process.restore(computing)
-
-
-_sent_before: set[str] = set()
-
-
-def _run(surroundings: tuple[Any, ...], call: bytes, tells: bool, session: Session) -> Any:
-    _enter(*surroundings)
-    _forget_changed_modules()
-    function, workload, arguments = pickle.loads(call)
-    named = {"progress": session.on_stage} if tells else {}
-    try:
-        return function(workload, *arguments, **named)
-    finally:
-        _note_modules()
-
-
-_own_modules = frozenset(sys.modules)
-# By name of a module of the user's that was imported here: its file, and when that was written.
-_files: dict[str, tuple[str, int]] = {}
 _INSTALLED = re.compile("site-packages|dist-packages")
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 
 
-def _note_modules() -> None:
-    """Note the user's modules that were imported here, and when their files were written."""
-    for name, file in _users_modules():
-        if name not in _own_modules:
-            _files.setdefault(name, (file, _written_at(file)))
-
-
-def _users_modules() -> Iterator[tuple[str, str]]:
-    """Yield name and file of modules in no library and in no folder of installed packages."""
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if (
-            isinstance(file, str)
-            and not file.startswith(_LIBRARIES)
-            and not _INSTALLED.search(file)
-        ):
-            yield name, file
+def _users_modules() -> dict[str, int]:
+    """Return files of modules in no library and in no folder of installed packages, as written."""
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    return {
+        file: _written_at(file)
+        for file in files
+        if isinstance(file, str) and not file.startswith(_LIBRARIES) and not _INSTALLED.search(file)
+    }
 
 
 def _written_at(file: str) -> int:
@@ -233,13 +203,11 @@ def _written_at(file: str) -> int:
         return 0
 
 
-def _forget_changed_modules() -> None:
-    """Import the user's modules anew where one was edited, or another now bears its name."""
-    importlib.invalidate_caches()
-    for name, (file, written_at) in _files.items():
-        found = None if "." in name else PathFinder.find_spec(name)  # its package tells
-        if _written_at(file) != written_at or (found is not None and found.origin != file):
-            for each in _files:
-                sys.modules.pop(each, None)
-            _files.clear()
-            return
+# In the worker.
+
+
+def _run(call: bytes, tells: bool, session: Session) -> tuple[Any, dict[str, int]]:
+    """Return what is asked, and the user's modules that are imported here."""
+    function, workload, arguments = pickle.loads(call)
+    named = {"progress": session.on_stage} if tells else {}
+    return function(workload, *arguments, **named), _users_modules()

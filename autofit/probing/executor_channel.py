@@ -293,7 +293,7 @@ class _Held:
             self._lock.release()
 
 
-# Starts all workers of this process, which end with it, and serves one request at a time.
+# Serves one request at a time.
 _THREAD = ThreadPoolExecutor(1)
 _held: dict[str, _Held] = {}
 _idle: list[threading.Timer] = []

@@ -2,9 +2,8 @@
 
 And whether a process still runs that was noted (`this_process`).
 
-The kernel kills the worker when the thread that started it dies (`prctl`, on Linux); elsewhere the
-end of a pipe that the parent holds open does. Imports next to nothing, so that this is in force
-before torch is imported.
+On Linux a fork server kills the worker when the process that asked for it has ended, and the kernel
+does when the server has (`prctl`). Elsewhere the end of a pipe that the parent holds open ends it.
 """
 
 from __future__ import annotations
@@ -46,14 +45,15 @@ def _exit_at_end_of(lifeline_fd: int) -> None:
 # They inherit a mark in the worker's environment, by which they are found on Linux; a process that
 # was started with another environment is not.
 
-_NAME = "AUTOFIT_WORKER"
+MARK = "AUTOFIT_WORKER"
+NO_MARK = "0" * 32  # of a process that is to become a worker, in whose place its mark is put
 _MOST_ROUNDS = 20  # a process that is being killed may just have started another
 _PAUSE_S = 0.005  # a process that just starts another program shows no environment meanwhile
 
 
 def new_mark() -> dict[str, str]:
     """Return an environment variable that no other worker has."""
-    return {_NAME: uuid.uuid4().hex}
+    return {MARK: uuid.uuid4().hex}
 
 
 def kill_marked(mark: dict[str, str]) -> None:

@@ -1,8 +1,7 @@
 """The channel to several workers that train one model together, one for each rank.
 
 This process owns all of them: it starts them, asks each through its own pipes, and serves the store
-through which they form a process group. A thread for each rank starts its workers, which end with
-it, and waits for their answers.
+through which they form a process group. A thread for each rank waits for its answers.
 
 Promises: whatever happens on any rank is one reply. The first fault ends the wait: the other ranks
 have `GRACE_S` to answer by themselves, then every worker is replaced, since no rank that waits in a

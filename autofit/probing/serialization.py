@@ -11,7 +11,6 @@ ones by name. cloudpickle writes, with the additions below; plain pickle reads.
 from __future__ import annotations
 
 import errno
-import fcntl
 import importlib
 import io
 import os
@@ -33,6 +32,7 @@ from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 
 from autofit.errors import InvalidArgument, WorkerFailed, chain_of, mark_users
+from autofit.probing.forked_process import beyond_standard
 from autofit.snapshot import process
 from autofit.snapshot.snapshot import attributes_of
 from autofit.strategy import Strategy
@@ -251,18 +251,6 @@ def nameless_file() -> IO[bytes]:
             return os.fdopen(beyond_standard(os.dup(file.fileno())), "w+b")
     except OSError as error:
         raise _no_room("a temporary folder", error) from error
-
-
-def beyond_standard(descriptor: int) -> int:
-    """Move a descriptor that a worker inherits past 0 to 2, its standard streams, if need be.
-
-    It got such a number where this process was started with a standard stream closed.
-    """
-    if descriptor > 2:
-        return descriptor
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
-    os.close(descriptor)
-    return moved
 
 
 @dataclass(frozen=True)

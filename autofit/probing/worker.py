@@ -34,14 +34,24 @@ from autofit.probing.messages import (
     request_of,
     send,
 )
+from autofit.probing.process_lifetime import die_with_parent
 from autofit.probing.serialization import read_payload
 from autofit.probing.session import Session
 from autofit.snapshot import process
 from autofit.strategy import World
 
 
-def main(requests_fd: int, replies_fd: int, *, is_rank: bool) -> None:
-    """Serve requests until the parent closes the pipe."""
+def main(
+    parent_pid: int, *, lifeline_fd: int, requests_fd: int, replies_fd: int, is_rank: bool
+) -> None:
+    """Serve requests until the pipe is closed at its other end.
+
+    Args:
+        parent_pid, lifeline_fd: see `die_with_parent`.
+        requests_fd, replies_fd: descriptors of pipes.
+        is_rank: whether it will be one of several ranks.
+    """
+    die_with_parent(parent_pid, lifeline_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     faulthandler.enable()
     _tell_of_exits()

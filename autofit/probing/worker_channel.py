@@ -1,8 +1,4 @@
-"""A channel to a worker process, as the parent sees it: started, asked, killed when it must be.
-
-The worker is killed with the thread that started it (Linux ties it to that), so a channel is used
-from one thread.
-"""
+"""A channel to a worker process, as the parent sees it: started, asked, killed when it must be."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ import os
 import queue
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +21,7 @@ from autofit.errors import InvalidArgument, SearchTimedOut, WorkerFailed, mark_u
 from autofit.interrupts import interrupts_deferred
 from autofit.measurement import Outcome
 from autofit.probing.faults import fault_of
+from autofit.probing.forked_process import ForkedProcess, ServerDied, pipe, run_forked
 from autofit.probing.messages import (
     QUIET_S,
     STACK_SIGNAL,
@@ -43,7 +39,7 @@ from autofit.probing.messages import (
     reply_to,
 )
 from autofit.probing.process_lifetime import kill_marked, new_mark
-from autofit.probing.serialization import Payload, beyond_standard, nameless_file, write_payload
+from autofit.probing.serialization import Payload, nameless_file, write_payload
 from autofit.strategy import ALONE, Strategy, World
 from autofit.training.workload import Workload
 from autofit.units import format_seconds
@@ -160,8 +156,9 @@ class WorkerChannel:
     def _opened(self, ends_at: float) -> Reply:
         """Start a worker and return what it says of the device; a death raises NoReply."""
         files = [file.fileno() for file in self._files]
-        self.process = WorkerProcess(files, is_rank=self._opening["world"]["size"] > 1)
         deadline = Deadline.after(START_TIMEOUT_S, ends_at)
+        is_rank = self._opening["world"]["size"] > 1
+        self.process = WorkerProcess(files, is_rank=is_rank, deadline=deadline)
         return reply_of(self.process.ask({"open": self._opening}, deadline))
 
 
@@ -170,61 +167,41 @@ def path_of(file: IO[bytes]) -> Path:
     return Path(f"/dev/fd/{file.fileno()}")
 
 
-_BOOTSTRAP = """
-import gc, json, sys
-gc.disable()  # until torch is imported, which leaves nothing to collect and takes a third less
-given = json.loads(sys.argv[1])
-sys.path[:] = given["sys_path"]
-sys.argv[:] = [given["argv0"]]
-from autofit.probing.process_lifetime import die_with_parent
-die_with_parent(*given["lifeline"])  # before torch is imported, which takes seconds
-from autofit.probing.worker import main
-main(*given["pipes"], is_rank=given["is_rank"])
-"""
-
-
 def start_worker(
-    given: Mapping[str, Any], inherited: Sequence[int], environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Start a worker in a session of its own; the one place where such a process is made.
+    given: Mapping[str, Any],
+    inherited: Sequence[int],
+    environment: Mapping[str, str],
+    deadline: Deadline,
+) -> ForkedProcess:
+    """Start a worker; the one place where such a process is made.
 
     Args:
-        given: read by `_BOOTSTRAP`: `sys_path`, `argv0`, `lifeline`, `pipes` and `is_rank`.
+        given: to `autofit.probing.worker.main`.
         inherited: descriptors that the worker keeps.
         environment: of the worker.
+        deadline: until when it runs.
     """
-    command = [sys.executable, *_flags(), "-c", _BOOTSTRAP, json.dumps(given)]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=inherited,
-        start_new_session=True,
-        env=environment,
-    )
+    kills = oom_kills()
+    try:
+        return run_forked(
+            "autofit.probing.worker:main",
+            given,
+            environment=environment,
+            inherited=inherited,
+            seconds=deadline.seconds_left,
+        )
+    except TimeoutError:
+        if deadline.ends_search:
+            raise SearchTimedOut("the time of the search is over") from None
+        words = f"torch was not imported within {format_seconds(deadline.seconds)}"
+        raise NoReply(Outcome.TIMEOUT, words) from None
+    except OSError as error:
+        raise WorkerFailed(f"the worker process could not be started: {error}") from error
+    except ServerDied as died:
+        words = words_of_death(died.returncode, _last_words(died.printed))
+        raise NoReply(outcome_of_death(died.returncode, kills), words) from None
 
 
-def _flags() -> list[str]:
-    """Return Python's options for a worker: those that decide where this process imports from.
-
-    -P keeps the current directory off the path, where any json.py would be run; -u, because the
-    last words of a worker count.
-    """
-    given = {
-        "-I": sys.flags.isolated,
-        "-E": sys.flags.ignore_environment,
-        "-s": sys.flags.no_user_site,
-    }
-    return ["-u", "-P", *(flag for flag, is_set in given.items() if is_set)]
-
-
-def _pipe() -> tuple[int, int]:
-    read, write = os.pipe()
-    return beyond_standard(read), beyond_standard(write)
-
-
-_QUIET = {"KINETO_LOG_LEVEL": "6"}  # else torch's profiler announces itself in the last words
 _TAIL_BYTES = 64 * 2**10
 _REAP_SECONDS = 10.0
 _STACK_SECONDS = 2.0
@@ -239,12 +216,15 @@ class WorkerProcess:
     Args:
         files: descriptors of files that the worker may open as `/dev/fd/N`.
         is_rank: whether it will be one of several ranks.
+        deadline: until when it has to run; None: in `START_TIMEOUT_S`.
 
     Attributes:
         has_ended: whether it was ended.
 
     Raises:
         WorkerFailed: it could not be started.
+        NoReply: a process that imports torch for it ended, or took too long.
+        SearchTimedOut: it took longer than the search may.
     """
 
     def __init__(
@@ -252,6 +232,7 @@ class WorkerProcess:
         files: Sequence[int] = (),
         *,
         is_rank: bool = False,
+        deadline: Deadline | None = None,
     ) -> None:
         if not sys.executable:
             raise WorkerFailed(
@@ -259,26 +240,28 @@ class WorkerProcess:
                 "that workers start with"
             )
         self.has_ended = False
-        requests_read, requests_write = _pipe()
-        replies_read, replies_write = _pipe()
-        lifeline_read, self._lifeline = _pipe()
+        requests_read, requests_write = pipe()
+        replies_read, replies_write = pipe()
+        lifeline_read, self._lifeline = pipe()
         inherited = (requests_read, replies_write, lifeline_read)
         given = {
-            # For imports by name to mean the same there; Python ignores what is no text
-            "sys_path": [path for path in sys.path if isinstance(path, str)],
-            "argv0": sys.argv[0] if sys.argv else "",
-            "lifeline": [os.getpid(), lifeline_read],
-            "pipes": [requests_read, replies_write],
+            "lifeline_fd": lifeline_read,
+            "requests_fd": requests_read,
+            "replies_fd": replies_write,
             "is_rank": is_rank,
         }
         self._mark = new_mark()
-        variables = {**_QUIET, **os.environ, **self._mark}
         try:
-            self._process = start_worker(given, (*inherited, *files), variables)
-        except OSError as error:
+            self._process = start_worker(
+                given,
+                (*inherited, *files),
+                {**os.environ, **self._mark},
+                deadline or Deadline.after(START_TIMEOUT_S),
+            )
+        except BaseException:
             for descriptor in (requests_write, replies_read, self._lifeline):
                 os.close(descriptor)
-            raise WorkerFailed(f"the worker process could not be started: {error}") from error
+            raise
         finally:
             for descriptor in inherited:
                 os.close(descriptor)
@@ -327,7 +310,7 @@ class WorkerProcess:
         if reply is None:
             returncode = self._reap()
             self.kill()  # now everything that it printed has been read
-            words = words_of_death(returncode, self._last_words())
+            words = words_of_death(returncode, _last_words(self._tail))
             raise NoReply(outcome_of_death(returncode, kills), words)
         return reply
 
@@ -365,21 +348,7 @@ class WorkerProcess:
                 thread.join(1.0)
 
     def _reap(self) -> int | None:
-        try:
-            return self._process.wait(_REAP_SECONDS)
-        except subprocess.TimeoutExpired:  # in an uninterruptible call of the driver: leave it
-            return None
-
-    def _last_words(self) -> str:
-        """Return where it crashed, if Python could still print that; else its last lines."""
-        before, mark, stack = self._tail.rpartition(_STACK_MARK)
-        if not mark:
-            return _last_lines(self._tail, 5)
-        _, thrown, what = before.rpartition(_THROWN)
-        if thrown:  # the line after it says what
-            return f"{_first_lines(what, 2)}\n{_first_lines(stack)}"
-        error = _last_lines(before.rpartition(b"\n")[0], 1)
-        return f"{error}\n{_first_lines(stack)}"
+        return self._process.wait(_REAP_SECONDS)  # None: leave it in a call of the driver
 
     def _stack(self) -> str:
         """Return where it hangs: it prints its stack at a signal, even when Python is stuck."""
@@ -409,9 +378,7 @@ class WorkerProcess:
 
     def _drain(self) -> None:
         """Keep the end of what it prints, however much that is and however long its lines."""
-        output: IO[bytes] | None = self._process.stdout
-        assert output is not None  # it was asked for as a pipe
-        with output:
+        with self._process.stdout as output:
             while chunk := os.read(output.fileno(), _TAIL_BYTES):
                 self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
 
@@ -420,6 +387,18 @@ class WorkerProcess:
         self._process.wait()
         self._listener.join(1.0)
         self._replies.put(None)
+
+
+def _last_words(printed: bytes) -> str:
+    """Return where it crashed, if Python could still print that; else its last lines."""
+    before, mark, stack = printed.rpartition(_STACK_MARK)
+    if not mark:
+        return _last_lines(printed, 5)
+    _, thrown, what = before.rpartition(_THROWN)
+    if thrown:  # the line after it says what
+        return f"{_first_lines(what, 2)}\n{_first_lines(stack)}"
+    error = _last_lines(before.rpartition(b"\n")[0], 1)
+    return f"{error}\n{_first_lines(stack)}"
 
 
 def outcome_of_death(returncode: int | None, kills_before: int | None) -> Outcome:

@@ -2,7 +2,7 @@
 
 Promises: the one process that searches submits every job and hears how each ended. The devices are
 alike, so that their times can be compared, and each may be filled as far as the one with the least
-memory. A thread of its own uses each prober, since a worker ends with the thread that started it.
+memory. A thread of its own uses each prober, so that they run side by side.
 
 In: jobs, as many at once as there are places. Out: each job with the result of its probe.
 """

@@ -7,7 +7,6 @@ import gc
 import os
 import re
 import resource
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -284,14 +283,3 @@ def test_a_second_search_on_one_device_is_refused(open_probing: Any) -> None:
         open_probing(FaultyModel(), tamper=exclusive)
     first.prober.close()
     assert open_probing(FaultyModel(), tamper=exclusive).at(NO_FAULT).ok
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("spawned_workers")
-def test_a_search_may_run_in_a_thread(open_probing: Any) -> None:
-    """The kernel ties a worker's life to the thread that started it."""
-    seen: list[Measurement] = []
-    thread = threading.Thread(target=lambda: seen.append(open_probing(FaultyModel()).at(NO_FAULT)))
-    thread.start()
-    thread.join()
-    assert [measurement.ok for measurement in seen] == [True]

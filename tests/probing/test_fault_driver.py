@@ -24,7 +24,7 @@ from autofit.measurement import Outcome
 from autofit.probing import worker_channel
 from autofit.probing.prober import Prober
 from autofit.probing.session import Session
-from autofit.probing.worker_channel import WorkerChannel
+from autofit.probing.worker_channel import WorkerChannel, WorkerProcess
 from autofit.searching import events
 from autofit.units import GIB, MIB
 from emulated_gpu import Card, Fault, Machine, find_card, inject, new_machine
@@ -321,6 +321,7 @@ def test_a_driver_that_hangs_at_first_is_ended(
     open_probing: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"{PREFIX}FAULTS", "context@1=hang")
+    WorkerProcess().kill()  # so that torch is imported in this environment, which takes longer
     monkeypatch.setattr(worker_channel, "START_TIMEOUT_S", LEAST_SECONDS)
     with pytest.raises(WorkerFailed, match="it hung here"):
         open_probing(FaultyModel(), device="cuda")

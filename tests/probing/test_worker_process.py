@@ -100,7 +100,7 @@ def test_one_death_while_it_starts_is_an_accident(
     def start_and_kill(*arguments: Any) -> Any:
         started.append(start(*arguments))
         if len(started) <= deaths:
-            started[-1].send_signal(signal.SIGKILL)
+            os.kill(started[-1].pid, signal.SIGKILL)
         return started[-1]
 
     monkeypatch.setattr(worker_channel, "start_worker", start_and_kill)

@@ -216,7 +216,6 @@ def test_recompilations_are_counted_and_their_cause_named_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("spawned_workers")  # torch reads CXX when its compiler is imported
 def test_a_compiler_that_fails_makes_a_plan_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "false")
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
@@ -232,7 +231,6 @@ def test_a_compiler_that_fails_makes_a_plan_unsupported(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("spawned_workers")
 def test_a_model_of_a_script_is_compiled_with_its_globals(run_python: Any, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -1,6 +1,6 @@
 """Programs whose workers hang, for tests that kill or interrupt them: see `main`.
 
-A worker that hangs makes the file $HANGS.
+A worker that hangs writes its process id to the file $HANGS.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ from autofit.snapshot.snapshot import differences, digest
 SECONDS = 600
 
 
+def _say_who_hangs(pid: int) -> None:
+    written = Path(os.environ["HANGS"] + ".part")
+    written.write_text(str(pid))
+    written.rename(os.environ["HANGS"])
+
+
 def sleep() -> None:
-    Path(os.environ["HANGS"]).touch()
+    _say_who_hangs(os.getpid())
     time.sleep(SECONDS)
 
 
 def hold_the_interpreter() -> None:
-    Path(os.environ["HANGS"]).touch()
+    _say_who_hangs(os.getpid())
     ctypes.PyDLL(None).sleep(SECONDS)
 
 
@@ -56,7 +62,7 @@ class Hangs(nn.Module):
 def start() -> None:
     """Start a worker and ask it nothing."""
     worker = WorkerProcess()
-    print("ready", flush=True)
+    _say_who_hangs(worker.pid)
     time.sleep(SECONDS)
     worker.kill()
 
@@ -65,7 +71,6 @@ def probe(hang: str) -> None:
     """Probe a plan whose first forward hangs."""
     workload = autofit.Workload(Hangs(globals()[hang], above=1), torch.ones(2, 16))
     with open_prober(workload, target=Target("cpu", "64MiB")) as prober:
-        print("ready", flush=True)
         prober.probe(ProbeRequest(ResolvedPlan(Plan(2))))
 
 

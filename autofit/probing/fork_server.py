@@ -1,0 +1,242 @@
+"""A process that has imported torch, and forks processes, which need not import it again.
+
+It holds no device and has one thread. It watches over what it forks: a fork ends with the process
+that asked for it, however that ends, and the server with the process that started it.
+
+Where a fork would be unsafe, since the system is not Linux or something imported keeps a thread,
+the server becomes the process that was asked for, which ends with the thread that asked.
+`autofit.probing.forked_process` has the other end of the connection.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from autofit.probing.process_lifetime import MARK, NO_MARK
+
+# A server that watches over nothing ends so long after it was asked last: choosing a plan takes
+# less.
+IDLE_S = 60.0
+# What a server says once it has imported torch.
+FORKS, BECOMES = b"f", b"b"
+MOST_DESCRIPTORS = 64
+
+# The first is what making an optimizer imports.
+_PRELOADED = ("torch._dynamo", "autofit.probing.worker")
+Program = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Run a function in a process.
+
+    Attributes:
+        message: what `autofit.probing.forked_process` has written.
+        folder: a descriptor of the folder to work in.
+        tell: a descriptor that gets the process id and later the exit status, a line each.
+        others: descriptors that the process keeps; `message["descriptors"]` are their numbers.
+    """
+
+    message: Mapping[str, Any]
+    folder: int
+    tell: int
+    others: list[int]
+
+
+@dataclass
+class _Child:
+    """A fork.
+
+    Attributes:
+        pid: its process id.
+        itself, asker: descriptors of processes: of the fork, and of the one that asked for it.
+        tell: see `_Request`.
+        is_killed: whether it was killed for its asker's end.
+    """
+
+    pid: int
+    itself: int
+    asker: int
+    tell: int
+    is_killed: bool = False
+
+    def kill(self) -> None:
+        self.is_killed = True
+        os.kill(self.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        _, status = os.waitpid(self.pid, 0)
+        _tell(self.tell, os.waitstatus_to_exitcode(status))
+        for each in (self.itself, self.asker, self.tell):
+            os.close(each)
+
+
+def serve(descriptor: int, parent_pid: int) -> Program:
+    """Serve on a socket; return what this process, perhaps a fork of it, runs next.
+
+    Args:
+        descriptor: of the socket.
+        parent_pid: the process with which it ends.
+    """
+    connection = socket.socket(fileno=descriptor)
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    _mark_address()
+    gc.freeze()  # pages that no collection writes to stay shared
+    forks = _can_fork()
+    with connection:
+        connection.sendall(FORKS if forks else BECOMES)
+        if forks:
+            return _serve(connection, parent_pid)
+        request = _received(connection)
+    if request is None:
+        return _nothing
+    _tell(request.tell, os.getpid())
+    return functools.partial(_become, request, parent_pid)
+
+
+def _nothing() -> None:
+    """What a process runs that nobody asks for anything any more."""
+
+
+def _can_fork() -> bool:
+    """Return whether a fork has all threads of this process, which is so for its only one.
+
+    The threads of numpy's linear algebra end at a fork, and come back when they are needed.
+    """
+    if sys.platform != "linux":
+        return False
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+def _serve(connection: socket.socket, parent_pid: int) -> Program:
+    """Fork until nobody can ask any more and all forks have ended."""
+    try:
+        parent = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        return _nothing
+    children: list[_Child] = []
+    asked_on: list[Any] = [connection]
+    while asked_on or children:
+        ready = _await([parent, *asked_on], children)
+        if not ready:
+            connection.shutdown(socket.SHUT_RD)  # what was sent before can still be read
+        for child in [*children]:
+            if child.itself in ready:
+                child.reap()
+                children.remove(child)
+            elif parent in ready or child.asker in ready:
+                child.kill()
+        if parent in ready:
+            return _nothing
+        if connection in ready:
+            request = _received(connection)
+            if request is None:
+                asked_on.clear()
+            elif (forked := _forked(request)) is None:
+                return functools.partial(_become, request, os.getppid())
+            else:
+                children.append(forked)
+    return _nothing
+
+
+def _await(others: Sequence[Any], children: Sequence[_Child]) -> list[Any]:
+    """Return what has ended, or can be read from; nothing after a time without children."""
+    processes = [child.itself for child in children]
+    askers = [child.asker for child in children if not child.is_killed]
+    return select.select([*others, *processes, *askers], [], [], None if children else IDLE_S)[0]
+
+
+def _forked(request: _Request) -> _Child | None:
+    """Fork, and tell who asked; None: this process is the fork."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        return None
+    _tell(request.tell, pid)
+    for each in (request.folder, *request.others):
+        os.close(each)
+    itself, asker = os.pidfd_open(pid), _handle(request.message["asker"], pid)
+    return _Child(pid, itself, asker, request.tell)
+
+
+def _handle(pid: int, otherwise: int) -> int:
+    """Return a descriptor of a process, or of another where it has ended."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        os.kill(otherwise, signal.SIGKILL)
+        return os.pidfd_open(otherwise)
+
+
+def _received(connection: socket.socket) -> _Request | None:
+    """Return the next request; None: there will be none."""
+    said, descriptors, _, _ = socket.recv_fds(connection, 1, MOST_DESCRIPTORS)
+    if not said:
+        return None
+    written, folder, tell, *others = descriptors
+    with os.fdopen(written, "rb") as file:
+        file.seek(0)
+        return _Request(json.load(file), folder, tell, others)
+
+
+def _tell(descriptor: int, number: int) -> None:
+    with suppress(BrokenPipeError):  # nobody wants to know any more
+        os.write(descriptor, b"%d\n" % number)
+
+
+# In the process that was asked for.
+
+
+def _become(request: _Request, parent_pid: int) -> None:
+    """Take the surroundings that are asked for, and run the function."""
+    message = request.message
+    os.fchdir(request.folder)
+    _place(request.others, message["descriptors"])
+    _set_environment(message["environment"])
+    sys.path[:], sys.argv[:] = message["sys_path"], message["argv"]
+    module, _, name = message["function"].partition(":")
+    getattr(importlib.import_module(module), name)(parent_pid, **message["given"])
+
+
+def _set_environment(environment: Mapping[str, str]) -> None:
+    """Also where /proc shows it, as far as a worker is looked for there: by its mark."""
+    if mark := environment.get(MARK):
+        ctypes.memmove(_mark_address(), mark.encode(), len(NO_MARK))
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@functools.cache  # first called while the variable is in the environment
+def _mark_address() -> int:
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    address: int = getenv(MARK.encode())
+    return address
+
+
+def _place(descriptors: list[int], wanted: list[int]) -> None:
+    """Give each descriptor the number that it has in the parent, and close all others."""
+    above = max(MOST_DESCRIPTORS, *wanted) + 1
+    moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, above) for each in descriptors]
+    os.closerange(3, above)
+    for source, target in zip(moved, wanted, strict=True):
+        os.dup2(source, target)
+        os.close(source)

@@ -1,0 +1,335 @@
+"""Processes that begin with torch imported, forked by a server of this process.
+
+Importing torch and what it imports when it first trains takes seconds: 7.6 on a machine with an
+H100. A server (`autofit.probing.fork_server`) does so once, and then forks in milliseconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import IO, Any
+
+from autofit.probing.fork_server import FORKS
+from autofit.probing.process_lifetime import MARK, NO_MARK
+
+_QUIET = {"KINETO_LOG_LEVEL": "6"}  # else torch's profiler announces itself in the last words
+# The environment that no library reads: pytest names each test there.
+_IGNORED = {"PYTEST_CURRENT_TEST"}
+# It keeps messages apart; where there is none, a server does not fork, and gets only one message.
+_SOCKET = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_STREAM
+_SERVE = """
+import gc, json, sys
+gc.disable()  # until torch is imported, which leaves nothing to collect and takes a third less
+given = json.loads(sys.argv[1])
+sys.path[:] = given["sys_path"]
+from autofit.probing.fork_server import serve
+serve(given["connection"], given["parent"])()
+"""
+
+
+class ServerDied(Exception):
+    """A fork server ended instead of serving.
+
+    Attributes:
+        returncode: negative for a signal.
+        printed: what it printed.
+    """
+
+    def __init__(self, returncode: int, printed: bytes) -> None:
+        super().__init__(returncode, printed)
+        self.returncode = returncode
+        self.printed = printed
+
+
+class ForkedProcess:
+    """A process in a session of its own, which prints to a pipe.
+
+    Attributes:
+        pid: its process id.
+        stdout: what it prints, errors among it.
+    """
+
+    def __init__(self, server: ForkServer, pid: int, stdout: IO[bytes], told: IO[str]) -> None:
+        self.pid = pid
+        self.stdout = stdout
+        self._server = server
+        self._returncode: int | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._follow, args=(told,), daemon=True).start()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Return the exit status, negative for a signal; None: it has not ended by then."""
+        self._ended.wait(timeout)
+        return self._returncode
+
+    def _follow(self, told: IO[str]) -> None:
+        with told:
+            ended = told.readline()
+        self._returncode = int(ended) if ended else self._server.wait()
+        self._ended.set()
+
+
+class ForkServer:
+    """A process that forks others, which inherit what it inherited when it was started.
+
+    Args:
+        connection: to a server that is there already; None: start one.
+
+    Attributes:
+        connection: the socket on which it is asked.
+        forks: whether it forks; else it becomes the first process that it is asked for.
+
+    Raises:
+        OSError: no process could be started.
+    """
+
+    def __init__(self, connection: socket.socket | None = None) -> None:
+        self.forks = True
+        self._process: subprocess.Popen[bytes] | None = None
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as it runs
+        if connection is None:
+            connection, theirs = socket.socketpair(type=_SOCKET)
+            with theirs:
+                self._process = self._started(theirs.fileno())
+        self.connection = connection
+
+    def _started(self, connection: int) -> subprocess.Popen[bytes]:
+        given = {"sys_path": _path(), "connection": connection, "parent": os.getpid()}
+        return subprocess.Popen(
+            [sys.executable, *_flags(), "-c", _SERVE, json.dumps(given)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._printed,
+            stderr=subprocess.STDOUT,
+            pass_fds=[connection],
+            start_new_session=True,
+            env={**_QUIET, **os.environ, MARK: NO_MARK},
+        )
+
+    def await_imports(self, seconds: float) -> None:
+        """Wait until it has imported torch; a server that does not is killed.
+
+        Raises:
+            TimeoutError: it has not in so many seconds.
+            ServerDied: it ended instead.
+        """
+        self.connection.settimeout(max(seconds, 1e-3))  # 0 would not wait, nor raise TimeoutError
+        try:
+            said = self.connection.recv(1)
+        except BaseException:
+            self.kill()
+            raise
+        if not said:
+            self._printed.seek(0)
+            raise ServerDied(self.wait(), self._printed.read())
+        self.connection.settimeout(None)
+        self.forks = said == FORKS
+
+    def run(
+        self,
+        function: str,
+        given: Mapping[str, Any],
+        environment: Mapping[str, str],
+        inherited: Sequence[int],
+    ) -> ForkedProcess:
+        """Run a function in a process, see `run_forked`.
+
+        Raises:
+            ConnectionError: the server has ended.
+        """
+        message = {
+            "function": function,
+            "given": given,
+            "environment": {**_QUIET, **environment},
+            "descriptors": [1, 2, *inherited],
+            "asker": os.getpid(),
+            "sys_path": _path(),
+            "argv": sys.argv[:1],
+        }
+        stdout, write = pipe()
+        told, tell = pipe()
+        try:
+            self._send(message, (tell, write, write, *inherited))
+        except BaseException:
+            os.close(stdout)
+            os.close(told)
+            raise
+        finally:
+            os.close(write)
+            os.close(tell)
+        output, answers = os.fdopen(stdout, "rb", 0), os.fdopen(told)
+        if not (pid := answers.readline()):
+            output.close()
+            answers.close()
+            raise ConnectionError("the fork server has ended")
+        return ForkedProcess(self, int(pid), output, answers)
+
+    def _send(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        folder = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))  # it may have been removed
+        try:
+            with tempfile.TemporaryFile() as written:
+                written.write(json.dumps(message).encode())
+                written.flush()
+                sent = [written.fileno(), folder, *descriptors]
+                socket.send_fds(self.connection, [b"."], sent)
+        finally:
+            os.close(folder)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether this process started it, and it has ended."""
+        return self._process is not None and self._process.poll() is not None
+
+    def wait(self) -> int:
+        """Wait until it has ended, and return its exit status."""
+        return -signal.SIGKILL if self._process is None else self._process.wait()
+
+    def kill(self) -> None:
+        """End it, and with it what it forked."""
+        self.connection.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def run_forked(
+    function: str,
+    given: Mapping[str, Any],
+    *,
+    environment: Mapping[str, str],
+    inherited: Sequence[int] = (),
+    seconds: float,
+) -> ForkedProcess:
+    """Run a function in a process that has imported torch.
+
+    Args:
+        function: "module:name" of it; it gets the process id of its parent, which is not this
+            process, and what is given.
+        given: can be written as JSON.
+        environment: of the process.
+        inherited: descriptors that the process keeps, by the same numbers.
+        seconds: within which it starts.
+
+    Raises:
+        OSError: no process could be started.
+        ServerDied: the one that imports torch ended.
+        TimeoutError: it has not imported torch in time.
+    """
+    ends_at = time.monotonic() + seconds
+    with _servers_locked(seconds):
+        around = surroundings()
+        server = _servers.pop(around, None)
+        process: ForkedProcess | None = None
+        if server is not None:
+            try:
+                process = server.run(function, given, environment, inherited)
+            except ConnectionError:  # it had nothing to do, and has ended
+                server.kill()
+        if server is None or process is None:
+            server = ForkServer()
+            server.await_imports(ends_at - time.monotonic())
+            process = server.run(function, given, environment, inherited)
+        if server.forks:
+            _servers[around] = server
+    return process
+
+
+_servers: dict[tuple[Any, ...], ForkServer] = {}
+_lock = threading.Lock()
+
+
+@contextmanager
+def _servers_locked(seconds: float) -> Iterator[None]:
+    if not _lock.acquire(timeout=max(seconds, 0)):
+        raise TimeoutError
+    try:
+        yield
+    finally:
+        _lock.release()
+
+
+def surroundings() -> tuple[Any, ...]:
+    """Return what a process inherits from this one, or reads when it imports its libraries."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    limits = [
+        resource.getrlimit(getattr(resource, name))
+        for name in dir(resource)
+        if name.startswith("RLIMIT_")
+    ]
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    environment = [item for item in sorted(os.environ.items()) if item[0] not in _IGNORED]
+    return (sys.executable, *_flags(), niceness, *sorted(cores), *limits, *environment)
+
+
+def adopt(server: ForkServer) -> None:
+    """Have a server of another process fork what this process asks for."""
+    _servers[surroundings()] = server
+
+
+def _forget_servers() -> None:
+    """They are the parent's of this fork."""
+    global _lock
+    _lock = threading.Lock()
+    _of_parents.append(_servers.copy())
+    _servers.clear()
+
+
+_of_parents: list[dict[tuple[Any, ...], ForkServer]] = []  # so that no connection is closed
+
+
+def _end_servers() -> None:
+    for server in _servers.values():
+        server.kill()
+
+
+os.register_at_fork(after_in_child=_forget_servers)
+atexit.register(_end_servers)
+
+
+def _flags() -> list[str]:
+    """Return Python's options for a server: those that decide where this process imports from.
+
+    -P keeps the current directory off the path, where any json.py would be run; -u, because the
+    last words of a worker count.
+    """
+    given = {
+        "-I": sys.flags.isolated,
+        "-E": sys.flags.ignore_environment,
+        "-s": sys.flags.no_user_site,
+    }
+    return ["-u", "-P", *(flag for flag, is_set in given.items() if is_set)]
+
+
+def _path() -> list[str]:
+    """Return where modules are found, for imports by name to mean the same in another process."""
+    return [path for path in sys.path if isinstance(path, str)]  # Python ignores what is no text
+
+
+def beyond_standard(descriptor: int) -> int:
+    """Move a descriptor that a process inherits past 0 to 2, its standard streams, if need be.
+
+    It got such a number where this process was started with a standard stream closed.
+    """
+    if descriptor > 2:
+        return descriptor
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(descriptor)
+    return moved
+
+
+def pipe() -> tuple[int, int]:
+    """Return the two ends of a pipe, for reading and for writing."""
+    read, write = os.pipe()
+    return beyond_standard(read), beyond_standard(write)

@@ -1,0 +1,127 @@
+"""Interpreters that begin with torch imported: what a test starts runs in a fork of its server.
+
+This file is run in place of `python ARGUMENTS...`: it passes signals on to the fork, and ends as
+that ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from autofit.probing.forked_process import ForkServer, adopt
+
+
+def start_program(
+    server: ForkServer, *arguments: str | Path, forks_workers: bool, **options: Any
+) -> subprocess.Popen[Any]:
+    """Start `python ARGUMENTS...`, with the options of `subprocess.Popen`.
+
+    Args:
+        forks_workers: whether the server forks workers of this program, too.
+    """
+    connection = server.connection.fileno()
+    program = (__file__, connection, forks_workers, *arguments)
+    command = [sys.executable, "-P", *map(str, program)]
+    return subprocess.Popen(command, pass_fds=[connection], **options)
+
+
+def _stand_for_it(connection: int, forks_workers: bool, arguments: list[str]) -> int:
+    """Run the program in a fork, and return its exit status."""
+    server = ForkServer(socket.socket(fileno=connection))
+    given = {"connection": connection, "forks_workers": forks_workers, "arguments": arguments}
+    try:
+        process = server.run("tests.forked_program:run", given, os.environ, [0, 1, 2, connection])
+    except ConnectionError:  # it had nothing to do, and has ended
+        os.execv(sys.executable, [sys.executable, *arguments])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: os.kill(process.pid, number))
+    status = process.wait()
+    assert status is not None
+    if status < 0:
+        with suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+# In the fork.
+
+
+def run(_: int, *, connection: int, forks_workers: bool, arguments: list[str]) -> None:
+    """Do what a new interpreter does with these arguments.
+
+    Args:
+        connection: to the server, which then forks workers too, if `forks_workers`.
+    """
+    gc.enable()
+    server = ForkServer(socket.socket(fileno=connection))
+    if forks_workers:
+        adopt(server)
+    _end(_program(arguments))
+
+
+def _end(program: Callable[[], object]) -> NoReturn:
+    """Run it, and end as an interpreter does but for freeing all modules, which takes a second."""
+    status = 0
+    try:
+        program()
+    except KeyboardInterrupt:
+        raise  # an interpreter ends of the signal
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if not isinstance(left.code, int | None):
+            print(left.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # what an interpreter calls, too
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # either may be closed
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # nobody reads it any more, as where a pipe is broken
+            status = status or 120
+    os._exit(status & 0xFF)
+
+
+def _program(arguments: list[str]) -> Callable[[], object]:
+    while arguments[0] in ("-u", "-P", "-s"):
+        arguments = arguments[1:]
+    if arguments[0] == "-m":
+        sys.argv[:] = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        return lambda: runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    main = types.ModuleType("__main__")
+    vars(main)["__annotations__"] = {}
+    sys.modules["__main__"] = main
+    if arguments[0] == "-c":
+        sys.argv[:] = ["-c", *arguments[2:]]
+        sys.path.insert(0, "")
+        code = compile(arguments[1], "<string>", "exec")
+    else:
+        sys.argv[:] = arguments
+        file = Path(arguments[0]).resolve()
+        sys.path.insert(0, str(file.parent))
+        vars(main)["__file__"] = str(file)
+        code = compile(file.read_text(), str(file), "exec")
+    return lambda: exec(code, vars(main))
+
+
+if __name__ == "__main__":
+    sys.exit(_stand_for_it(int(sys.argv[1]), sys.argv[2] == "True", sys.argv[3:]))
