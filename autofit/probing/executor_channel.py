@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -293,43 +293,36 @@ class _Held:
             self._lock.release()
 
 
-# Serves one request at a time.
-_THREAD = ThreadPoolExecutor(1)
+_lock = threading.RLock()  # one request is served at a time
 _held: dict[str, _Held] = {}
 _idle: list[threading.Timer] = []
 
 
 def serve(key: str, opening: _Opening | None, asked: _Asked) -> _Answer | None:
     """Answer a request of the search of that key; None: its workload has not come here yet."""
-    return _THREAD.submit(_served, key, opening, asked).result()
+    with _lock:
+        while _idle:
+            _idle.pop().cancel()
+        if key not in _held:
+            if opening is None:
+                return None
+            for other in list(_held):
+                end(other)
+            try:
+                _held[key] = _Held(opening)
+            except Exception as error:
+                return message_of_reply(Reply(exception=error))
+        answer = _held[key].answer(asked)
+        timer = threading.Timer(IDLE_S, end, (key,))
+        timer.daemon = True
+        timer.start()
+        _idle.append(timer)
+        return answer
 
 
 def end(key: str) -> None:
     """End the worker of that search in this process, if there is one."""
-    _THREAD.submit(_end, key).result()
-
-
-def _served(key: str, opening: _Opening | None, asked: _Asked) -> _Answer | None:
-    while _idle:
-        _idle.pop().cancel()
-    if key not in _held:
-        if opening is None:
-            return None
-        for other in list(_held):
-            _end(other)
-        try:
-            _held[key] = _Held(opening)
-        except Exception as error:
-            return message_of_reply(Reply(exception=error))
-    answer = _held[key].answer(asked)
-    timer = threading.Timer(IDLE_S, _THREAD.submit, (_end, key))
-    timer.daemon = True
-    timer.start()
-    _idle.append(timer)
-    return answer
-
-
-def _end(key: str) -> None:
-    held = _held.pop(key, None)
-    if held is not None:
-        held.close()
+    with _lock:
+        held = _held.pop(key, None)
+        if held is not None:
+            held.close()
