@@ -151,8 +151,6 @@ def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan |
     if compared and len(rivals) <= MOST_MEASURED_FASTER:
         winner = _winner(posterior, compared)
         wanted += _measured_faster(posterior, winner.plan)
-        if _lacks_headroom(posterior, winner.blocks):
-            wanted += _tied_with_headroom(posterior, winner.plan)
         wanted += _doubted(posterior, winner.plan)
     return next((plan for plan in wanted if plan not in had_turn), None)
 
@@ -259,18 +257,6 @@ def _lacks_headroom(posterior: Posterior, trials: Sequence[Trial]) -> bool:
     held = max(_held_bytes(trial) for trial in trials)
     error = posterior.memory_error(held)
     return held * math.exp(HEADROOM * error) > posterior.spec.vram_budget_bytes
-
-
-def _tied_with_headroom(posterior: Posterior, winner: Plan) -> list[Plan]:
-    """Return the fastest plan of the search with headroom that is expected to tie, if any."""
-    speed = posterior.mean_log_speed(winner)
-    tied = [
-        plan
-        for plan, searched in _searched(posterior).items()
-        if not _lacks_headroom(posterior, searched.blocks)
-        and posterior.mean_log_speed(plan) >= speed - MOST_GIVEN_UP
-    ]
-    return sorted(tied, key=posterior.mean_log_speed)[-1:]
 
 
 def _measured_faster(posterior: Posterior, than: Plan) -> list[Plan]:
