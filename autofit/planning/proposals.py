@@ -21,7 +21,6 @@ from autofit.measurement import Trial
 from autofit.plan import Plan
 from autofit.planning.constants import (
     APART,
-    DROP_LATER,
     DROP_ODDS,
     ENOUGH_BELOW,
     FARTHEST,
@@ -71,8 +70,7 @@ def new_plans(
     """Return the sizes of allowed variants that may be probed: variants, sizes, and worths."""
     halfway = _halfway(posterior)
     opening = _next_sizes(posterior, halfway)
-    is_irregular = posterior.spread > IRREGULAR
-    between = _sizes_between(posterior, halfway) if is_irregular else []
+    between = _sizes_between(posterior, halfway) if posterior.spread > IRREGULAR else []
     rows = np.array([*opening, *between])
     row, variants = np.nonzero((rows >= 1) & allowed)
     sizes = rows[row, variants]
@@ -86,10 +84,6 @@ def new_plans(
     opened = np.maximum(_opened(posterior, ahead, log_speeds, variants, sizes) - gain, 0)
     credit = np.where(row < len(opening), POTENTIAL_CREDIT, 0.0)
     worths = gain + chance * credit * opened - oom_cost(posterior, 1 - chance)
-    before_drop = _before_drop(posterior, leader) if is_irregular else None
-    if before_drop is not None:
-        variants = np.append(posterior.index(leader.plan), variants)
-        sizes, worths = np.append(before_drop[1], sizes), np.append(before_drop[0], worths)
     return variants, sizes, worths
 
 
@@ -117,35 +111,6 @@ def _opened(
     errors = posterior.typical_noise, posterior.memory_error(posterior.spec.vram_budget_bytes)
     change = _explained_deviation(np.stack([reached, log_speeds, held]), *errors)
     return _knowledge_gradient(reached.mean(axis=0), change)
-
-
-def _before_drop(posterior: Posterior, leader: Trial) -> tuple[float, int] | None:
-    """Return worth and size of a plan between the leader's size and a larger one that was slower.
-
-    Where speed grew up to the leader, the drop is as likely beyond the middle as before it, and the
-    speed would grow as far as there. No line tells so: it explains the drop by a flat speed.
-    """
-    plan = leader.plan
-    own = [t.plan for t in posterior.fitting if t.plan.variant == plan.variant]
-    above = min((p.micro_batch for p in own if p.micro_batch > plan.micro_batch), default=0)
-    middle = posterior.sizes.handy(
-        np.full(len(posterior.variants), math.sqrt(plan.micro_batch * above))
-    )
-    size = int(middle[posterior.index(plan)])
-    smaller = [t for t in posterior.fitting if APART * t.plan.micro_batch <= plan.micro_batch]
-    if size < APART * plan.micro_batch or above < APART * size or not smaller:
-        return None
-
-    def log_speed(trial: Trial) -> float:
-        return posterior.mean_log_speed(trial.plan)
-
-    beside = max(smaller, key=log_speed)
-    noise = math.hypot(posterior.errors.of(leader), posterior.errors.of(beside))
-    rise = (log_speed(leader) - log_speed(beside) - noise) / math.log(
-        plan.micro_batch / beside.plan.micro_batch
-    )
-    gain = min(max(rise, 0.0), 1.0) * math.log(size / plan.micro_batch)
-    return DROP_LATER * gain, size
 
 
 def _next_sizes(posterior: Posterior, halfway: MicroBatches) -> list[MicroBatches]:
