@@ -91,8 +91,7 @@ def in_worker(
 
 
 def _digest(call: bytes, around: tuple[Any, ...]) -> bytes:
-    files = sorted(_users_modules().items())
-    return hashlib.sha256(pickle.dumps((around, files)) + call).digest()
+    return hashlib.sha256(pickle.dumps(around) + call).digest()
 
 
 def _written(function: Callable[..., Any], workload: Workload, arguments: tuple[Any, ...]) -> bytes:
@@ -179,7 +178,8 @@ def _surroundings() -> tuple[Any, ...]:
     folder = None
     with suppress(OSError):  # it may have been removed
         folder = os.getcwd()
-    return [*sys.path], surroundings(), folder, process.computing()
+    files = sorted(_users_modules().items())
+    return [*sys.path], surroundings(), folder, process.computing(), files
 
 
 _INSTALLED = re.compile("site-packages|dist-packages")

@@ -6,9 +6,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
-from importlib import import_module
+from importlib import import_module, invalidate_caches
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,23 @@ def test_a_module_that_was_edited_is_read_again(
 
     first = weights(4096)
     assert weights(8192) > 1.9 * first
+
+
+def test_a_module_that_now_hides_another_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for folder in ("second", "first"):
+        (tmp_path / folder).mkdir()
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    for folder, width in (("second", 4096), ("first", 8192)):
+        code = f"import torch\ndef build(): return torch.nn.Linear(16, {width})\n"
+        (tmp_path / folder / "hides_another.py").write_text(code)
+        monkeypatch.delitem(sys.modules, "hides_another", raising=False)
+        invalidate_caches()
+        build = import_module("hides_another").build
+        found.append(predict(Workload(build, BATCH), gpu="L4").breakdown["weights"])
+    assert found[1] > 1.9 * found[0]
 
 
 def test_a_large_live_model_is_sent_without_its_values() -> None:
