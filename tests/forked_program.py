@@ -46,7 +46,9 @@ def _stand_for_it(connection: int, forks_workers: bool, arguments: list[str]) ->
     server = ForkServer(socket.socket(fileno=connection))
     given = {"connection": connection, "forks_workers": forks_workers, "arguments": arguments}
     try:
-        process = server.run("tests.forked_program:run", given, os.environ, [0, 1, 2, connection])
+        process = server.run(
+            "tests.forked_program:run", given, os.environ, [0, 1, 2, connection], 240
+        )
     except ConnectionError:  # it had nothing to do, and has ended
         os.execv(sys.executable, [sys.executable, *arguments])
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -3,7 +3,7 @@
 It holds no device and has one thread. It watches over what it forks: a fork ends with the process
 that asked for it, however that ends, and the server with the process that started it.
 
-Where a fork would be unsafe, since the system is not Linux or something imported keeps a thread,
+Where a fork would be unsafe, since something imported keeps a thread, or could not be watched,
 the server becomes the process that was asked for, which ends with the thread that asked.
 `autofit.probing.forked_process` has the other end of the connection.
 """
@@ -81,18 +81,23 @@ class _Child:
     def reap(self) -> None:
         _, status = os.waitpid(self.pid, 0)
         _tell(self.tell, os.waitstatus_to_exitcode(status))
+        self.close()
+
+    def close(self) -> None:
         for each in (self.itself, self.asker, self.tell):
             os.close(each)
 
 
-def serve(descriptor: int, parent_pid: int) -> Program:
-    """Serve on a socket; return what this process, perhaps a fork of it, runs next.
+def serve(parent_pid: int) -> Program:
+    """Serve on standard input, a socket; return what this process, perhaps a fork, runs next.
 
     Args:
-        descriptor: of the socket.
         parent_pid: the process with which it ends.
     """
-    connection = socket.socket(fileno=descriptor)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, statuses of children were lost
+    connection = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     for name in _PRELOADED:
         importlib.import_module(name)
     _mark_address()
@@ -105,7 +110,6 @@ def serve(descriptor: int, parent_pid: int) -> Program:
         request = _received(connection)
     if request is None:
         return _nothing
-    _tell(request.tell, os.getpid())
     return functools.partial(_become, request, parent_pid)
 
 
@@ -114,11 +118,16 @@ def _nothing() -> None:
 
 
 def _can_fork() -> bool:
-    """Return whether a fork has all threads of this process, which is so for its only one.
+    """Return whether a fork has all threads of this process, its only one, and can be watched.
 
-    The threads of numpy's linear algebra end at a fork, and come back when they are needed.
+    The threads of numpy's linear algebra end at a fork, and come back when they are needed. Linux
+    has descriptors of processes from 5.3 on, and some sandboxes refuse them.
     """
     if sys.platform != "linux":
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
         return False
     if (pid := os.fork()) == 0:
         os._exit(0)
@@ -151,6 +160,9 @@ def _serve(connection: socket.socket, parent_pid: int) -> Program:
             if request is None:
                 asked_on.clear()
             elif (forked := _forked(request)) is None:
+                os.close(parent)
+                for child in children:
+                    child.close()
                 return functools.partial(_become, request, os.getppid())
             else:
                 children.append(forked)
@@ -165,12 +177,11 @@ def _await(others: Sequence[Any], children: Sequence[_Child]) -> list[Any]:
 
 
 def _forked(request: _Request) -> _Child | None:
-    """Fork, and tell who asked; None: this process is the fork."""
+    """Fork; None: this process is the fork."""
     pid = os.fork()
     if pid == 0:
-        os.setsid()
+        os.setsid()  # before anybody knows of it, and kills it as a group
         return None
-    _tell(request.tell, pid)
     for each in (request.folder, *request.others):
         os.close(each)
     itself, asker = os.pidfd_open(pid), _handle(request.message["asker"], pid)
@@ -208,7 +219,10 @@ def _tell(descriptor: int, number: int) -> None:
 def _become(request: _Request, parent_pid: int) -> None:
     """Take the surroundings that are asked for, and run the function."""
     message = request.message
+    _tell(request.tell, os.getpid())
     os.fchdir(request.folder)
+    os.close(request.folder)
+    os.close(request.tell)
     _place(request.others, message["descriptors"])
     _set_environment(message["environment"])
     sys.path[:], sys.argv[:] = message["sys_path"], message["argv"]
@@ -233,10 +247,11 @@ def _mark_address() -> int:
 
 
 def _place(descriptors: list[int], wanted: list[int]) -> None:
-    """Give each descriptor the number that it has in the parent, and close all others."""
-    above = max(MOST_DESCRIPTORS, *wanted) + 1
+    """Give each descriptor the number that it has in the process that asks."""
+    above = max(wanted) + 1
     moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, above) for each in descriptors]
-    os.closerange(3, above)
+    for each in descriptors:
+        os.close(each)
     for source, target in zip(moved, wanted, strict=True):
         os.dup2(source, target)
         os.close(source)

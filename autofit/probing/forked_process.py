@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -36,7 +37,7 @@ gc.disable()  # until torch is imported, which leaves nothing to collect and tak
 given = json.loads(sys.argv[1])
 sys.path[:] = given["sys_path"]
 from autofit.probing.fork_server import serve
-serve(given["connection"], given["parent"])()
+serve(given["parent"])()
 """
 
 
@@ -103,17 +104,16 @@ class ForkServer:
         if connection is None:
             connection, theirs = socket.socketpair(type=_SOCKET)
             with theirs:
-                self._process = self._started(theirs.fileno())
+                self._process = self._started(theirs)
         self.connection = connection
 
-    def _started(self, connection: int) -> subprocess.Popen[bytes]:
-        given = {"sys_path": _path(), "connection": connection, "parent": os.getpid()}
+    def _started(self, connection: socket.socket) -> subprocess.Popen[bytes]:
+        given = {"sys_path": _path(), "parent": os.getpid()}
         return subprocess.Popen(
             [sys.executable, *_flags(), "-c", _SERVE, json.dumps(given)],
-            stdin=subprocess.DEVNULL,
+            stdin=connection,
             stdout=self._printed,
             stderr=subprocess.STDOUT,
-            pass_fds=[connection],
             start_new_session=True,
             env={**_QUIET, **os.environ, MARK: NO_MARK},
         )
@@ -143,11 +143,13 @@ class ForkServer:
         given: Mapping[str, Any],
         environment: Mapping[str, str],
         inherited: Sequence[int],
+        seconds: float,
     ) -> ForkedProcess:
         """Run a function in a process, see `run_forked`.
 
         Raises:
             ConnectionError: the server has ended.
+            TimeoutError: it does not answer.
         """
         message = {
             "function": function,
@@ -170,11 +172,12 @@ class ForkServer:
             os.close(write)
             os.close(tell)
         output, answers = os.fdopen(stdout, "rb", 0), os.fdopen(told)
-        if not (pid := answers.readline()):
+        try:
+            return ForkedProcess(self, _pid_told(answers, seconds), output, answers)
+        except BaseException:
             output.close()
             answers.close()
-            raise ConnectionError("the fork server has ended")
-        return ForkedProcess(self, int(pid), output, answers)
+            raise
 
     def _send(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         folder = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))  # it may have been removed
@@ -199,6 +202,7 @@ class ForkServer:
     def kill(self) -> None:
         """End it, and with it what it forked."""
         self.connection.close()
+        self._printed.close()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -229,21 +233,33 @@ def run_forked(
     """
     ends_at = time.monotonic() + seconds
     with _servers_locked(seconds):
-        around = surroundings()
+        around, asked = surroundings(), (function, given, environment, inherited)
         server = _servers.pop(around, None)
         process: ForkedProcess | None = None
         if server is not None:
             try:
-                process = server.run(function, given, environment, inherited)
-            except ConnectionError:  # it had nothing to do, and has ended
+                process = server.run(*asked, ends_at - time.monotonic())
+            except (ConnectionError, TimeoutError):  # it had nothing to do and has ended, or hangs
                 server.kill()
         if server is None or process is None:
+            _forget_ended()
             server = ForkServer()
             server.await_imports(ends_at - time.monotonic())
-            process = server.run(function, given, environment, inherited)
+            process = server.run(*asked, ends_at - time.monotonic())
         if server.forks:
             _servers[around] = server
     return process
+
+
+def _pid_told(answers: IO[str], seconds: float) -> int:
+    waiting = select.poll()
+    waiting.register(answers, select.POLLIN)
+    if not waiting.poll(1000 * max(seconds, 0)):
+        raise TimeoutError
+    pid = int(answers.readline() or 0)
+    if pid <= 0:  # it was killed before it could tell
+        raise ConnectionError("the fork server has ended")
+    return pid
 
 
 _servers: dict[tuple[Any, ...], ForkServer] = {}
@@ -276,6 +292,12 @@ def surroundings() -> tuple[Any, ...]:
 def adopt(server: ForkServer) -> None:
     """Have a server of another process fork what this process asks for."""
     _servers[surroundings()] = server
+
+
+def _forget_ended() -> None:
+    for around, server in [*_servers.items()]:
+        if server.has_ended:
+            _servers.pop(around).kill()
 
 
 def _forget_servers() -> None:

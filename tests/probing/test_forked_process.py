@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import WorkerFailed
+from autofit.errors import SearchTimedOut, WorkerFailed
 from autofit.probing.worker_channel import WorkerChannel
 from autofit.training.workload import Workload
 
@@ -51,6 +54,52 @@ def test_a_server_that_is_killed_is_replaced(channel: WorkerChannel, running: An
     assert worker_and_parent(channel)[1] != server
 
 
+def test_a_server_that_hangs_is_replaced(channel: WorkerChannel) -> None:
+    _, server = worker_and_parent(channel)
+    channel.drop()
+    os.kill(server, signal.SIGSTOP)
+    with pytest.raises(SearchTimedOut):
+        channel.open(ends_at=time.monotonic() + 1)
+    assert worker_and_parent(channel)[1] != server
+
+
+def test_a_server_that_has_ended_is_reaped(
+    channel: WorkerChannel, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, server = worker_and_parent(channel)
+    channel.drop()
+    os.kill(server, signal.SIGKILL)
+    while running(server):
+        pass
+    monkeypatch.setenv("ANOTHER", "environment")
+    channel.open()
+    assert not Path(f"/proc/{server}").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [64, 2048])
+def test_open_descriptors_may_be_few_or_many(
+    channel: WorkerChannel, limit: int, request: pytest.FixtureRequest
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, before))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    with ExitStack() as stack:
+        for _ in range(limit - 1000):
+            stack.enter_context(open(os.devnull))
+        channel.open()
+
+
+@pytest.mark.slow
+def test_the_ends_of_children_may_be_ignored(
+    channel: WorkerChannel, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    request.addfinalizer(lambda: signal.signal(signal.SIGCHLD, before))
+    monkeypatch.setenv("ANOTHER", "environment where it is ignored")
+    channel.open()
+
+
 def test_a_worker_outlives_the_thread_that_asked_for_it(channel: WorkerChannel) -> None:
     thread = threading.Thread(target=channel.open)
     thread.start()
@@ -59,13 +108,25 @@ def test_a_worker_outlives_the_thread_that_asked_for_it(channel: WorkerChannel) 
     os.kill(worker, 0)
 
 
-def test_where_something_keeps_a_thread_nothing_is_forked(
-    channel: WorkerChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+KEEPS_A_THREAD = "import threading as t; t.Thread(target=t.Event().wait, daemon=True).start()"
+NO_DESCRIPTORS_OF_PROCESSES = """
+import os
+def pidfd_open(pid, flags=0):
+    raise OSError(38, "Function not implemented")
+os.pidfd_open = pidfd_open
+"""
+KEEPS_A_FILE = "import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 60)\n"
+
+
+@pytest.mark.parametrize("code", [KEEPS_A_THREAD, NO_DESCRIPTORS_OF_PROCESSES])
+def test_where_a_fork_would_be_unsafe_or_unwatched_there_is_none(
+    channel: WorkerChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    code = "import threading as t; t.Thread(target=t.Event().wait, daemon=True).start()"
-    (tmp_path / "sitecustomize.py").write_text(code)
+    (tmp_path / "sitecustomize.py").write_text(KEEPS_A_FILE + code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert worker_and_parent(channel)[1] == os.getpid()
+    worker, parent = worker_and_parent(channel)
+    assert parent == os.getpid()
+    assert Path(f"/proc/{worker}/fd/60").exists()
     channel.drop()
     assert worker_and_parent(channel)[1] == os.getpid()
 
