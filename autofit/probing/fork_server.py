@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from autofit.probing.process_lifetime import MARK, NO_MARK
+from autofit.probing.process_lifetime import MARK, NO_MARK, die_with_thread, outlive_thread
 
 # A server that watches over nothing ends so long after it was asked last: choosing a plan takes
 # less.
@@ -94,12 +94,14 @@ def serve(parent_pid: int) -> Program:
     Args:
         parent_pid: the process with which it ends.
     """
+    die_with_thread(parent_pid)  # which waits meanwhile
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, statuses of children were lost
     connection = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     for name in _PRELOADED:
         importlib.import_module(name)
+    outlive_thread()
     _mark_address()
     gc.freeze()  # pages that no collection writes to stay shared
     forks = _can_fork()

@@ -111,7 +111,7 @@ class ForkServer:
         given = {"sys_path": _path(), "parent": os.getpid()}
         return subprocess.Popen(
             [sys.executable, *_flags(), "-c", _SERVE, json.dumps(given)],
-            stdin=connection,
+            stdin=connection.fileno(),
             stdout=self._printed,
             stderr=subprocess.STDOUT,
             start_new_session=True,

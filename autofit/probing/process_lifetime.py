@@ -26,13 +26,27 @@ _PR_SET_PDEATHSIG = 1
 
 def die_with_parent(parent_pid: int, lifeline_fd: int) -> None:
     """End this process as soon as the parent has ended, however that happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the kernel was asked
-        os._exit(1)
+    die_with_thread(parent_pid)
     threading.Thread(target=_exit_at_end_of, args=(lifeline_fd,), daemon=True).start()
     with suppress(OSError):  # so that the kernel kills the worker first when host memory runs out
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def die_with_thread(parent_pid: int) -> None:
+    """End this process with the thread that started it, if the system is Linux."""
+    _set_death_signal(signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the kernel was asked
+        os._exit(1)
+
+
+def outlive_thread() -> None:
+    """Undo `die_with_thread`."""
+    _set_death_signal(0)
+
+
+def _set_death_signal(number: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _exit_at_end_of(lifeline_fd: int) -> None:

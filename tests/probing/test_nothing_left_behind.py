@@ -165,12 +165,13 @@ def wait_for(condition: Callable[[], bool]) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "forks_workers"),
     [
+        (["start_importing"], False),
         (["start"], False),
         (["probe", "sleep"], True),
         (["probe", "hold_the_interpreter"], False),
         (["probe", "refuse_the_death_signal"], False),
     ],
-    ids=["asked nothing", "asleep", "interpreter locked", "death signal refused"],
+    ids=["importing", "asked nothing", "asleep", "interpreter locked", "death signal refused"],
 )
 def test_a_parent_that_is_killed_leaves_no_worker_and_no_file(
     start: Any,

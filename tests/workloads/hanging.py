@@ -59,6 +59,23 @@ class Hangs(nn.Module):
         return self.layer(inputs)
 
 
+HANGS_WHEN_IMPORTED = """
+import os, time
+open(os.environ["HANGS"] + ".part", "w").write(str(os.getpid()))
+os.rename(os.environ["HANGS"] + ".part", os.environ["HANGS"])
+time.sleep(600)
+"""
+
+
+def start_importing() -> None:
+    """Start a worker where torch is another module, whose import hangs."""
+    folder = Path(os.environ["HANGS"]).with_name("first on the path")
+    folder.mkdir()
+    (folder / "torch.py").write_text(HANGS_WHEN_IMPORTED)
+    sys.path.insert(0, str(folder))
+    WorkerProcess()
+
+
 def start() -> None:
     """Start a worker and ask it nothing."""
     worker = WorkerProcess()
