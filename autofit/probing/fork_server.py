@@ -222,7 +222,8 @@ def _become(request: _Request, parent_pid: int) -> None:
     """Take the surroundings that are asked for, and run the function."""
     message = request.message
     _tell(request.tell, os.getpid())
-    os.fchdir(request.folder)
+    with suppress(PermissionError):  # the asker may not enter its own folder
+        os.fchdir(request.folder)
     os.close(request.folder)
     os.close(request.tell)
     _place(request.others, message["descriptors"])

@@ -136,16 +136,18 @@ def test_of_a_groups_memory_only_what_is_left_is_available(
 
 
 FAULTS_OF_A_SEARCH_AND_AFTER = """
-import resource, sys, torch, autofit
+import itertools, resource, sys, torch, autofit
 
 notes = sys.argv[1]
 
 def faults():
     torch.ones(10 * 2**20)  # beyond the 32 MiB up to which glibc's thresholds rise by themselves
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    counted = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
     for _ in range(8):
         torch.ones(10 * 2**20)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        counted.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    # A kernel that is short of memory takes pages back: at times only
+    return min(after - before for before, after in itertools.pairwise(counted))
 
 def loss(model, batch):
     with open(notes, "a") as file:
