@@ -205,7 +205,7 @@ def test_another_specification_is_refused(
 @pytest.mark.parametrize("storage", ["file", "sqlite"])
 def test_a_second_search_on_a_study_is_refused(path: Path, storage: str, start: Any) -> None:
     study = str(path) if storage == "file" else f"sqlite:///{path}"
-    wait = "print('ready', flush=True); sys.stdin.read()"
+    wait = "print('ready', flush=True); signal.pause()"
     child = start(study, after=2, then=wait)
     try:
         assert child.stdout.readline() == "ready\n"
