@@ -121,8 +121,8 @@ def _rules() -> Iterator[Change]:
     left_out: dict[str, tuple[str, str, Any]] = {
         "lookahead": ("constants", "POTENTIAL_CREDIT", 0.0),
         "a size within the widest gap": ("planner", "within_gap", nothing),
-        "a repeat after a surprise": ("planner", "_surprise", nothing),
         "sizes between measured ones": ("proposals", "_sizes_between", none_of_them),
+        "a repeat after a surprise": ("planner", "_surprise", nothing),
         "halving after a failure": ("proposals", "_halfway", lambda found: found.bound.copy()),
         "residuals that others share": ("constants", "ALIKE", 0.0),
     }

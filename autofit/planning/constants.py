@@ -52,8 +52,8 @@ MOST_DROP = math.log(4)  # of log speed
 WIDE_GAP = 2.5  # factor between two measured sizes that may hide a drop
 ENOUGH_BELOW = 2  # sizes of at most half the leader's that show a drop below it
 # Spread over noise from which the leader is repeated, and fitting probes before. Without, of 72
-# devices: +0.65 +- 0.46, -0.2, of 200 others -0.48 +- 0.32, -0.4; but of five real searches of a
-# U-Net on a CPU three ended with needless checkpointing, with it none of three.
+# devices: +0.65 +- 0.46, -0.2, of 200 others -0.48 +- 0.32, -0.4. Kept for the searches of a U-Net
+# in benchmarks/results/answer-quality-2026-11-27.md.
 SURPRISE = 4.0  # times. x2: +0.19 +- 0.73, 0. /2: -0.09 +- 0.27, -0.2
 SURPRISE_PROBES = 4  # probes
 COSTLY_LEADERS = 2  # fastest variants beside which costly values are tried; not measured

@@ -28,13 +28,11 @@ from typing import Any
 
 from autofit.probing.process_lifetime import MARK, NO_MARK, die_with_thread, outlive_thread
 
-# A server that watches over nothing ends so long after it was asked last: choosing a plan takes
-# less.
+# A server without forks ends so long after the last request: between two, a search takes less.
 IDLE_S = 60.0
 # What a server says once it has imported torch.
 FORKS, BECOMES = b"f", b"b"
-MOST_DESCRIPTORS = 64
-
+_MOST_DESCRIPTORS = 64  # of a request: a worker's has about ten
 # The first is what making an optimizer imports.
 _PRELOADED = ("torch._dynamo", "autofit.probing.worker")
 Program = Callable[[], object]
@@ -116,7 +114,7 @@ def serve(parent_pid: int) -> Program:
 
 
 def _nothing() -> None:
-    """What a process runs that nobody asks for anything any more."""
+    """The program of a server that nobody can ask any more: it ends."""
 
 
 def _can_fork() -> bool:
@@ -201,7 +199,7 @@ def _handle(pid: int, otherwise: int) -> int:
 
 def _received(connection: socket.socket) -> _Request | None:
     """Return the next request; None: there will be none."""
-    said, descriptors, _, _ = socket.recv_fds(connection, 1, MOST_DESCRIPTORS)
+    said, descriptors, _, _ = socket.recv_fds(connection, 1, _MOST_DESCRIPTORS)
     if not said:
         return None
     written, folder, tell, *others = descriptors

@@ -27,7 +27,7 @@ from autofit.probing.fork_server import FORKS
 from autofit.probing.process_lifetime import MARK, NO_MARK
 
 _QUIET = {"KINETO_LOG_LEVEL": "6"}  # else torch's profiler announces itself in the last words
-# The environment that no library reads: pytest names each test there.
+# Variables that no library reads: pytest names each test there.
 _IGNORED = {"PYTEST_CURRENT_TEST"}
 # It keeps messages apart; where there is none, a server does not fork, and gets only one message.
 _SOCKET = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_STREAM
@@ -295,20 +295,23 @@ def adopt(server: ForkServer) -> None:
 
 
 def _forget_ended() -> None:
+    """Reap servers that have ended, in whose surroundings nothing was started since."""
     for around, server in [*_servers.items()]:
         if server.has_ended:
             _servers.pop(around).kill()
 
 
 def _forget_servers() -> None:
-    """They are the parent's of this fork."""
+    """Leave the servers of the parent to it, in a fork of this process."""
     global _lock
     _lock = threading.Lock()
     _of_parents.append(_servers.copy())
     _servers.clear()
 
 
-_of_parents: list[dict[tuple[Any, ...], ForkServer]] = []  # so that no connection is closed
+_of_parents: list[
+    dict[tuple[Any, ...], ForkServer]
+] = []  # a Popen that is dropped waits for its process
 
 
 def _end_servers() -> None:

@@ -39,11 +39,7 @@ from benchmarks.versus.table import Comparison, Row, markdown
 
 TURNS = 5
 """Turns of each process of a pair. More would not tell more: a process stays faster or slower than
-its like for as long as it lives, so a pair counts once.
-
-Each answer trains as its user would: autofit's by `Report.apply`, which on the CPU fixes glibc's
-thresholds, the others' by a plain loop, where they follow what the process freed first. A plain
-loop's processes therefore differ more, and a median is of three pairs at least."""
+its like for as long as it lives, so a pair counts once."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +183,11 @@ class Bench:
 
     @contextmanager
     def training(self, answer: Path, precision: str) -> Iterator[Callable[[], float]]:
-        """Let a process train by an answer in turns; each returns samples per second of one."""
+        """Let a process train by an answer in turns; each returns samples per second of one.
+
+        It trains as the tool's user would: by `Report.apply`, which on the CPU fixes glibc's
+        thresholds, or in a plain loop, whose processes differ more: see several pairs.
+        """
         arguments = ("speed", self._task_file(precision), answer, self.timed_steps)
         with self._running("judge", *arguments) as process:
             assert process.stdin is not None

@@ -100,12 +100,19 @@ def test_the_ends_of_children_may_be_ignored(
     channel.open()
 
 
-def test_a_worker_outlives_the_thread_that_asked_for_it(channel: WorkerChannel) -> None:
+def test_a_worker_and_its_server_outlive_the_thread_that_asked_for_them(
+    channel: WorkerChannel, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANOTHER", "environment, so that the thread starts the server")
     thread = threading.Thread(target=channel.open)
     thread.start()
     thread.join()
-    worker, _ = worker_and_parent(channel)
-    os.kill(worker, 0)
+    while Path(f"/proc/self/task/{thread.native_id}").exists():
+        time.sleep(0.01)
+    worker, server = worker_and_parent(channel)
+    time.sleep(0.5)  # for the kernel to end what it would end with the thread
+    assert running(worker)
+    assert running(server)
 
 
 KEEPS_A_THREAD = "import threading as t; t.Thread(target=t.Event().wait, daemon=True).start()"
