@@ -39,7 +39,7 @@ _RESETS = {
     "_cuda_resetAccumulatedMemoryStats": _COUNTS,
     "_accelerator_resetAccumulatedStats": _COUNTS,
 }
-# The variable that is "0" on an emulated GPU whose kernels are launched into nothing.
+# The variable that is other than "1" on an emulated GPU that computes no floating point.
 _VALUES = "EMULATED_GPU_VALUES"
 _NO_KERNEL = frozenset({98, 209, 222})  # invalid function, no kernel image, PTX that is too new
 _NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
@@ -183,7 +183,7 @@ class CudaDevice(Device):
     def check_health(self) -> None:
         total = torch.ones(1024, device=self.torch_device).sum()
         self.synchronize()
-        if total.item() != 1024.0 and os.environ.get(_VALUES) != "0":
+        if total.item() != 1024.0 and os.environ.get(_VALUES, "1") == "1":
             raise DeviceUnavailable(
                 f"{self.torch_device} computed {total.item()} as the sum of 1024 ones"
             )

@@ -102,6 +102,7 @@ class Emulation(AbstractContextManager["Emulation"]):
         strategies: those that may have settings in a plan.
         gpu: the GPU.
         values: whether operators compute; they do from the first time that the training asks.
+            Those of integers and booleans always do.
         may_compute: whether they may; False: a training that asks for a value raises `ValuesAsked`.
 
     Attributes:
@@ -201,7 +202,7 @@ class Emulation(AbstractContextManager["Emulation"]):
                 card = replace(card, total_bytes=ROOM * card.total_bytes)
             channel = _Channel(self._workload, self._strategies, device="cuda")
             channel.environment = emulated_gpu.environment(
-                [card], machine=self._machine, values=self.values
+                [card], machine=self._machine, values=self.values or "integers"
             ) | {"CUDA_VISIBLE_DEVICES": "0"}
             self._prober = Prober(channel, self._workload, self._strategies, vram_budget=1.0)
         return self._prober

@@ -34,6 +34,9 @@ from emulated_gpu import driver, estimates, reads_watched
 if TYPE_CHECKING:
     from autofit.probing.session import Session
 
+_OF_INTEGERS = ("transformers/masking_utils.py",)
+"""Files that read values of integers and booleans alone: whether a mask is of ones, whether positions
+start anew. The card computes those where it computes nothing else."""
 _PATIENCE_S = 0.05
 _LARGE_ELEMENTS = 2**16
 
@@ -62,13 +65,15 @@ def _is_between(file: str) -> bool:
     return file in (__file__, driver.__file__) or passes_on(file)
 
 
-def _is_torchs(asker: FrameType) -> bool:
-    """Return whether what is read changes no allocation.
+def _is_harmless(asker: FrameType) -> bool:
+    """Return whether what is read is known, or changes no allocation.
 
     A gradient scaler asks whether gradients overflowed, and is told that they did not; autofit asks
     whether an evaluation changed the model.
     """
     file = asker.f_code.co_filename
+    if file.endswith(_OF_INTEGERS):
+        return True
     return file in (grad_scaler.__file__, evaluation.__file__) or is_an_optimizer(file)
 
 
@@ -162,11 +167,11 @@ def _train(
     """
     builder, plan = session.builder, resolved.plan
     device, workload = builder.device, builder.fresh_workload()
-    if not values:
-        with _Unfilled():  # type: ignore[no-untyped-call]  # torch's own hook
-            workload = replace(workload, model=workload.build_model())
-    places = micro_batches_to_run(workload, plan, full_accumulation=False)
-    batch = samples_on(builder, workload, plan, places)
+    unfilled = nullcontext() if values else _Unfilled()  # type: ignore[no-untyped-call]  # torch's
+    with unfilled:
+        workload = replace(workload, model=workload.build_model())
+        places = micro_batches_to_run(workload, plan, full_accumulation=False)
+        batch = samples_on(builder, workload, plan, places)
     with builder.training(workload, resolved) as training:
 
         def step() -> None:
@@ -183,11 +188,14 @@ def _train(
 
 
 class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Leaves large new weights on the CPU as they are: their values mean nothing here."""
+    """Leaves large new weights and samples on the CPU as they are: they mean nothing here."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FILLS and args[0].device.type == "cpu" and args[0].numel() > _LARGE_ELEMENTS:
             return args[0]
+        if func is _ATEN.index_select.default and args[0].is_floating_point():
+            chosen, dim, index = args
+            return chosen.new_empty([*chosen.shape[:dim], len(index), *chosen.shape[dim + 1 :]])
         return func(*args, **(kwargs or {}))
 
 
@@ -207,7 +215,7 @@ def _values_refused() -> Iterator[None]:
     ended = threading.Event()
 
     def seen() -> bool:  # below the code that asks: what is raised here would be swallowed
-        if ended.is_set() or _is_torchs(asker := _asker()):
+        if ended.is_set() or _is_harmless(asker := _asker()):
             return True
         lines.append(users_line(traceback.extract_stack(asker)))
         threading.Timer(_PATIENCE_S, stop).start()

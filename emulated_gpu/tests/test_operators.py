@@ -57,3 +57,17 @@ def test_linear_algebra_has_the_values_of_the_cpu(run_on: Run) -> None:
 
 def test_a_product_that_only_cusparse_computes_is_noted(run_on: Run) -> None:
     assert "cusparseSpMM" in run_on(SPARSE, values=True).split()
+
+
+INTEGERS = """
+import torch
+mask, weights = torch.ones(2, 8, dtype=torch.long).cuda(), torch.ones(8, device="cuda")
+mask[1, 5:] = 0
+lengths = mask.cumsum(-1)[:, -1]
+print(lengths.tolist(), bool((mask == 1).all()), (weights + 1).sum().item())
+"""
+
+
+def test_integers_alone_have_values_where_that_is_asked_for(run_on: Run) -> None:
+    assert run_on(INTEGERS, values="integers") == "[8, 5] False 0.0\n"
+    assert run_on(INTEGERS, values=True) == "[8, 5] False 16.0\n"

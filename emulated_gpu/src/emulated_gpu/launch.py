@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 from emulated_gpu.build import DRIVER, build_driver, build_values
 from emulated_gpu.cards import Card, cards_setting, find_card
@@ -18,6 +19,7 @@ from emulated_gpu.faults import Fault, faults_setting
 from emulated_gpu.machines import Machine, new_machine
 from emulated_gpu.toolchain import find_cuda_torch
 
+Values = bool | Literal["integers"]
 PREFIX = "EMULATED_GPU_"
 MACHINE = f"{PREFIX}MACHINE"
 """The variable that names a process's emulated machine; it is not set elsewhere."""
@@ -33,7 +35,7 @@ def environment(
     machine: Machine,
     faults: Sequence[Fault] = (),
     nvml: Sequence[str] = (),
-    values: bool = True,
+    values: Values = True,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the environment in which a process, and its children, find an emulated GPU.
@@ -45,7 +47,8 @@ def environment(
         machine: processes with the same machine share the memory of its cards.
         faults: calls that fail, counted in each process.
         nvml: what NVML does not tell (`NVML_LIMITS`).
-        values: whether kernels compute. Without, a training is faster and its losses mean nothing.
+        values: whether kernels compute; "integers": those alone whose tensors all hold integers or
+            booleans, such as masks. Without, a training is faster and its losses mean nothing.
         base: the environment to add to; None: this process's.
 
     Raises:
@@ -68,7 +71,7 @@ def environment(
         MACHINE: machine.name,
         f"{PREFIX}FAULTS": faults_setting(faults),
         f"{PREFIX}NVML": ",".join(nvml),
-        f"{PREFIX}VALUES": "1" if values else "0",
+        f"{PREFIX}VALUES": values if isinstance(values, str) else str(int(values)),
         f"{PREFIX}CUDNN": str(find_cuda_torch().cudnn),
         "TRITON_LIBCUDA_PATH": str(driver),
     }
@@ -81,7 +84,7 @@ def run(
     machine: Machine | None = None,
     faults: Sequence[Fault] = (),
     nvml: Sequence[str] = (),
-    values: bool = True,
+    values: Values = True,
 ) -> int:
     """Run a command on an emulated GPU, and return its exit status, as a shell does.
 

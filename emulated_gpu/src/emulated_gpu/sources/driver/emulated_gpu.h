@@ -31,9 +31,8 @@ struct Card {
 };
 struct Settings {
   std::vector<Card> cards;
-  std::string machine, faults, nvml;
+  std::string machine, faults, nvml, values;
   int driver_version, cudnn_version;
-  bool values;
 };
 const Settings& settings();
 void write_log(const char* format, ...) __attribute__((format(printf, 1, 2)));

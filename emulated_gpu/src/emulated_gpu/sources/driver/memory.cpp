@@ -34,9 +34,13 @@ cudaError_t copy(void* to, const void* from, u64 bytes, cudaMemcpyKind kind, cud
   bool within = kind == cudaMemcpyDeviceToDevice;
   if (kind == cudaMemcpyDefault) within = is_device_memory(to) && is_device_memory(from);
   advance_clock(stream, COPY_NS + bytes / (within ? DEVICE_BYTES_PER_NS / 2 : HOST_BYTES_PER_NS));
-  if (bytes) memmove(to, from, bytes);
   bool to_host = kind == cudaMemcpyDeviceToHost || (kind == cudaMemcpyDefault && !within &&
                                                     is_device_memory(from));
+  // What no kernel reads or wrote need not be copied: it would cost the host's memory. Where those of
+  // integers compute, their operators copy.
+  const std::string& values = settings().values;
+  bool copied = to_host || values == "1" || (values == "0" && !within);
+  if (bytes && copied) memmove(to, from, bytes);
   if (auto* seen = on_read.load(); seen && to_host) seen();
   return wait && !within ? synchronize_stream(stream) : status();
 }

@@ -7,7 +7,7 @@
 //   EMULATED_GPU_NVML     words that limit NVML: refuse, noproc, nomem, hostpid, nouuid, mig
 //   EMULATED_GPU_DRIVER   version of CUDA that the driver supports
 //   EMULATED_GPU_CUDNN    version of cuDNN, as in cudnnGetVersion
-//   EMULATED_GPU_VALUES   0: kernels write nothing
+//   EMULATED_GPU_VALUES   1: kernels compute; integers: those of integers alone; 0: none
 //   EMULATED_GPU_LOG      a file to which errors, contexts and allocations are appended
 #include "emulated_gpu.h"
 
@@ -58,7 +58,7 @@ Settings read_settings() {
   read.nvml = text_of("EMULATED_GPU_NVML", "");
   read.driver_version = std::stoi(text_of("EMULATED_GPU_DRIVER", "13000"));
   read.cudnn_version = std::stoi(text_of("EMULATED_GPU_CUDNN", "91900"));
-  read.values = text_of("EMULATED_GPU_VALUES", "1") != "0";
+  read.values = text_of("EMULATED_GPU_VALUES", "1");
   return read;
 }
 
