@@ -1,7 +1,9 @@
-"""What a plan needs on an emulated GPU: it runs there in a worker, under lower and lower limits.
+"""What a plan needs on an emulated GPU: it runs there in workers, under lower and lower limits.
 
-The worker is the one that a probe runs in, and torch's own allocator says what fits. Sizes that the
-emulated cuDNN tells are estimates; `Look.estimates` names them.
+The workers are those that probes run in, and torch's own allocator says what fits. Each runs one
+plan once, as a user's process does: what an earlier run leaves behind decides which of two equal
+blocks is taken, and with it whether a limit is enough. Sizes that the emulated cuDNN tells are
+estimates; `Look.estimates` names them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 
 import emulated_gpu
@@ -27,6 +29,7 @@ from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 from benchmarks.oracle.look import Look, ValuesAsked, look
 from emulated_gpu import Card, new_machine
+from emulated_gpu.machines import Machine
 
 ROOM = 16
 """Where a plan does not run in the memory of its GPU, it runs in that of so many."""
@@ -94,8 +97,14 @@ def _variables(given: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
+@cache
+def _machine() -> Machine:
+    """Return the one of this process: workers with the same variables share a process's import."""
+    return new_machine()
+
+
 class Emulation(AbstractContextManager["Emulation"]):
-    """A workload in a worker on an emulated GPU, which is started when it is first needed.
+    """A workload in workers on an emulated GPU.
 
     Args:
         workload: model, sample batch, loss and optimizer.
@@ -107,7 +116,6 @@ class Emulation(AbstractContextManager["Emulation"]):
 
     Attributes:
         values: whether they do.
-        looks: how many were made.
 
     Raises (its methods):
         emulated_gpu.Unavailable: there can be no emulated GPU here.
@@ -125,19 +133,18 @@ class Emulation(AbstractContextManager["Emulation"]):
         values: bool = False,
         may_compute: bool = True,
     ) -> None:
-        self.values, self.looks, self._may_compute = values, 0, may_compute
+        self.values, self._may_compute = values, may_compute
         self._roomy = False  # whether the card has `ROOM` times the GPU's memory
         self._workload, self._strategies = workload, strategies
-        self._card, self._machine = card_of(gpu), new_machine()
+        self._card = card_of(gpu)
         self._prober: Prober | None = None
 
     def __exit__(self, *raised: object) -> None:
         self._end()
-        self._machine.remove()
 
     def look(self, resolved: ResolvedPlan, limit_bytes: int | None = None) -> Look:
-        """Run the plan under a limit of the allocator; None: the GPU's memory."""
-        self.looks += 1
+        """Run the plan in a fresh worker under a limit of the allocator; None: the GPU's memory."""
+        self._end()
         given = None if limit_bytes is None else limit_bytes + _SLACK_BYTES
         run = partial(look, resolved=resolved, limit_bytes=given)
         try:
@@ -178,14 +185,14 @@ class Emulation(AbstractContextManager["Emulation"]):
         return Emulated(ample, self._smallest_limit(resolved, ample, near_bytes), self.values)
 
     def _smallest_limit(self, resolved: ResolvedPlan, ample: Look, near_bytes: int | None) -> int:
-        """Return the smallest limit, in whole pages, under which looks are steady."""
+        """Return the smallest limit, in whole pages and to 0.1 %, under which looks are steady."""
         works = round_up(ample.peak_reserved_bytes, PAGE_BYTES)
         fails = ample.peak_allocated_bytes // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES
         at = works - PAGE_BYTES  # most plans need what they reserve, or hardly less
         if near_bytes is not None:
             at = round_up(near_bytes, PAGE_BYTES)
-        stride = PAGE_BYTES
-        while works - fails > PAGE_BYTES:
+        stride = resolution = max(PAGE_BYTES, works // 1000 // PAGE_BYTES * PAGE_BYTES)
+        while works - fails > resolution:
             at = min(max(at, fails + PAGE_BYTES), works - PAGE_BYTES)
             found = self.look(resolved, at)
             works, fails = (at, fails) if found.is_steady else (works, at)
@@ -202,7 +209,7 @@ class Emulation(AbstractContextManager["Emulation"]):
                 card = replace(card, total_bytes=ROOM * card.total_bytes)
             channel = _Channel(self._workload, self._strategies, device="cuda")
             channel.environment = emulated_gpu.environment(
-                [card], machine=self._machine, values=self.values or "integers"
+                [card], machine=_machine(), values=self.values or "integers"
             ) | {"CUDA_VISIBLE_DEVICES": "0"}
             self._prober = Prober(channel, self._workload, self._strategies, vram_budget=1.0)
         return self._prober
