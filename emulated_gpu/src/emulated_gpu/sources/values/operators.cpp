@@ -247,7 +247,8 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   for (const auto& each : given)
     each_tensor(each, [&](const at::Tensor& tensor) {
       plain = plain && has_plain_memory(tensor);
-      integral = integral && (!tensor.defined() || at::isIntegralType(tensor.scalar_type(), true));
+      integral = integral && (!tensor.defined() || tensor.numel() == 1 ||
+                              at::isIntegralType(tensor.scalar_type(), true));
       if (tensor.defined() && tensor.is_cuda()) device = tensor.device();
     });
   bool has_values = integral || !integers_alone();
