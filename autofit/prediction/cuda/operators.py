@@ -93,6 +93,20 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def _linear(
+    data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Add the bias in place where the product is not fused with it (Linear.cpp).
+
+    Like autograd, it avoids that where tensors are "like subclasses"; see `is_in_place`.
+    """
+    with beneath():
+        bias, weight, data = autocast.lowered((bias, weight, data))  # C++ casts the last first
+        if bias is None or not data.is_meta or data.dim() == 2 or data.is_contiguous():
+            return aten.linear(data, weight, bias)  # type: ignore[no-any-return]  # likewise
+        return aten.matmul(data, weight.t()).add_(bias)  # type: ignore[no-any-return]  # likewise
+
+
 def _dropout(data: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Run one kernel that keeps a mask of one byte an element (Dropout.cpp)."""
     with beneath():
@@ -441,6 +455,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "ctc_loss.Tensor": _ctc_loss_of_tensors,
     "dropout": _dropout,
     "gru_cell": _gru_cell,
+    "linear": _linear,
     "lstm_cell": _lstm_cell,
     "rms_norm": _rms_norm,
     **{f"{name}.{kind}": _layer(name, kind) for name in _MODES for kind in ("input", "data")},

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, compress
@@ -42,7 +42,7 @@ def configured_workspace_bytes() -> int | None:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A sum or mean over some dimensions, and the buffers that it takes.
+    """A sum, mean or norm over some dimensions, and the buffers that it takes.
 
     A reduction to few outputs is spread over thread blocks, which pass partial results to each
     other through global memory: for the gradient of a bias this is many times larger than the
@@ -180,7 +180,15 @@ def _output_vector(shape: tuple[int, ...], strides: tuple[int, ...], dims: froze
 
 
 def _sum(args: Any) -> list[Size]:
-    tensor, *others = args
+    return _reduction(args[0], args[1:])
+
+
+def _norm(args: Any) -> list[Size]:
+    return _reduction(args[0], args[2:])  # the second is the order
+
+
+def _reduction(tensor: torch.Tensor, others: Sequence[Any]) -> list[Size]:
+    """Return the buffers of a reduction whose dimensions come first among the other arguments."""
     named = others[0] if others and isinstance(others[0], (list, tuple)) else ()
     dims = frozenset(dim % tensor.dim() for dim in named) or frozenset(range(tensor.dim()))
     return [Reduction.of(tensor, dims)]
@@ -204,6 +212,6 @@ RULES: dict[str, Sizes] = {
     "_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
     "sum": _sum,
     "mean": _sum,  # the same kernel
-    "native_layer_norm": lambda args: [] if args[0].is_contiguous() else [args[0].nbytes],
+    "linalg_vector_norm": _norm,
     "_softmax_backward_data": lambda args: [args[0].nbytes],
 }

@@ -51,6 +51,8 @@ from autofit.units import MIB
 
 CUBLASLT_WORKSPACE_BYTES = 1 * MIB
 _HOST = torch.device("cpu")
+# Operators that copy so many of their first arguments where these have gaps (layer_norm_kernel.cu).
+_COPIED_FIRST = {"native_layer_norm": 1, "native_layer_norm_backward": 2}
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "addmv"})
 # Operators whose workspaces cuDNN chooses by heuristics that it does not document.
 _OF_CUDNN = frozenset({"convolution", "_cudnn_rnn"})
@@ -164,6 +166,10 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         result = self._shape_cache.result(func, args, kwargs, super().compute)
         if name == "native_dropout":
             self._order = [result[1], result[0]]  # CUDA makes the mask first (Dropout.cu)
+        if name in _COPIED_FIRST and _on_device(result):
+            given = args[: _COPIED_FIRST[name]]
+            copies = [each.nbytes for each in given if not each.is_contiguous()]
+            self._order = [*copies, *(made for made in result if made is not None)]
         if name == "convolution":
             return in_layout_of_cudnn(args[0], args[1], (result,))[0]
         if name == "convolution_backward":
