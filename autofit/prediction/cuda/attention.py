@@ -160,6 +160,11 @@ def _efficient_supports(call: Call, gpu: Gpu) -> bool:
     )
 
 
+# Whether attention without a kernel of its own runs: its C++ adds the mask to the scores in place,
+# but for tensors that are "like subclasses" (see `operators.is_in_place`).
+computes_scores: ContextVar[bool] = ContextVar("computes_scores", default=False)
+
+
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -175,7 +180,14 @@ def _attention(
         query, key, value, mask = autocast.lowered((query, key, value, attn_mask))
         call = Call(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
         kernel = chosen_kernel(call, emulated_gpu.get()) if query.is_meta else SDPBackend.MATH
-        return _KERNELS[kernel][1](call)
+        if kernel != SDPBackend.MATH:
+            return _KERNELS[kernel][1](call)
+    with torch.autocast("cuda", enabled=False):  # it calls dropout, which is fused as elsewhere
+        token = computes_scores.set(True)
+        try:
+            return _math(call)
+        finally:
+            computes_scores.reset(token)
 
 
 def _math(call: Call) -> Any:

@@ -21,6 +21,7 @@ from autofit.devices.gpu_catalogue import AskedGpu, Gpu
 from autofit.memory.blocks import Block
 from autofit.memory.replay import Recording
 from autofit.memory.tracer import MemoryTracer, in_backward, tensors_in
+from autofit.prediction.cuda.attention import computes_scores
 from autofit.prediction.cuda.convolutions import (
     Direction,
     convolution_of,
@@ -159,6 +160,8 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
             if name in _IN_PLACE or is_in_place(name, args):
                 self._shape_cache.check(func, args, kwargs, super().compute)
                 return args[0]
+            if name == "add" and computes_scores.get():
+                return args[0].view_as(args[0])
             if _ON_LISTS_IN_PLACE.fullmatch(name):
                 if name.startswith("_foreach"):
                     self._shape_cache.check(func, _unlike_rows(args), kwargs, super().compute)
@@ -166,6 +169,9 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         result = self._shape_cache.result(func, args, kwargs, super().compute)
         if name == "native_dropout":
             self._order = [result[1], result[0]]  # CUDA makes the mask first (Dropout.cu)
+        if name == "_safe_softmax" and _on_device(result):
+            scores, rows = result.numel(), result.numel() // max(result.size(args[1]), 1)
+            self._order = [result, scores, rows, 1]  # which are minus infinity (SoftMax.cpp)
         if name in _COPIED_FIRST and _on_device(result):
             given = args[: _COPIED_FIRST[name]]
             copies = [each.nbytes for each in given if not each.is_contiguous()]
