@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from autofit.probing.session import Session
 
 _OF_INTEGERS = ("transformers/masking_utils.py",)
-"""Files that read values of integers and booleans alone: whether a mask is of ones, whether positions
-start anew. The card computes those where it computes nothing else."""
+"""Files that read values of integers and booleans alone: whether a mask is of ones, whether
+positions start anew. The card computes those where it computes nothing else."""
 _PATIENCE_S = 0.05
 _LARGE_ELEMENTS = 2**16
 
