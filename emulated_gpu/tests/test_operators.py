@@ -64,10 +64,11 @@ import torch
 mask, weights = torch.ones(2, 8, dtype=torch.long).cuda(), torch.ones(8, device="cuda")
 mask[1, 5:] = 0
 lengths = mask.cumsum(-1)[:, -1]
-print(lengths.tolist(), bool((mask == 1).all()), (weights + 1).sum().item())
+flag = torch.full((), 7.0, device="cuda").add_(1)
+print(lengths.tolist(), bool((mask == 1).all()), flag.item(), (weights + 1).sum().item())
 """
 
 
 def test_integers_alone_have_values_where_that_is_asked_for(run_on: Run) -> None:
-    assert run_on(INTEGERS, values="integers") == "[8, 5] False 0.0\n"
-    assert run_on(INTEGERS, values=True) == "[8, 5] False 16.0\n"
+    assert run_on(INTEGERS, values="integers") == "[8, 5] False 8.0 0.0\n"
+    assert run_on(INTEGERS, values=True) == "[8, 5] False 8.0 16.0\n"

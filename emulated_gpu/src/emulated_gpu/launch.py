@@ -47,8 +47,9 @@ def environment(
         machine: processes with the same machine share the memory of its cards.
         faults: calls that fail, counted in each process.
         nvml: what NVML does not tell (`NVML_LIMITS`).
-        values: whether kernels compute; "integers": those alone whose tensors all hold integers or
-            booleans, such as masks. Without, a training is faster and its losses mean nothing.
+        values: whether kernels compute; "integers": those alone whose tensors all hold integers,
+            booleans or a single number, such as masks and flags. Without, a training is faster and
+            its losses mean nothing.
         base: the environment to add to; None: this process's.
 
     Raises:

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int DEVICE_SIDE_ASSERT = 710;
 
-bool integers_alone() {  // models decide by few values but those of integers: masks, lengths, labels
+bool integers_alone() {  // and single numbers: models decide by few other values
   static const bool asked = [] {
     const char* values = getenv("EMULATED_GPU_VALUES");
     return values && std::string(values) == "integers";
