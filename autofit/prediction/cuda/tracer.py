@@ -37,6 +37,7 @@ from autofit.prediction.cuda.scratch import (
     Size,
     Workspace,
     bytes_on,
+    copied_first,
     recording_on,
     scratch,
 )
@@ -52,8 +53,6 @@ from autofit.units import MIB
 
 CUBLASLT_WORKSPACE_BYTES = 1 * MIB
 _HOST = torch.device("cpu")
-# Operators that copy so many of their first arguments where these have gaps (layer_norm_kernel.cu).
-_COPIED_FIRST = {"native_layer_norm": 1, "native_layer_norm_backward": 2}
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "addmv"})
 # Operators whose workspaces cuDNN chooses by heuristics that it does not document.
 _OF_CUDNN = frozenset({"convolution", "_cudnn_rnn"})
@@ -172,9 +171,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         if name == "_safe_softmax" and _on_device(result):
             scores, rows = result.numel(), result.numel() // max(result.size(args[1]), 1)
             self._order = [result, scores, rows, 1]  # which are minus infinity (SoftMax.cpp)
-        if name in _COPIED_FIRST and _on_device(result):
-            given = args[: _COPIED_FIRST[name]]
-            copies = [each.nbytes for each in given if not each.is_contiguous()]
+        if _on_device(result) and (copies := copied_first(name, args)):
             self._order = [*copies, *(made for made in result if made is not None)]
         if name == "convolution":
             return in_layout_of_cudnn(args[0], args[1], (result,))[0]
