@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -182,12 +183,20 @@ def _attention(
         kernel = chosen_kernel(call, emulated_gpu.get()) if query.is_meta else SDPBackend.MATH
         if kernel != SDPBackend.MATH:
             return _KERNELS[kernel][1](call)
-    with torch.autocast("cuda", enabled=False):  # it calls dropout, which is fused as elsewhere
-        token = computes_scores.set(True)
-        try:
-            return _math(call)
-        finally:
-            computes_scores.reset(token)
+    with _as_scores():  # not beneath the emulation: dropout is fused here as elsewhere
+        return _math(call)
+
+
+@contextmanager
+def _as_scores() -> Iterator[None]:
+    """Say that scores are computed, in types that are chosen already."""
+    token, lowers = computes_scores.set(True), autocast.is_on()
+    torch.set_autocast_enabled("cuda", False)  # torch.autocast would clear the cache of casts
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", lowers)
+        computes_scores.reset(token)
 
 
 def _math(call: Call) -> Any:

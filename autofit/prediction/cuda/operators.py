@@ -102,7 +102,8 @@ def _linear(
     """
     with beneath():
         bias, weight, data = autocast.lowered((bias, weight, data))  # C++ casts the last first
-        if bias is None or not data.is_meta or data.dim() == 2 or data.is_contiguous():
+        is_fused = data.dim() == 2 or data.is_contiguous()
+        if is_fused or bias is None or not (data.is_meta and bias.is_meta):
             return aten.linear(data, weight, bias)  # type: ignore[no-any-return]  # likewise
         return aten.matmul(data, weight.t()).add_(bias)  # type: ignore[no-any-return]  # likewise
 

@@ -199,6 +199,8 @@ def _norm(args: Any) -> list[Size]:
 
 def _reduction(tensor: torch.Tensor, others: Sequence[Any]) -> list[Size]:
     """Return the buffers of a reduction whose dimensions come first among the other arguments."""
+    if not tensor.dim():
+        return []
     named = others[0] if others and isinstance(others[0], (list, tuple)) else ()
     dims = frozenset(dim % tensor.dim() for dim in named) or frozenset(range(tensor.dim()))
     return [Reduction.of(tensor, dims)]

@@ -159,17 +159,18 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
             if name in _IN_PLACE or is_in_place(name, args):
                 self._shape_cache.check(func, args, kwargs, super().compute)
                 return args[0]
-            if name == "add" and computes_scores.get():
-                return args[0].view_as(args[0])
             if _ON_LISTS_IN_PLACE.fullmatch(name):
                 if name.startswith("_foreach"):
                     self._shape_cache.check(func, _unlike_rows(args), kwargs, super().compute)
                 return None
         result = self._shape_cache.result(func, args, kwargs, super().compute)
+        if name == "add" and computes_scores.get() and _is_like(args[0], result, args[1]):
+            return args[0].view_as(args[0])
         if name == "native_dropout":
             self._order = [result[1], result[0]]  # CUDA makes the mask first (Dropout.cu)
         if name == "_safe_softmax" and _on_device(result):
-            scores, rows = result.numel(), result.numel() // max(result.size(args[1]), 1)
+            scores = result.numel()
+            rows = scores // max(result.shape[args[1]], 1) if result.dim() else 1
             self._order = [result, scores, rows, 1]  # which are minus infinity (SoftMax.cpp)
         if _on_device(result) and (copies := copied_first(name, args)):
             self._order = [*copies, *(made for made in result if made is not None)]
@@ -273,6 +274,12 @@ def _on_device(value: Any) -> bool:
     """Return whether a value, or one of several, is a tensor of the meta device."""
     parts = value if isinstance(value, (list, tuple)) else (value,)
     return any(isinstance(part, torch.Tensor) and part.is_meta for part in parts)
+
+
+def _is_like(scores: Any, result: torch.Tensor, mask: Any) -> bool:
+    """Return whether a mask is added to scores whose memory the result fits."""
+    is_mask = isinstance(mask, torch.Tensor) and result.is_meta
+    return is_mask and (scores.shape, scores.dtype) == (result.shape, result.dtype)
 
 
 def _name(func: Any) -> str:

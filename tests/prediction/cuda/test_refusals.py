@@ -1,0 +1,102 @@
+"""Kernels that a dry run stands in for: what they refuse on a GPU, it refuses too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from autofit import Prediction, Workload, predict
+
+
+class Called(nn.Module):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(64, 64), function
+
+    def forward(self, data: Tensor) -> Tensor:
+        return self.function(self.layer(data), self.layer.weight)
+
+
+def predicted(function: Callable[[Tensor, Tensor], Tensor]) -> Prediction:
+    workload = Workload(
+        lambda: Called(function), torch.randn(4, 16, 64), loss_fn=lambda m, b: m(b).square().mean()
+    )
+    return predict(workload, gpu="H200")
+
+
+def attention(data: Tensor, mask: Tensor) -> Tensor:
+    heads = data.view(*data.shape[:2], 4, -1).transpose(1, 2)
+    with sdpa_kernel([SDPBackend.MATH]):
+        return functional.scaled_dot_product_attention(heads, heads, heads, mask)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda data, weight: data + torch.linalg.vector_norm(data.sum(), dim=0),
+        lambda data, weight: data + torch.norm(data.sum(), dim=-1, keepdim=True),
+        lambda data, weight: data + data.sum().sum(dim=0),
+        lambda data, weight: data + torch._safe_softmax(data.sum(), 0),
+    ],
+)
+def test_a_single_number_is_reduced_over_a_dimension(
+    function: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    assert predicted(function).required_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda data, weight: attention(data, torch.zeros(16, 99, device=data.device)),
+        lambda data, weight: attention(data, torch.zeros(16, 16, device="cpu")),
+        lambda data, weight: functional.linear(
+            data.transpose(0, 1), weight, torch.zeros(64, device="cpu")
+        ),
+    ],
+)
+def test_a_mask_or_bias_that_cuda_refuses_is_no_prediction(
+    function: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    with pytest.raises(Exception, match=r"broadcast|CPU|99"):
+        predicted(function)
+
+
+def test_casts_are_kept_over_attention_where_autocast_is_on_without_a_context() -> None:
+    def twice(data: Tensor, weight: Tensor, between: bool) -> Tensor:
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            heads = functional.linear(data, weight)
+            heads = attention(heads, torch.zeros(16, 16, device=heads.device)) if between else heads
+            return functional.linear(data, weight) + heads.sum()
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.clear_autocast_cache()
+
+    class Wide(nn.Module):
+        def __init__(self, between: bool) -> None:
+            super().__init__()
+            self.weight, self.between = nn.Parameter(torch.zeros(64, 64 * 1024)), between
+
+        def forward(self, data: Tensor) -> Tensor:
+            wide = data.repeat(1, 1, 1024)
+            return twice(wide, self.weight, self.between)
+
+    found = [
+        predict(
+            Workload(
+                lambda between=between: Wide(between),  # type: ignore[misc]
+                torch.randn(1, 16, 64),
+                loss_fn=lambda m, b: m(b).float().square().mean(),
+            ),
+            gpu="H200",
+        ).peak_allocated_bytes
+        for between in (False, True)
+    ]
+    cast = 64 * 64 * 1024 * 2
+    assert found[1] - found[0] < cast / 2
