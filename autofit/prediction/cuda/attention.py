@@ -161,9 +161,7 @@ def _efficient_supports(call: Call, gpu: Gpu) -> bool:
     )
 
 
-# Whether attention without a kernel of its own runs: its C++ adds the mask to the scores in place,
-# but for tensors that are "like subclasses" (see `operators.is_in_place`).
-computes_scores: ContextVar[bool] = ContextVar("computes_scores", default=False)
+_in_math_backend: ContextVar[bool] = ContextVar("in_math_backend", default=False)
 
 
 def _attention(
@@ -181,22 +179,33 @@ def _attention(
         query, key, value, mask = autocast.lowered((query, key, value, attn_mask))
         call = Call(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
         kernel = chosen_kernel(call, emulated_gpu.get()) if query.is_meta else SDPBackend.MATH
-        if kernel != SDPBackend.MATH:
-            return _KERNELS[kernel][1](call)
-    with _as_scores():  # not beneath the emulation: dropout is fused here as elsewhere
-        return _math(call)
+    with _math_backend() if kernel == SDPBackend.MATH else autocast.beneath():
+        return _KERNELS[kernel][1](call)
 
 
 @contextmanager
-def _as_scores() -> Iterator[None]:
-    """Say that scores are computed, in types that are chosen already."""
-    token, lowers = computes_scores.set(True), autocast.is_on()
+def _math_backend() -> Iterator[None]:
+    """Let the emulation's kernels act on what the math backend calls, without its autocast."""
+    token, was_on = _in_math_backend.set(True), autocast.is_on()
     torch.set_autocast_enabled("cuda", False)  # torch.autocast would clear the cache of casts
     try:
         yield
     finally:
-        torch.set_autocast_enabled("cuda", lowers)
-        computes_scores.reset(token)
+        torch.set_autocast_enabled("cuda", was_on)
+        _in_math_backend.reset(token)
+
+
+def adds_mask(name: str, args: Any, result: Any) -> bool:
+    """Return whether `aten::<name>` adds the mask to the scores, which CUDA does in place.
+
+    The math backend avoids that where tensors are "like subclasses"; see `operators.is_in_place`.
+    A mask that is larger than the scores is left to what follows.
+    """
+    if name != "add" or not _in_math_backend.get() or not result.is_meta:
+        return False
+    scores, mask = args[:2]
+    like = (scores.shape, scores.dtype) == (result.shape, result.dtype)
+    return like and isinstance(mask, torch.Tensor)
 
 
 def _math(call: Call) -> Any:

@@ -2,8 +2,9 @@
 
 `KERNELS` replaces composite operators that ask in C++ whether their argument lies on a GPU: meta
 tensors would get the unfused form, which keeps more for the backward pass. `STAND_INS` gives
-results and allocations of operators that the meta device lacks. `is_in_place` and
-`in_memory_of_all_losses` tell where CUDA's results share memory that meta's do not.
+results and allocations of operators that the meta device lacks, `ORDERS` the allocations of others
+in CUDA's order. `is_in_place` and `in_memory_of_all_losses` tell where CUDA's results share memory
+that meta's do not.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _linear(
 ) -> torch.Tensor:
     """Add the bias in place where the product is not fused with it (Linear.cpp).
 
-    Like autograd, it avoids that where tensors are "like subclasses"; see `is_in_place`.
+    The operator itself avoids that where tensors are "like subclasses"; see `is_in_place`.
     """
     with beneath():
         bias, weight, data = autocast.lowered((bias, weight, data))  # C++ casts the last first
@@ -451,6 +452,29 @@ def _fused_gru_cell_backward(args: Any) -> tuple[Any, Order]:
     return (*of_products, of_hidden, *of_biases), [*of_products, of_hidden]
 
 
+def _dropout_order(args: Any, result: Any) -> Order:
+    return [result[1], result[0]]  # the mask first (Dropout.cu)
+
+
+def _safe_softmax_order(args: Any, result: torch.Tensor) -> Order:
+    """Look for rows of minus infinity after the softmax itself (SoftMax.cpp)."""
+    rows = result.numel() // max(result.shape[args[1]], 1) if result.dim() else 1
+    return [result, result.numel(), rows, 1]
+
+
+def _layer_norm_order(args: Any, result: Any) -> Order:
+    return [*_copies(args[:1]), *result]
+
+
+def _layer_norm_backward_order(args: Any, result: Any) -> Order:
+    return [*_copies(args[:2]), *(made for made in result if made is not None)]
+
+
+def _copies(tensors: Any) -> list[int]:
+    """Return the bytes of the copies of those that are not contiguous (layer_norm_kernel.cu)."""
+    return [each.nbytes for each in tensors if not each.is_contiguous()]
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
     "batch_norm": _batch_norm,
     "ctc_loss.Tensor": _ctc_loss_of_tensors,
@@ -460,6 +484,13 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "lstm_cell": _lstm_cell,
     "rms_norm": _rms_norm,
     **{f"{name}.{kind}": _layer(name, kind) for name in _MODES for kind in ("input", "data")},
+}
+# From the positional arguments and what the meta device returns: the order of allocations.
+ORDERS: dict[str, Callable[[Any, Any], Order]] = {
+    "_safe_softmax": _safe_softmax_order,
+    "native_dropout": _dropout_order,
+    "native_layer_norm": _layer_norm_order,
+    "native_layer_norm_backward": _layer_norm_backward_order,
 }
 # From the positional arguments: the results, and the order of allocations.
 STAND_INS: dict[str, Callable[[Any], tuple[Any, Order]]] = {

@@ -130,16 +130,6 @@ def scratch(name: str, args: Any) -> list[Size]:
     return RULES[name](args) if name in RULES else []
 
 
-# How many of their first arguments operators copy where these have gaps (layer_norm_kernel.cu).
-_COPIED_FIRST = {"native_layer_norm": 1, "native_layer_norm_backward": 2}
-
-
-def copied_first(name: str, args: Any) -> list[int]:
-    """Return the bytes of the copies that one call of `aten::<name>` makes before its results."""
-    given = args[: _COPIED_FIRST.get(name, 0)]
-    return [each.nbytes for each in given if not each.is_contiguous()]
-
-
 def bytes_on(gpu: Gpu, size: Size) -> int:
     """Return a size on a GPU."""
     return size if isinstance(size, int) else size.bytes_on(gpu)

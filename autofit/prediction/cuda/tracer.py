@@ -21,7 +21,7 @@ from autofit.devices.gpu_catalogue import AskedGpu, Gpu
 from autofit.memory.blocks import Block
 from autofit.memory.replay import Recording
 from autofit.memory.tracer import MemoryTracer, in_backward, tensors_in
-from autofit.prediction.cuda.attention import computes_scores
+from autofit.prediction.cuda.attention import adds_mask
 from autofit.prediction.cuda.convolutions import (
     Direction,
     convolution_of,
@@ -29,7 +29,12 @@ from autofit.prediction.cuda.convolutions import (
     in_layout_of_cudnn,
     workspace_bytes,
 )
-from autofit.prediction.cuda.operators import STAND_INS, in_memory_of_all_losses, is_in_place
+from autofit.prediction.cuda.operators import (
+    ORDERS,
+    STAND_INS,
+    in_memory_of_all_losses,
+    is_in_place,
+)
 from autofit.prediction.cuda.roofline import Operation, operation_of
 from autofit.prediction.cuda.scratch import (
     ByCard,
@@ -37,7 +42,6 @@ from autofit.prediction.cuda.scratch import (
     Size,
     Workspace,
     bytes_on,
-    copied_first,
     recording_on,
     scratch,
 )
@@ -164,16 +168,10 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
                     self._shape_cache.check(func, _unlike_rows(args), kwargs, super().compute)
                 return None
         result = self._shape_cache.result(func, args, kwargs, super().compute)
-        if name == "add" and computes_scores.get() and _is_like(args[0], result, args[1]):
+        if adds_mask(name, args, result):
             return args[0].view_as(args[0])
-        if name == "native_dropout":
-            self._order = [result[1], result[0]]  # CUDA makes the mask first (Dropout.cu)
-        if name == "_safe_softmax" and _on_device(result):
-            scores = result.numel()
-            rows = scores // max(result.shape[args[1]], 1) if result.dim() else 1
-            self._order = [result, scores, rows, 1]  # which are minus infinity (SoftMax.cpp)
-        if _on_device(result) and (copies := copied_first(name, args)):
-            self._order = [*copies, *(made for made in result if made is not None)]
+        if name in ORDERS and _on_device(result):
+            self._order = ORDERS[name](args, result)
         if name == "convolution":
             return in_layout_of_cudnn(args[0], args[1], (result,))[0]
         if name == "convolution_backward":
@@ -274,12 +272,6 @@ def _on_device(value: Any) -> bool:
     """Return whether a value, or one of several, is a tensor of the meta device."""
     parts = value if isinstance(value, (list, tuple)) else (value,)
     return any(isinstance(part, torch.Tensor) and part.is_meta for part in parts)
-
-
-def _is_like(scores: Any, result: torch.Tensor, mask: Any) -> bool:
-    """Return whether a mask is added to scores whose memory the result fits."""
-    is_mask = isinstance(mask, torch.Tensor) and result.is_meta
-    return is_mask and (scores.shape, scores.dtype) == (result.shape, result.dtype)
 
 
 def _name(func: Any) -> str:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from autofit.devices.gpu_catalogue import Gpu, find_gpu
-from autofit.prediction.cuda.scratch import Reduction, Size, bytes_on, copied_first, scratch
+from autofit.prediction.cuda.operators import ORDERS
+from autofit.prediction.cuda.scratch import Reduction, Size, bytes_on, scratch
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import STEPS, stage
 from benchmarks.traces.recorded import RecordedTraining, recorded_trainings
@@ -55,7 +56,9 @@ class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own ho
 
     def account(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func._schema.name.removeprefix("aten::")
-        self.scratch[name].append(copied_first(name, args) + taken(scratch(name, args)))
+        order = ORDERS[name](args, result) if name in ORDERS else []
+        before = [size for size in order if isinstance(size, int)]
+        self.scratch[name].append(before + taken(scratch(name, args)))
         super().account(func, args, kwargs, result)
 
 
