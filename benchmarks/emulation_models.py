@@ -6,7 +6,7 @@ their library's own checkpointing, if they have that. `autofit.predict` tells ea
 run; `benchmarks.oracle` trains it in a worker on the emulated card, where PyTorch's own allocator
 answers, with values from when the training asks for one. Compared are peak allocated, peak
 reserved, and required bytes: the smallest limit under which the last two of four steps run without
-a flush, to a page of 2 MiB. Non-torch bytes are left out on both sides.
+a flush, to a page of 2 MiB or 0.1 %. Non-torch bytes are left out on both sides.
 
     python -m benchmarks.emulation_models RESULTS.jsonl [--mixed] [--shard 1/4] [--seconds 1200]
 

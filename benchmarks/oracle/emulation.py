@@ -28,8 +28,7 @@ from autofit.probing.worker_channel import WorkerChannel
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 from benchmarks.oracle.look import Look, ValuesAsked, look
-from emulated_gpu import Card, new_machine
-from emulated_gpu.machines import Machine
+from emulated_gpu import Card, Machine, new_machine
 
 ROOM = 16
 """Where a plan does not run in the memory of its GPU, it runs in that of so many."""
@@ -111,7 +110,7 @@ class Emulation(AbstractContextManager["Emulation"]):
         strategies: those that may have settings in a plan.
         gpu: the GPU.
         values: whether operators compute; they do from the first time that the training asks.
-            Those of integers and booleans always do.
+            Those of integers, booleans and single numbers always do.
         may_compute: whether they may; False: a training that asks for a value raises `ValuesAsked`.
 
     Attributes:
@@ -141,6 +140,7 @@ class Emulation(AbstractContextManager["Emulation"]):
 
     def __exit__(self, *raised: object) -> None:
         self._end()
+        _machine().remove()
 
     def look(self, resolved: ResolvedPlan, limit_bytes: int | None = None) -> Look:
         """Run the plan in a fresh worker under a limit of the allocator; None: the GPU's memory."""

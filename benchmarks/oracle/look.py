@@ -72,9 +72,8 @@ def _is_harmless(asker: FrameType) -> bool:
     whether an evaluation changed the model.
     """
     file = asker.f_code.co_filename
-    if file.endswith(_OF_INTEGERS):
-        return True
-    return file in (grad_scaler.__file__, evaluation.__file__) or is_an_optimizer(file)
+    torchs_or_ours = (grad_scaler.__file__, evaluation.__file__)
+    return file in torchs_or_ours or is_an_optimizer(file) or file.endswith(_OF_INTEGERS)
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,8 @@ def _train(
     device, workload = builder.device, builder.fresh_workload()
     unfilled = nullcontext() if values else _Unfilled()  # type: ignore[no-untyped-call]  # torch's
     with unfilled:
-        workload = replace(workload, model=workload.build_model())
+        if not values:
+            workload = replace(workload, model=workload.build_model())
         places = micro_batches_to_run(workload, plan, full_accumulation=False)
         batch = samples_on(builder, workload, plan, places)
     with builder.training(workload, resolved) as training:
