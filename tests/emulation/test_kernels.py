@@ -1,4 +1,4 @@
-"""Kernels whose buffers a dry run knows by their sources: an emulated card's peaks, against its."""
+"""Kernels whose buffers are known from their sources: peaks of a dry run against a card's."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch.nn import functional
 import autofit
 
 
-class Turned(nn.Module):  # rows that do not follow each other in memory
+class Transposed(nn.Module):  # so that layers see data that is not contiguous
     def __init__(self):
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 64)
 
     def forward(self, data):
-        turned = self.first(data.transpose(0, 1).transpose(2, 3)).transpose(0, 1)
-        return self.last(self.norm(turned))
+        rows = self.first(data.transpose(0, 1).transpose(2, 3)).transpose(0, 1)
+        return self.last(self.norm(rows))
 
 
-class Grouped(nn.Module):  # heads that share keys, a mask, and dropout: no kernel takes that
+class Grouped(nn.Module):  # grouped queries, a mask and dropout: the math backend runs
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(128, 128)
@@ -50,7 +50,7 @@ def loss_fn(model, batch):
 
 cases = {
     "norms": (table, torch.randint(0, 8192, (4, 16)), torch.optim.Adafactor),
-    "turned": (Turned, torch.randn(8, 16, 64, 512), torch.optim.SGD),
+    "transposed": (Transposed, torch.randn(8, 16, 64, 512), torch.optim.SGD),
     "grouped": (Grouped, torch.randn(8, 256, 128), torch.optim.SGD),
 }
 found = {}

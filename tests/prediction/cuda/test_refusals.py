@@ -1,4 +1,4 @@
-"""Kernels that a dry run stands in for: what they refuse on a GPU, it refuses too."""
+"""What CUDA takes and refuses: reductions of scalars, masks and biases, and casts that are kept."""
 
 from __future__ import annotations
 
