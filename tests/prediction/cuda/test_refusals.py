@@ -67,6 +67,16 @@ def test_a_mask_or_bias_that_cuda_refuses_is_no_prediction(
         predicted(function)
 
 
+def test_a_mask_larger_than_the_scores_is_not_added_in_their_memory() -> None:
+    def widened(data: Tensor, weight: Tensor) -> Tensor:
+        found = attention(data[:1], torch.zeros(4, 1, 16, 16, device=data.device))
+        if len(found) != 4:
+            raise ValueError(f"the mask has 4 samples, the result {len(found)}")
+        return found
+
+    assert predicted(widened).required_bytes > 0
+
+
 def test_casts_are_kept_over_attention_where_autocast_is_on_without_a_context() -> None:
     def twice(data: Tensor, weight: Tensor, between: bool) -> Tensor:
         torch.set_autocast_enabled("cuda", True)
