@@ -1,8 +1,9 @@
 """Workloads to search: the README's examples, and what the benchmarks measure.
 
 Each function returns a Workload; `autofit search benchmarks/workloads.py:NAME` takes any of them.
-Those named `tiny_...` are made for two CPU cores, the others for a GPU of a data centre. Nothing is
-downloaded. `TINY` and `LARGE` list them; those of other packages are there where these are.
+Those named `tiny_...` and `small_...` are made for two CPU cores, the others for a GPU of a data
+centre. Nothing is downloaded. `TINY`, `SMALL` and `LARGE` list them; those of other packages are
+there where these are.
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ def tiny_gpt() -> Workload:
     return language(lambda: GPT(512, 64, 128, 4, 4), 512, 64, 4, global_batch=32)
 
 
+def small_gpt() -> Workload:
+    """A GPT of 2.6 million parameters on 32 tokens, global batch 32."""
+    return language(lambda: GPT(2048, 32, 192, 5, 6), 2048, 32, 4, global_batch=32)
+
+
 def gpt2_small() -> Workload:
     """GPT-2 small's sizes: 124 million parameters, 1024 tokens, global batch 64."""
     options = {"clip_grad_norm": 1.0, "global_batch": 64}
@@ -70,6 +76,12 @@ def tiny_resnet() -> Workload:
     """A residual net on 32 x 32 images."""
     loss = nn.CrossEntropyLoss()
     return images(lambda: resnet((16, 32, 64), 1, 10), 32, 10, 8, criterion=loss)
+
+
+def small_resnet() -> Workload:
+    """A residual net of 2.1 million parameters, with its BatchNorm, on 16 x 16 images."""
+    loss = nn.CrossEntropyLoss()
+    return images(lambda: resnet((64, 128, 384), 1, 10), 16, 10, 8, criterion=loss)
 
 
 def small_cnn() -> Workload:
@@ -98,6 +110,12 @@ def tiny_unet() -> Workload:
     return Workload(lambda: UNet((8, 16)), (torch.randn(4, 3, 32, 32), torch.randn(4, 1, 32, 32)))
 
 
+def small_unet() -> Workload:
+    """A U-Net of three levels and 2.7 million parameters on 32 x 32 images."""
+    batch = (torch.randn(4, 3, 32, 32), torch.randn(4, 1, 32, 32))
+    return Workload(lambda: UNet((32, 96, 192)), batch)
+
+
 def unet() -> Workload:
     """A U-Net of four levels on 256 x 256 images."""
     batch = (torch.randn(4, 3, 256, 256), torch.randn(4, 1, 256, 256))
@@ -107,6 +125,11 @@ def unet() -> Workload:
 def tiny_lstm() -> Workload:
     """An LSTM language model on 32 tokens."""
     return tokens_and_targets(lambda: LSTM(256, 64), 256, 32, 4)
+
+
+def small_lstm() -> Workload:
+    """An LSTM language model of 3.2 million parameters on 32 tokens."""
+    return tokens_and_targets(lambda: LSTM(4096, 256), 4096, 32, 4)
 
 
 def lstm() -> Workload:
@@ -242,6 +265,11 @@ TINY: Mapping[str, Callable[[], Workload]] = {
     **_where(keras=tiny_keras),
 }
 """For two CPU cores, by name."""
+
+SMALL: Mapping[str, Callable[[], Workload]] = {
+    make.__name__: make for make in (small_gpt, small_resnet, small_unet, small_lstm)
+}
+"""Of two or three million parameters, for the comparison on a processor, by name."""
 
 LARGE: Mapping[str, Callable[[], Workload]] = {
     **{

@@ -1,6 +1,6 @@
 """autofit and what a user would pick instead: the same trainings, the same budget, one table.
 
-    python -m benchmarks.versus --place cpu tiny_gpt=64MiB                     on this processor
+    python -m benchmarks.versus --place cpu small_gpt=128MiB --seeds 0 1 2     on this processor
     python -m benchmarks.versus --place emulated gpt2_small=24GiB              a card of 24 GiB
     python -m benchmarks.versus --place cuda --steps 200 gpt2_small=24GiB      a real one
 
@@ -9,8 +9,8 @@ in the precision a user would choose by hand. An answer that changes the user's 
 second row, in which accumulation by hand makes up for it. Probes and OOMs are counted by the user's
 own loss and by the allocator, in any process. A judge trains by each answer in a process of its
 own: does it live, what does it hold, and, where time means something, how fast is it, as a share of
-the fastest of the exhaustive grid. A tool that is not installed gets a row that says so: the extra
-`bench` has them.
+the fastest of the exhaustive grid. Equal answers are judged once. Optuna searches as long as
+autofit did. A tool that is not installed gets a row that says so: the extra `bench` has them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import emulated_gpu
 from autofit.units import parse_bytes
 from benchmarks.versus.roster import PEERS, Peer
+from benchmarks.versus.summary import summary
 from benchmarks.versus.table import Comparison, Row, markdown
 
+SECONDS = 60.0
+"""Of a search that its user ends, where nobody says when."""
 TURNS = 5
 """Turns of each process of a pair. More would not tell more: a process stays faster or slower than
 its like for as long as it lives, so a pair counts once."""
@@ -49,6 +53,7 @@ class Bench:
     Attributes:
         steps, timed_steps: that the judge trains to see an answer live, and to time it.
         limit_s: a tool that takes longer is ended, with the processes that it started.
+        verdicts: whether an answer lives, by what is trained.
     """
 
     task: dict[str, Any]
@@ -58,6 +63,7 @@ class Bench:
     timed_steps: int
     repeats: int
     limit_s: float
+    verdicts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def timed(self) -> bool:
@@ -119,7 +125,7 @@ class Bench:
         answer = found.get("answer")
         verdict = None
         if answer:
-            verdict = self._verdict(own, answer, precision)
+            verdict = self._verdict(own, name, answer, precision)
             answer["report"] = answer["report"] and Path(answer["report"]).name
         probes = (answer or {}).get("probes") or sizes_tried(events)
         refusals, ooms = (sum(e["event"] == kind for e in events) for kind in ("refusal", "oom"))
@@ -137,15 +143,18 @@ class Bench:
         name, answer = f"{row.peer}, accumulation by hand", answer | sizes
         own = self._folder_of(name, row.precision)
         own.mkdir()
-        verdict = self._verdict(own, answer, row.task_precision)
+        verdict = self._verdict(own, name, answer, row.task_precision)
         return replace(row, peer=name, found=row.found | {"answer": answer}, verdict=verdict)
 
     def _folder_of(self, name: str, precision: str) -> Path:
         return self.folder / f"{name} {precision}".replace("/", " ")
 
-    def _verdict(self, own: Path, answer: dict[str, Any], precision: str) -> Any:
+    def _verdict(self, own: Path, peer: str, answer: dict[str, Any], precision: str) -> Any:
         (own / "answer.json").write_text(json.dumps(answer))
-        return self.judged("survive", own / "answer.json", self.steps, precision=precision)
+        if (key := what_trains(peer, answer)) not in self.verdicts:
+            told = self.judged("survive", own / "answer.json", self.steps, precision=precision)
+            self.verdicts[key] = told
+        return self.verdicts[key]
 
     def rated(self, rows: Sequence[Row], fastest: dict[str, Any]) -> list[Row]:
         """Return the rows with speeds beside the grid's fastest; equal answers share theirs."""
@@ -155,9 +164,7 @@ class Bench:
         rated = []
         for row in rows:
             if row.verdict and row.verdict["survives"]:
-                answer = row.found["answer"]
-                told = [answer["micro_batch"], answer["accumulation_steps"] or 1]
-                key = json.dumps([*told, row.peer if answer["report"] else answer["precision"]])
+                key = what_trains(row.peer, row.found["answer"])
                 if key not in alike:
                     path = self._folder_of(row.peer, row.precision) / "answer.json"
                     pair = (path, row.task_precision), grid
@@ -210,6 +217,12 @@ class Bench:
         return path
 
 
+def what_trains(peer: str, answer: dict[str, Any]) -> str:
+    """Return the same for answers that train alike; a report's plan has more to it than sizes."""
+    sizes = [answer["micro_batch"], answer["accumulation_steps"] or 1]
+    return json.dumps([*sizes, peer if answer["report"] else answer["precision"]])
+
+
 def sizes_tried(events: Sequence[dict[str, Any]]) -> int:
     """Return how often the size of the batch, the model or the process changed."""
     runs = [(e["pid"], e["model"], e["samples"]) for e in events if e["event"] == "forward"]
@@ -232,8 +245,10 @@ def bench(
         yield Bench(task, environment, Path(folder), steps, timed_steps, repeats, limit_s)
 
 
-def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comparison:
-    """Run every tool on one workload."""
+def compared(
+    at: Bench, names: Sequence[str], precisions: Sequence[str], same_time: bool
+) -> Comparison:
+    """Run every tool on one workload; those whose user ends them in autofit's time, if asked."""
     load = [os.getloadavg()[0]]
     sizes = {name: at.judged("largest", precision=name) for name in precisions}
     largest = {name: told["largest"] for name, told in sizes.items()}
@@ -254,6 +269,8 @@ def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comp
         for precision in dict.fromkeys(["float32", by_hand] if peer.finder else ["float32"]):
             rows.append(at.row(name, peer, precision))
             print(f"{at.task['workload']}: {rows[-1]}", file=sys.stderr, flush=True)
+        if name == "autofit" and same_time:
+            at = replace(at, task=at.task | {"seconds": rows[-1].found.get("seconds", SECONDS)})
     if global_batch:
         rows += [r for row in rows if (r := at.with_accumulation(row, global_batch)) is not None]
     if fastest:
@@ -262,6 +279,7 @@ def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comp
         at.task["workload"],
         at.task["budget_bytes"],
         at.task["place"],
+        at.task["seed"],
         global_batch,
         at.steps,
         largest,
@@ -284,25 +302,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--limit", type=float, default=900, metavar="S", help="a tool that takes longer is ended"
     )
-    parser.add_argument("--seconds", type=float, default=60, help="of Optuna's searches")
+    parser.add_argument(
+        "--seconds", type=float, help="of Optuna's searches; without it, as long as autofit's"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="a run for each")
     parser.add_argument("--precisions", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--only", nargs="+", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     names = [n for n in given.only if given.place != "cpu" or not PEERS[n].card_only]
+    names.sort(key=lambda name: PEERS[name].ended_by_user)
     found = []
-    for text in given.tasks:
+    for seed, text in product(given.seeds, given.tasks):
         workload, _, budget = text.partition("=")
         task = {"workload": workload, "place": given.place, "budget_bytes": parse_bytes(budget)}
-        task["seconds"] = given.seconds
+        task |= {"seconds": given.seconds or SECONDS, "seed": seed}
         with bench(task, given.steps, given.timed_steps, given.repeats, given.limit) as at:
-            found.append(compared(at, names, given.precisions))
+            found.append(compared(at, names, given.precisions, given.seconds is None))
         print("\n".join(markdown(found[-1])), end="\n\n", flush=True)
         if given.json:
             told = {
                 "date": str(date.today()),
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores",
                 "python": platform.python_version(),
+                "summary": summary(found),
                 "comparisons": [asdict(one) for one in found],
             }
             given.json.write_text(json.dumps(told, indent=1) + "\n")

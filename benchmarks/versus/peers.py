@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import autofit
 from benchmarks.versus.place import note
-from benchmarks.versus.task import Task, workload_of
+from benchmarks.versus.task import Task
 
 STEPS = 3
 """Optimizer steps of a trial, where the tool leaves that to its user."""
@@ -184,7 +184,7 @@ def batchtune(task: Task, live: Live, folder: Path) -> Answer:
     """Call find_max_batch_size with the live model; it has no precision but the model's own."""
     task.bounded()
     batch = task.batch(1)
-    paired = not isinstance(batch, Mapping) and workload_of(task.workload).criterion
+    paired = not isinstance(batch, Mapping) and task.definition.criterion
 
     class Adapted(nn.Module):
         def __init__(self) -> None:
@@ -198,7 +198,7 @@ def batchtune(task: Task, live: Live, folder: Path) -> Answer:
 
     if not (paired or (isinstance(batch, Mapping) and len(batch) == 1)):
         raise TypeError("the model wants two inputs, and batchtune passes one")
-    criterion = workload_of(task.workload).criterion
+    criterion = task.definition.criterion
     find = import_module("batchtune").find_max_batch_size
     found = find(
         Adapted(),
@@ -279,7 +279,7 @@ def optuna_search(task: Task, live: Live, folder: Path, *, sampler: str) -> Answ
     optuna = import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     memory = task.bounded()
-    precisions = [task.precision, *(["bfloat16", "float16"] if task.device == "cuda" else [])]
+    precisions = ["float32", "bfloat16", *(["float16"] if task.device == "cuda" else [])]
 
     def objective(trial: Any) -> float:
         memory.release()
@@ -288,7 +288,7 @@ def optuna_search(task: Task, live: Live, folder: Path, *, sampler: str) -> Answ
         return float(size / min(task.with_precision(precision).train(size, STEPS)))
 
     study = optuna.create_study(
-        direction="maximize", sampler=getattr(optuna.samplers, sampler)(seed=0)
+        direction="maximize", sampler=getattr(optuna.samplers, sampler)(seed=task.seed)
     )
     study.optimize(
         objective, timeout=task.seconds, catch=(torch.OutOfMemoryError,), gc_after_trial=True
@@ -317,7 +317,7 @@ def autofit_batch_size(task: Task, live: Live, folder: Path) -> Answer:
 def autofit_search(task: Task, live: Live, folder: Path, **options: Any) -> Answer:
     """Search with the user's live model and optimizer."""
     workload = replace(
-        workload_of(task.workload),
+        task.definition,
         model=live.model,
         optimizer=live.optimizer,
         loss_fn=task.loss,

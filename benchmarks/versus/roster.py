@@ -19,6 +19,7 @@ class Peer:
             hand; others choose their own.
         timed: its answer depends on measured times, which an emulated card has not.
         card_only: it refuses a CPU.
+        ended_by_user: it searches for as long as its user lets it.
     """
 
     tool: str
@@ -27,6 +28,7 @@ class Peer:
     finder: bool = True
     timed: bool = False
     card_only: bool = False
+    ended_by_user: bool = False
 
 
 PEERS: Mapping[str, Peer] = {
@@ -41,10 +43,20 @@ PEERS: Mapping[str, Peer] = {
     "rule of Ultralytics AutoBatch": Peer("ultralytics_rule"),
     "autovram tune": Peer("autovram", ("autovram",), finder=False, timed=True),
     "Optuna TPE": Peer(
-        "optuna_search", ("optuna",), {"sampler": "TPESampler"}, finder=False, timed=True
+        "optuna_search",
+        ("optuna",),
+        {"sampler": "TPESampler"},
+        finder=False,
+        timed=True,
+        ended_by_user=True,
     ),
     "Optuna GP": Peer(
-        "optuna_search", ("optuna", "scipy"), {"sampler": "GPSampler"}, finder=False, timed=True
+        "optuna_search",
+        ("optuna", "scipy"),
+        {"sampler": "GPSampler"},
+        finder=False,
+        timed=True,
+        ended_by_user=True,
     ),
     "autofit find_batch_size": Peer("autofit_batch_size", ("torch-autofit",), timed=True),
     "autofit": Peer("autofit_search", ("torch-autofit",), finder=False, timed=True),

@@ -52,7 +52,7 @@ class Comparison:
     """All rows of one workload.
 
     Attributes:
-        workload, budget_bytes, place: of the task.
+        workload, budget_bytes, place, seed: of the task.
         global_batch: the user's; None: free.
         largest: precision -> largest micro-batch that trains under the budget, by the plain loop.
         grid_fastest: the answer that was fastest in the grid; None: no times here.
@@ -62,6 +62,7 @@ class Comparison:
     workload: str
     budget_bytes: int
     place: str
+    seed: int
     global_batch: int | None
     steps: int
     largest: dict[str, int]
@@ -73,7 +74,7 @@ class Comparison:
 def markdown(comparison: Comparison) -> Iterator[str]:
     """Yield the lines of a table."""
     told = comparison
-    yield f"## {told.workload}, {format_bytes(told.budget_bytes)}"
+    yield f"## {told.workload}, {format_bytes(told.budget_bytes)}, seed {told.seed}"
     yield ""
     sizes = ", ".join(f"{size} in {precision}" for precision, size in told.largest.items())
     yield f"Largest micro-batch that trains, by the plain loop: {sizes}."
@@ -112,13 +113,18 @@ def _cells(told: Comparison, row: Row) -> Iterator[str]:
     yield _global_batch(told.global_batch, answer)
 
 
+def shares(rates: Sequence[tuple[float, float]]) -> list[float]:
+    """Return an answer's speed in each pair of processes, as a share of the grid's fastest."""
+    return sorted(ours / best for ours, best in rates)
+
+
 def _speed(rates: Sequence[tuple[float, float]]) -> str:
     """Return the median share of the grid's fastest, and the range."""
     if not rates:
         return "-"
-    shares = sorted(ours / best for ours, best in rates)
-    spread = f" ({shares[0]:.2f} to {shares[-1]:.2f})" if len(shares) > 1 else ""
-    return f"{statistics.median(shares):.2f}{spread}"
+    each = shares(rates)
+    spread = f" ({each[0]:.2f} to {each[-1]:.2f})" if len(each) > 1 else ""
+    return f"{statistics.median(each):.2f}{spread}"
 
 
 def _global_batch(wanted: int | None, answer: dict[str, Any] | None) -> str:
@@ -129,5 +135,11 @@ def _global_batch(wanted: int | None, answer: dict[str, Any] | None) -> str:
     if answer["accumulation_steps"] is None:
         return f"{wanted} to {answer['micro_batch']}"
     samples = answer["micro_batch"] * answer["accumulation_steps"]
-    kept = answer["report"] is not None or samples >= wanted > samples - answer["micro_batch"]
-    return "kept" if kept else f"{wanted} to {samples}"
+    return "kept" if keeps(wanted, answer) else f"{wanted} to {samples}"
+
+
+def keeps(wanted: int, answer: dict[str, Any]) -> bool:
+    """Whether an answer trains on the global batch that its user wants."""
+    samples = answer["micro_batch"] * (answer["accumulation_steps"] or 1)
+    smaller: bool = samples >= wanted > samples - answer["micro_batch"]
+    return smaller or answer["report"] is not None

@@ -22,9 +22,9 @@ DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @cache
-def workload_of(name: str) -> Workload:
-    """Return the workload of that name."""
-    torch.manual_seed(0)
+def workload_of(name: str, seed: int) -> Workload:
+    """Return the workload of that name, whose samples and models follow from the seed."""
+    torch.manual_seed(seed)
     made: Workload = getattr(workloads, name)()
     return made
 
@@ -39,6 +39,7 @@ class Task:
         budget_bytes: of device memory.
         precision: that the user has chosen: float32, or autocast to bfloat16 or float16.
         seconds: that a tool searches whose user decides that.
+        seed: of the samples, the model, and a tool that draws at random.
     """
 
     workload: str
@@ -46,6 +47,12 @@ class Task:
     budget_bytes: int
     precision: str = "float32"
     seconds: float = 60.0
+    seed: int = 0
+
+    @property
+    def definition(self) -> Workload:
+        """The workload, which is made once in a process."""
+        return workload_of(self.workload, self.seed)
 
     @property
     def device(self) -> str:
@@ -55,7 +62,7 @@ class Task:
     @property
     def global_batch(self) -> int | None:
         """Samples per optimizer step, if the user has decided on that."""
-        return workload_of(self.workload).global_batch
+        return self.definition.global_batch
 
     def bounded(self) -> Memory:
         """Let this process's memory end at the budget."""
@@ -67,7 +74,7 @@ class Task:
 
     def build(self) -> nn.Module:
         """Return a new model, on the host."""
-        return workload_of(self.workload).build_model()
+        return self.definition.build_model()
 
     def build_on_device(self) -> nn.Module:
         """Return a new model in training mode, made where it trains."""
@@ -76,12 +83,12 @@ class Task:
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of a model."""
-        made: Any = workload_of(self.workload).optimizer
+        made: Any = self.definition.optimizer
         return made(model.parameters())  # type: ignore[no-any-return]
 
     def batch(self, samples: int) -> Any:
         """Return that many samples on the host."""
-        return workload_of(self.workload).batch(samples)
+        return self.definition.batch(samples)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context of a forward."""
@@ -94,7 +101,7 @@ class Task:
         if first.device.type != "meta":
             count_ooms(self.place)
             note("forward", samples=len(first), model=id(model))
-        criterion = workload_of(self.workload).criterion
+        criterion = self.definition.criterion
         if criterion is not None:
             return criterion(model(batch[0]), batch[1])
         output = model(**batch) if isinstance(batch, Mapping) else model(*batch)

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.workloads import LARGE, TINY
+from benchmarks.workloads import LARGE, SMALL, TINY
 
 MILLIONS = {
+    "small_gpt": 2.6,
+    "small_resnet": 2.1,
+    "small_unet": 2.7,
+    "small_lstm": 3.2,
     "gpt2_small": 124,
     "gpt2_medium": 355,
     "resnet50": 26,
@@ -36,10 +40,11 @@ def test_a_tiny_workload_gives_every_parameter_a_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MILLIONS))
-def test_a_large_workload_has_the_size_it_is_named_for(name: str) -> None:
+def test_a_workload_has_as_many_parameters_as_it_says(name: str) -> None:
     with torch.device("meta"):
-        model = LARGE[name]().build_model()
-    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == MILLIONS[name]
+        model = {**SMALL, **LARGE}[name]().build_model()
+    digits = 1 if name in SMALL else None
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, digits) == MILLIONS[name]
 
 
 @pytest.mark.slow
