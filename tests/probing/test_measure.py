@@ -239,6 +239,10 @@ MANY = [0.05, 0.15] * MOST_TIMED_STEPS
         # an interval within one percent is close enough
         ([0.991, 1.0, 1.009], None, {}, True),
         ([0.989, 1.0, 1.011], None, {}, False),
+        # and within three, where there is an incumbent that may be as fast
+        ([0.971, 1.0, 1.029], 10.0, {}, True),
+        ([0.971, 1.0, 1.029], None, {}, False),
+        ([0.969, 1.0, 1.031], 10.0, {}, False),
         # fewer than three are never enough, nor three that other processes may all have hit
         ([1.0, 1.0], 1e9, {}, False),
         ([9.0, 9.0], None, {}, False),
