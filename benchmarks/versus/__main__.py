@@ -260,6 +260,9 @@ def compared(
             for name, size in largest.items()
             if size
         }
+        if not grids:
+            told = f"{at.task['workload']} trains at no size in {at.task['budget_bytes']} bytes"
+            raise SystemExit(f"{told}: give it a larger budget")
         by_hand = max(grids, key=lambda name: max(grids[name].values()))
         size = max(grids[by_hand], key=grids[by_hand].get)
         fastest = {"micro_batch": int(size), "precision": by_hand}
