@@ -29,14 +29,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import emulated_gpu
 from autofit.units import parse_bytes
 from benchmarks.versus.roster import PEERS, Peer
-from benchmarks.versus.summary import summary
+from benchmarks.versus.summary import read, summary
 from benchmarks.versus.table import Comparison, Row, markdown
 
 SECONDS = 60.0
@@ -223,6 +223,19 @@ def what_trains(peer: str, answer: dict[str, Any]) -> str:
     return json.dumps([*sizes, peer if answer["report"] else answer["precision"]])
 
 
+def verdicts_of(at: Bench, others: Sequence[Comparison]) -> dict[str, Any]:
+    """Return what other seeds showed of plain loops: what those hold depends on no value."""
+    alike = (at.task["workload"], at.task["budget_bytes"], at.task["place"], at.steps)
+    rows = [
+        row
+        for one in others
+        if (one.workload, one.budget_bytes, one.place, one.steps) == alike
+        for row in one.rows
+        if row.verdict and not row.found["answer"]["report"]
+    ]
+    return {what_trains(row.peer, row.found["answer"]): row.verdict for row in rows}
+
+
 def sizes_tried(events: Sequence[dict[str, Any]]) -> int:
     """Return how often the size of the batch, the model or the process changed."""
     runs = [(e["pid"], e["model"], e["samples"]) for e in events if e["event"] == "forward"]
@@ -311,6 +324,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="a run for each")
     parser.add_argument("--precisions", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--only", nargs="+", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument(
+        "--judged",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="RAW.json",
+        help="of other seeds: plain loops of an equal answer need not show again whether they live",
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     names = [n for n in given.only if given.place != "cpu" or not PEERS[n].card_only]
@@ -321,6 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         task = {"workload": workload, "place": given.place, "budget_bytes": parse_bytes(budget)}
         task |= {"seconds": given.seconds or SECONDS, "seed": seed}
         with bench(task, given.steps, given.timed_steps, given.repeats, given.limit) as at:
+            at.verdicts.update(verdicts_of(at, [*found, *chain(*map(read, given.judged))]))
             found.append(compared(at, names, given.precisions, given.seconds is None))
         print("\n".join(markdown(found[-1])), end="\n\n", flush=True)
         if given.json:
