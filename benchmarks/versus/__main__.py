@@ -36,7 +36,7 @@ from typing import Any
 import emulated_gpu
 from autofit.units import parse_bytes
 from benchmarks.versus.roster import PEERS, Peer
-from benchmarks.versus.summary import read, summary
+from benchmarks.versus.summary import BY_HAND, read, summary
 from benchmarks.versus.table import Comparison, Row, markdown
 
 SECONDS = 60.0
@@ -140,7 +140,7 @@ class Bench:
             return None
         steps = math.ceil(global_batch / answer["micro_batch"])
         sizes = {"micro_batch": math.ceil(global_batch / steps), "accumulation_steps": steps}
-        name, answer = f"{row.peer}, accumulation by hand", answer | sizes
+        name, answer = f"{row.peer}{BY_HAND}", answer | sizes
         own = self._folder_of(name, row.precision)
         own.mkdir()
         verdict = self._verdict(own, name, answer, row.task_precision)

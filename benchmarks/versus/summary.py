@@ -1,6 +1,7 @@
 """Several runs of the comparison in one: what each tool did to a workload, and autofit beside them.
 
-    python -m benchmarks.versus.summary RAW.json ...         prints it, as JSON
+    python -m benchmarks.versus.summary RAW.json ...           prints a table
+    python -m benchmarks.versus.summary RAW.json ... --json    prints what it is made of
 
 A finder at float32 is what its user gets without a thought of precision; in another it was chosen
 by hand. A speed counts only where every run's answer lived through all steps of the judge.
@@ -11,8 +12,8 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +22,29 @@ from benchmarks.versus.table import Comparison, Row, keeps, shares
 
 OURS = ("autofit", "autofit, 5,000 steps planned")
 ALL = "all"
-"""Stands for all workloads: the geometric means."""
+"""Stands for all workloads."""
+BY_HAND = ", accumulation by hand"
+"""Ends the name of a finder whose answer was brought to the global batch."""
 
 Tool = Mapping[str, Any]
+Summary = Mapping[str, Mapping[str, Tool]]
 RIVALS: Mapping[str, Callable[[Tool], bool]] = {
-    "finder at float32": lambda tool: tool["finder"] and tool["precision"] == "float32",
-    "finder": lambda tool: bool(tool["finder"]),
-    "finder at the kept global batch": lambda tool: tool["finder"] and tool["kept"],
-    "tuner": lambda tool: not tool["finder"] and not tool["ours"],
+    "finder at float32": lambda tool: tool["kind"] == "finder" and tool["precision"] == "float32",
+    "finder": lambda tool: tool["kind"] == "finder",
+    "finder at the kept global batch": lambda tool: tool["kind"] == "finder" and tool["kept"],
+    "tuner": lambda tool: tool["kind"] == "tuner",
 }
 """Those whose best is set beside autofit."""
 
 
-def summary(comparisons: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
-    """Return workload -> tool -> what it did; autofit's has the ratios to the best `against` it."""
+def summary(comparisons: Sequence[Comparison]) -> Summary:
+    """Return workload -> tool -> what it did; autofit's has its speed over the best of `RIVALS`."""
     names = dict.fromkeys(one.workload for one in comparisons)
     found = {name: _of([c for c in comparisons if c.workload == name]) for name in names}
     return {**found, ALL: {name: _overall(name, list(found.values())) for name in OURS}}
 
 
-def _of(runs: Sequence[Comparison]) -> dict[str, Any]:
+def _of(runs: Sequence[Comparison]) -> dict[str, Tool]:
     by_tool: dict[str, list[tuple[Comparison, Row]]] = {}
     for run in runs:
         for row in run.rows:
@@ -48,18 +52,20 @@ def _of(runs: Sequence[Comparison]) -> dict[str, Any]:
             label = row.peer if own else f"{row.peer}, {row.precision}"
             by_tool.setdefault(label, []).append((run, row))
     tools = {label: _tool(rows) for label, rows in by_tool.items()}
-    against = {name: _against(tools, name) for name in OURS if name in tools}
-    return {label: tool | against.get(label, {}) for label, tool in tools.items()}
+    return {
+        label: {**tool, "against": _against(tools, tool)} if label in OURS else tool
+        for label, tool in tools.items()
+    }
 
 
-def _tool(rows: Sequence[tuple[Comparison, Row]]) -> dict[str, Any]:
+def _tool(rows: Sequence[tuple[Comparison, Row]]) -> Tool:
     first, found = rows[0][1], [row.found for _, row in rows]
     lived = sum(bool(row.verdict and row.verdict["survives"]) for _, row in rows)
+    took = [one["seconds"] for one in found if "seconds" in one]
     speeds = sorted(share for _, row in rows for share in shares(row.rates))
-    name = first.peer.removesuffix(", accumulation by hand")
     return {
-        "finder": PEERS[name].finder and not name.startswith("autofit"),
-        "ours": name.startswith("autofit"),
+        "peer": first.peer,
+        "kind": _kind(first.peer),
         "precision": first.precision,
         "kept": all(_keeps(run, row) for run, row in rows),
         "runs": len(rows),
@@ -68,9 +74,15 @@ def _tool(rows: Sequence[tuple[Comparison, Row]]) -> dict[str, Any]:
         "range": [speeds[0], speeds[-1]] if speeds else [],
         "ooms": statistics.mean(row.ooms for _, row in rows),
         "probes": statistics.mean(row.probes for _, row in rows),
-        "seconds": statistics.mean(one.get("seconds", 0.0) for one in found),
+        "seconds": statistics.mean(took) if took else None,  # None: it was ended
         "changed": sorted({what for one in found for what in one.get("changed", [])}),
     }
+
+
+def _kind(peer: str) -> str:
+    if peer.startswith("autofit"):
+        return "autofit"
+    return "finder" if PEERS[peer.removesuffix(BY_HAND)].finder else "tuner"
 
 
 def _keeps(run: Comparison, row: Row) -> bool:
@@ -78,47 +90,70 @@ def _keeps(run: Comparison, row: Row) -> bool:
     return answer is not None and (run.global_batch is None or keeps(run.global_batch, answer))
 
 
-def _against(tools: Mapping[str, Tool], ours: str) -> dict[str, Any]:
-    """Return one tool's speed as a share of the best of each kind of rival."""
-    own = tools[ours]["speed"]
-    best = {
-        kind: max((t["speed"] for t in tools.values() if t["speed"] and among(t)), default=None)
+def _against(tools: Mapping[str, Tool], ours: Tool) -> dict[str, float]:
+    speeds = {
+        kind: [tool["speed"] for tool in tools.values() if tool["speed"] and among(tool)]
         for kind, among in RIVALS.items()
     }
-    return {"against": {kind: own / speed for kind, speed in best.items() if own and speed}}
-
-
-def _overall(name: str, workloads: Sequence[Mapping[str, Tool]]) -> dict[str, Any]:
-    rows = [tools[name] for tools in workloads if name in tools]
-    against = {
-        kind: [row["against"][kind] for row in rows if kind in row["against"]] for kind in RIVALS
-    }
     return {
-        "against": {
-            kind: statistics.geometric_mean(each) for kind, each in against.items() if each
-        },
-        "least": {kind: min(each) for kind, each in against.items() if each},
-        "ooms": statistics.mean([row["ooms"] for row in rows] or [0]),
-        "seconds": max([row["seconds"] for row in rows], default=0.0),
+        kind: ours["speed"] / max(each) for kind, each in speeds.items() if each and ours["speed"]
     }
+
+
+def _overall(name: str, workloads: Sequence[Mapping[str, Tool]]) -> Tool:
+    rows = [tools[name] for tools in workloads if name in tools]
+    ratios = {kind: [r["against"][kind] for r in rows if kind in r["against"]] for kind in RIVALS}
+    return {
+        "against": {kind: statistics.geometric_mean(r) for kind, r in ratios.items() if r},
+        "least": {kind: min(each) for kind, each in ratios.items() if each},
+    }
+
+
+def markdown(told: Summary) -> Iterator[str]:
+    """Yield the lines of two tables: each tool, and autofit over the best of its rivals."""
+    names = [name for name in told if name != ALL]
+    yield f"| tool | {' | '.join(names)} | answers that live | OOMs a search | seconds |"
+    yield "|---" * (len(names) + 4) + "|"
+    of_peers: dict[str, list[list[Tool]]] = {}
+    for name in names:
+        for peer in dict.fromkeys(tool["peer"] for tool in told[name].values()):
+            its = [tool for tool in told[name].values() if tool["peer"] == peer]
+            of_peers.setdefault(peer, []).append(its)
+    for peer, of_workloads in of_peers.items():
+        if BY_HAND not in peer:  # only where a global batch is wanted: in the second table
+            yield f"| {peer} | {' | '.join(_cells(of_workloads))} |"
+    yield ""
+    yield f"| over the best | {' | '.join(names)} | geometric mean |"
+    yield "|---" * (len(names) + 2) + "|"
+    for ours, kind in product(OURS, RIVALS):
+        if kind in told[ALL][ours]["against"]:
+            ratios = (told[name][ours]["against"].get(kind) for name in [*names, ALL])
+            cells = ("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+            yield f"| {ours}: {kind} | {' | '.join(cells)} |"
+
+
+def _cells(of_workloads: Sequence[Sequence[Tool]]) -> Iterator[str]:
+    for tools in of_workloads:
+        yield ", ".join("-" if t["speed"] is None else f"{t['speed']:.2f}" for t in tools)
+    every = [tool for tools in of_workloads for tool in tools]
+    yield f"{sum(tool['lived'] for tool in every)} of {sum(tool['runs'] for tool in every)}"
+    yield f"{statistics.mean(tool['ooms'] for tool in every):.1f}"
+    seconds = [tool["seconds"] for tool in every if tool["seconds"] is not None]
+    yield f"{min(seconds):.0f} to {max(seconds):.0f}" if seconds else "-"
 
 
 def read(path: Path) -> list[Comparison]:
     """Return the comparisons of a raw file."""
-    names = {field.name for field in fields(Row)}
-    return [
-        Comparison(
-            **{
-                **one,
-                "rows": [
-                    Row(**{k: v for k, v in row.items() if k in names}) for row in one["rows"]
-                ],
-            }
-        )
-        for one in json.loads(path.read_text())["comparisons"]
-    ]
+    told = json.loads(path.read_text())["comparisons"]
+    return [Comparison(**{**one, "rows": [Row(**row) for row in one["rows"]]}) for one in told]
+
+
+def main() -> None:
+    """Print the summary of the raw files that are named."""
+    paths = [Path(each) for each in sys.argv[1:] if each != "--json"]
+    told = summary([one for path in paths for one in read(path)])
+    print(json.dumps(told, indent=1) if "--json" in sys.argv else "\n".join(markdown(told)))
 
 
 if __name__ == "__main__":
-    runs = [one for path in sys.argv[1:] for one in read(Path(path))]
-    print(json.dumps(summary(runs), indent=1))
+    main()
