@@ -132,14 +132,15 @@ def _global_batch(wanted: int | None, answer: dict[str, Any] | None) -> str:
         return "-"
     if wanted is None:
         return "free"
-    if answer["accumulation_steps"] is None:
-        return f"{wanted} to {answer['micro_batch']}"
-    samples = answer["micro_batch"] * answer["accumulation_steps"]
-    return "kept" if keeps(wanted, answer) else f"{wanted} to {samples}"
+    return "kept" if keeps(wanted, answer) else f"{wanted} to {samples_of(answer)}"
 
 
 def keeps(wanted: int, answer: dict[str, Any]) -> bool:
-    """Whether an answer trains on the global batch that its user wants."""
-    samples = answer["micro_batch"] * (answer["accumulation_steps"] or 1)
-    smaller: bool = samples >= wanted > samples - answer["micro_batch"]
-    return smaller or answer["report"] is not None
+    """Whether an answer trains on the global batch that its user wants, but for rounding up."""
+    rounded: bool = wanted <= samples_of(answer) < wanted + (answer["accumulation_steps"] or 1)
+    return rounded or answer["report"] is not None
+
+
+def samples_of(answer: dict[str, Any]) -> int:
+    """Return the samples of an optimizer step."""
+    return int(answer["micro_batch"] * (answer["accumulation_steps"] or 1))

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.versus.__main__ import Bench, verdicts_of, what_trains
 from benchmarks.versus.summary import ALL, markdown, summary
-from benchmarks.versus.table import Comparison, Row
+from benchmarks.versus.table import Comparison, Row, keeps
 
 FINDER, TUNER = "accelerate find_executable_batch_size", "Optuna TPE"
 
@@ -69,10 +69,19 @@ def test_an_answer_that_dies_in_one_run_has_no_speed_and_is_no_rival() -> None:
     assert f"| {FINDER} | 0.50, - | 4 of 6 |" in "\n".join(markdown(told))
 
 
-def test_an_answer_below_the_global_batch_does_not_keep_it() -> None:
-    told = summary(runs())["net"]
-    assert not told[f"{FINDER}, float32"]["kept"]
-    assert told[f"{FINDER}, bfloat16"]["kept"]
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        (answer(16), True),
+        (answer(15), False),
+        (answer(17), False),
+        (answer(6, 3), True),
+        (answer(7, 3), False),
+    ],
+    ids=["equal", "smaller", "larger", "rounded up", "larger by a micro-batch"],
+)
+def test_only_the_global_batch_itself_is_kept_but_for_rounding(told: Any, kept: bool) -> None:
+    assert keeps(16, told) is kept
 
 
 def test_only_a_plain_loop_of_the_same_task_takes_its_verdict_over(tmp_path: Any) -> None:
