@@ -30,10 +30,6 @@ _LOGGER.addHandler(logging.NullHandler())  # else Python shows warnings where no
 # The least time between two lines in a log that nobody watches.
 SECONDS_BETWEEN = 30.0
 
-USUAL_PROBES = 25
-"""Of a search without a limit: two cores took 21 to 36, an H200's recordings 11 to 15
-(benchmarks/results/search-seconds-2026-11-28.md)."""
-
 
 def logged(then: OnEvent | None, *, slowly: bool = False) -> OnEvent:
     """Return a function that logs each event as a line, then passes it on.
@@ -141,17 +137,12 @@ class EventWords:
         return [best, f"{done}{oom}", *([left] if left else [])]
 
     def _left(self, progress: Progress, waited_s: float) -> str | None:
-        """Return the time left, by the timeout or by how long probes took so far.
-
-        Without a limit, what is left of the usual number of probes; beyond that nobody knows.
-        """
-        at_most, probes_left = progress.seconds_left, progress.probes_left
-        if probes_left is None and progress.probes < USUAL_PROBES:
-            probes_left = USUAL_PROBES - progress.probes
+        """Return the time left, by the timeout or by how long probes took so far."""
+        at_most = progress.seconds_left
         expected = None
-        if probes_left is not None and self._finished and self._probing_since is not None:
+        if progress.probes_left is not None and self._finished and self._probing_since is not None:
             took_s = (progress.elapsed_s - self._probing_since) / self._finished
-            expected = took_s * probes_left
+            expected = took_s * progress.probes_left
         if expected is not None and (at_most is None or expected < at_most):
             return f"about {format_clock(max(expected - waited_s, 0.0))} left"
         if at_most is None:

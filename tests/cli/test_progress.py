@@ -36,7 +36,6 @@ from autofit.searching.events import (
     Vetoed,
 )
 from autofit.searching.wording import EventWords, logged
-from autofit.units import format_clock
 
 PLAIN: Settings = {"folding.level": 0, "precision.dtype": "default"}
 FOLDED: Settings = {**PLAIN, "folding.level": 2}
@@ -149,21 +148,6 @@ def test_the_time_left_is_by_the_probes_where_they_end_sooner() -> None:
     assert "about 0:20 left" in words.standing(story[-1].progress, waited_s=10.0)
     limited = replace(story[-1].progress, seconds_left=20.0)
     assert "at most 0:20 left" in words.standing(limited)
-
-
-def test_the_time_left_without_a_limit_is_by_the_usual_number_of_probes() -> None:
-    words = EventWords()
-    words.learn(ProbeStarted(BASELINE.plan, TrialKind.BASELINE, None, _unlimited(0, 40.0)))
-    words.learn(ProbeFinished(BASELINE, _unlimited(1, 42.0)))
-    left_s = 2.0 * (wording.USUAL_PROBES - 1)
-    assert f"about {format_clock(left_s)} left" in words.standing(_unlimited(1, 42.0))
-    most = _unlimited(wording.USUAL_PROBES, 90.0)
-    words.learn(ProbeFinished(BASELINE, most))
-    assert not any("left" in part for part in words.standing(most))
-
-
-def _unlimited(probes: int, elapsed_s: float) -> Progress:
-    return Progress(probes, 0, BASELINE, elapsed_s, None, None)
 
 
 @contextmanager
