@@ -2,8 +2,8 @@
 
 Each function returns a Workload; `autofit search benchmarks/workloads.py:NAME` takes any of them.
 Those named `tiny_...` and `small_...` are made for two CPU cores, the others for a GPU of a data
-centre. Nothing is downloaded. `TINY`, `SMALL` and `LARGE` list them; those of other packages are
-there where these are.
+centre. Nothing is downloaded. `TINY`, `SMALL` and `LARGE` list them, but for the README's
+`small_cnn`; those of other packages are there where these are.
 """
 
 from __future__ import annotations

@@ -422,18 +422,19 @@ SURE_TIMED_STEPS = 6
 SHORT_S = 0.1
 # Half the width of the interval, as a share of the median, where an answer is compared.
 CLOSE_ENOUGH = 0.01
-# The same for a plan that is compared with an incumbent: it is measured again before it is the
-# answer. On two cores searches took a third less time than with 1 %, for plans as fast.
+# The same for a plan that has an incumbent to beat: unless the search is cut short, it is measured
+# again before it is the answer. On two cores three of four searches took a fifth to a third less
+# time than with 1 %, for plans as fast (benchmarks/results/search-seconds-2026-11-28.md).
 CLOSE_ENOUGH_TO_SEARCH = 0.03
 
 
 def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
-    """Return whether further timed steps would not change any decision.
+    """Return whether the step time is known well enough for what it decides.
 
-    Steps go on until the interval of their median (`median_interval`) is within 1 % of it on either
-    side, or, where there is an incumbent, within 3 %, or wholly above the step time that its rate
-    allows; from 3 steps on, or 6 where they take less than 0.1 s, and for at most 30 steps or the
-    request's seconds.
+    It is known by the interval of its median (`median_interval`). Without an incumbent, that is
+    within 1 % of the median on either side. With one, it is within 3 %, or wholly slower than the
+    incumbent. That takes 3 steps at least, 6 where they take less than 0.1 s, and at most 30 steps
+    or the request's seconds.
 
     Args:
         step_times_s: seconds of each whole optimizer step so far.

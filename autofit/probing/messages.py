@@ -46,8 +46,9 @@ class ProbeRequest:
         resolved: the plan to run.
         vram_budget_bytes: the most that peak reserved plus non-torch bytes may come to. None: the
             budget that the prober was opened with.
-        incumbent_samples_per_second: the rate to beat; timed steps stop as soon as the plan is
-            seen to be slower. None: nothing to beat yet.
+        incumbent_samples_per_second: the rate to beat: steps are timed until the plan is seen to
+            be slower, or its own rate is known roughly. None: nothing to beat, and it is to be
+            known well.
         full_accumulation: run every micro-batch of the optimizer step, as a confirmation does;
             otherwise two stand for all of them, and the times are scaled.
         expected_seconds: expected duration of the probe; a multiple of it counts as a hang. None:

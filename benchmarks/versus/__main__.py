@@ -9,8 +9,9 @@ in the precision a user would choose by hand. An answer that changes the user's 
 second row, in which accumulation by hand makes up for it. Probes and OOMs are counted by the user's
 own loss and by the allocator, in any process. A judge trains by each answer in a process of its
 own: does it live, what does it hold, and, where time means something, how fast is it, as a share of
-the fastest of the exhaustive grid. Equal answers are judged once. Optuna searches as long as
-autofit did. A tool that is not installed gets a row that says so: the extra `bench` has them.
+the fastest of the exhaustive grid. Equal plain loops are judged once for all seeds. Without
+`--seconds` Optuna searches as long as autofit did. A tool that is not installed gets a row that
+says so: the extra `bench` has them.
 """
 
 from __future__ import annotations
@@ -29,18 +30,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import emulated_gpu
-from autofit.units import parse_bytes
+from autofit.units import format_bytes, parse_bytes
 from benchmarks.versus.roster import PEERS, Peer
-from benchmarks.versus.summary import BY_HAND, read, summary
-from benchmarks.versus.table import Comparison, Row, markdown
+from benchmarks.versus.summary import BY_HAND, read
+from benchmarks.versus.table import Comparison, Row, keeps, markdown
 
-SECONDS = 60.0
-"""Of a search that its user ends, where nobody says when."""
 TURNS = 5
 """Turns of each process of a pair. More would not tell more: a process stays faster or slower than
 its like for as long as it lives, so a pair counts once."""
@@ -134,9 +133,7 @@ class Bench:
     def with_accumulation(self, row: Row, global_batch: int) -> Row | None:
         """Return the row of its answer with accumulation added by hand; None: nothing to add."""
         answer = row.found.get("answer")
-        if answer is None or answer["report"] or answer["micro_batch"] < 1:
-            return None
-        if answer["micro_batch"] * (answer["accumulation_steps"] or 1) == global_batch:
+        if answer is None or answer["micro_batch"] < 1 or keeps(global_batch, answer):
             return None
         steps = math.ceil(global_batch / answer["micro_batch"])
         sizes = {"micro_batch": math.ceil(global_batch / steps), "accumulation_steps": steps}
@@ -258,13 +255,18 @@ def bench(
         yield Bench(task, environment, Path(folder), steps, timed_steps, repeats, limit_s)
 
 
-def compared(
-    at: Bench, names: Sequence[str], precisions: Sequence[str], same_time: bool
-) -> Comparison:
-    """Run every tool on one workload; those whose user ends them in autofit's time, if asked."""
+def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comparison:
+    """Run every tool on one workload; those whose user ends them in autofit's time, if none is set.
+
+    Raises:
+        ValueError: it trains at no size under the budget.
+    """
     load = [os.getloadavg()[0]]
     sizes = {name: at.judged("largest", precision=name) for name in precisions}
     largest = {name: told["largest"] for name, told in sizes.items()}
+    if not any(largest.values()):
+        budget = format_bytes(at.task["budget_bytes"])
+        raise ValueError(f"{at.task['workload']} trains at no size in {budget}: allow it more")
     global_batch = sizes[precisions[0]]["global_batch"]
     fastest, by_hand = None, precisions[-1]
     if at.timed:
@@ -273,9 +275,6 @@ def compared(
             for name, size in largest.items()
             if size
         }
-        if not grids:
-            told = f"{at.task['workload']} trains at no size in {at.task['budget_bytes']} bytes"
-            raise SystemExit(f"{told}: give it a larger budget")
         by_hand = max(grids, key=lambda name: max(grids[name].values()))
         size = max(grids[by_hand], key=grids[by_hand].get)
         fastest = {"micro_batch": int(size), "precision": by_hand}
@@ -285,8 +284,8 @@ def compared(
         for precision in dict.fromkeys(["float32", by_hand] if peer.finder else ["float32"]):
             rows.append(at.row(name, peer, precision))
             print(f"{at.task['workload']}: {rows[-1]}", file=sys.stderr, flush=True)
-        if name == "autofit" and same_time:
-            at = replace(at, task=at.task | {"seconds": rows[-1].found.get("seconds", SECONDS)})
+        if name == "autofit" and "seconds" not in at.task and "answer" in rows[-1].found:
+            at = replace(at, task=at.task | {"seconds": rows[-1].found["seconds"]})
     if global_batch:
         rows += [r for row in rows if (r := at.with_accumulation(row, global_batch)) is not None]
     if fastest:
@@ -330,27 +329,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=Path,
         default=[],
         metavar="RAW.json",
-        help="of other seeds: plain loops of an equal answer need not show again whether they live",
+        help="of other seeds, with this torch: their plain loops are not judged again",
     )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     names = [n for n in given.only if given.place != "cpu" or not PEERS[n].card_only]
-    names.sort(key=lambda name: PEERS[name].ended_by_user)
-    found = []
+    names.sort(key=list(PEERS).index)
+    found: list[Comparison] = []
+    judged = [one for path in given.judged for one in read(path)]
     for seed, text in product(given.seeds, given.tasks):
         workload, _, budget = text.partition("=")
         task = {"workload": workload, "place": given.place, "budget_bytes": parse_bytes(budget)}
-        task |= {"seconds": given.seconds or SECONDS, "seed": seed}
+        task |= {"seed": seed} | ({"seconds": given.seconds} if given.seconds else {})
         with bench(task, given.steps, given.timed_steps, given.repeats, given.limit) as at:
-            at.verdicts.update(verdicts_of(at, [*found, *chain(*map(read, given.judged))]))
-            found.append(compared(at, names, given.precisions, given.seconds is None))
+            at.verdicts.update(verdicts_of(at, [*found, *judged]))
+            try:
+                found.append(compared(at, names, given.precisions))
+            except ValueError as error:  # the others are worth having all the same
+                print(error, file=sys.stderr)
+                continue
         print("\n".join(markdown(found[-1])), end="\n\n", flush=True)
         if given.json:
             told = {
                 "date": str(date.today()),
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores",
                 "python": platform.python_version(),
-                "summary": summary(found),
                 "comparisons": [asdict(one) for one in found],
             }
             given.json.write_text(json.dumps(told, indent=1) + "\n")

@@ -169,12 +169,11 @@ def batch_finder(task: Task, live: Live, folder: Path) -> Answer:
 
 def autovram(task: Task, live: Live, folder: Path) -> Answer:
     """Tune a script by the command line, which tries its three precisions."""
-    script = f"{sys.executable} -m benchmarks.versus.script {task.workload} {task.place}"
+    sizes = f"{task.workload} {task.place} {task.budget_bytes} {task.seed}"
+    script = f"{sys.executable} -m benchmarks.versus.script {sizes}"
     command = [str(Path(sys.executable).with_name("autovram")), "tune", "--timeout", "120"]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run(
-        [*command, "--cmd", f"{script} {task.budget_bytes}"], cwd=folder, env=variables, check=True
-    )
+    subprocess.run([*command, "--cmd", script], cwd=folder, env=variables, check=True)
     told = json.loads((folder / ".autovram/config.json").read_text())
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     return Answer(int(told["batch_size"]), names[told["precision"]], int(told["grad_accum"]))
@@ -323,7 +322,7 @@ def autofit_search(task: Task, live: Live, folder: Path, **options: Any) -> Answ
         loss_fn=task.loss,
         criterion=None,
     )
-    options |= json.loads(os.environ.get(SEARCH, "{}"))
+    options |= {"seed": task.seed, **json.loads(os.environ.get(SEARCH, "{}"))}
     report = autofit.search(
         workload, device=task.device, vram_budget=task.budget_bytes, progress=False, **options
     )

@@ -19,7 +19,6 @@ class Peer:
             hand; others choose their own.
         timed: its answer depends on measured times, which an emulated card has not.
         card_only: it refuses a CPU.
-        ended_by_user: it searches for as long as its user lets it.
     """
 
     tool: str
@@ -28,7 +27,6 @@ class Peer:
     finder: bool = True
     timed: bool = False
     card_only: bool = False
-    ended_by_user: bool = False
 
 
 PEERS: Mapping[str, Peer] = {
@@ -42,22 +40,6 @@ PEERS: Mapping[str, Peer] = {
     "rule of Composer, halving": Peer("composer_rule"),
     "rule of Ultralytics AutoBatch": Peer("ultralytics_rule"),
     "autovram tune": Peer("autovram", ("autovram",), finder=False, timed=True),
-    "Optuna TPE": Peer(
-        "optuna_search",
-        ("optuna",),
-        {"sampler": "TPESampler"},
-        finder=False,
-        timed=True,
-        ended_by_user=True,
-    ),
-    "Optuna GP": Peer(
-        "optuna_search",
-        ("optuna", "scipy"),
-        {"sampler": "GPSampler"},
-        finder=False,
-        timed=True,
-        ended_by_user=True,
-    ),
     "autofit find_batch_size": Peer("autofit_batch_size", ("torch-autofit",), timed=True),
     "autofit": Peer("autofit_search", ("torch-autofit",), finder=False, timed=True),
     "autofit, 5,000 steps planned": Peer(
@@ -66,4 +48,11 @@ PEERS: Mapping[str, Peer] = {
     "autofit, exact arithmetic": Peer(
         "autofit_search", ("torch-autofit",), {"numerics": "exact"}, finder=False, timed=True
     ),
+    "Optuna TPE": Peer(
+        "optuna_search", ("optuna",), {"sampler": "TPESampler"}, finder=False, timed=True
+    ),
+    "Optuna GP": Peer(
+        "optuna_search", ("optuna", "scipy"), {"sampler": "GPSampler"}, finder=False, timed=True
+    ),
 }
+"""In the order in which they run: Optuna's searches last as long as autofit's did."""

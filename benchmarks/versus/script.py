@@ -1,6 +1,6 @@
 """A training script that autovram tunes: knobs from the environment, a metric on standard output.
 
-python -m benchmarks.versus.script WORKLOAD PLACE BUDGET_BYTES
+python -m benchmarks.versus.script WORKLOAD PLACE BUDGET_BYTES SEED
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ STEPS = 3
 
 def main() -> None:
     """Train some steps and print how fast."""
-    workload, place, budget = sys.argv[1:]
-    task = Task(workload, place, int(budget), NAMES[os.environ["AUTOVRAM_PRECISION"]])
+    workload, place, budget, seed = sys.argv[1:]
+    precision = NAMES[os.environ["AUTOVRAM_PRECISION"]]
+    task = Task(workload, place, int(budget), precision, seed=int(seed))
     task.bounded()
     size = int(os.environ["AUTOVRAM_BATCH_SIZE"])
     print(f"AUTOVRAM_METRIC it_per_s={size / min(task.train(size, STEPS))}")

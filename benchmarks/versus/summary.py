@@ -3,8 +3,9 @@
     python -m benchmarks.versus.summary RAW.json ...           prints a table
     python -m benchmarks.versus.summary RAW.json ... --json    prints what it is made of
 
-A finder at float32 is what its user gets without a thought of precision; in another it was chosen
-by hand. A speed counts only where every run's answer lived through all steps of the judge.
+A finder answers with a batch size; at float32 its user has not thought of precision, in another it
+was chosen by hand. A tuner chooses more than the batch size. A tool has a speed on a workload only
+where each run's answer lived through all steps of the judge.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ OURS = ("autofit", "autofit, 5,000 steps planned")
 ALL = "all"
 """Stands for all workloads."""
 BY_HAND = ", accumulation by hand"
-"""Ends the name of a finder whose answer was brought to the global batch."""
+"""Ends the name of a tool whose answer was brought to the global batch."""
 
 Tool = Mapping[str, Any]
 Summary = Mapping[str, Mapping[str, Tool]]
@@ -38,13 +39,19 @@ RIVALS: Mapping[str, Callable[[Tool], bool]] = {
 
 
 def summary(comparisons: Sequence[Comparison]) -> Summary:
-    """Return workload -> tool -> what it did; autofit's has its speed over the best of `RIVALS`."""
+    """Return workload -> tool -> what it did; autofit's has its speed over the best of `RIVALS`.
+
+    Raises:
+        ValueError: runs of one workload differ in budget, place or steps.
+    """
     names = dict.fromkeys(one.workload for one in comparisons)
     found = {name: _of([c for c in comparisons if c.workload == name]) for name in names}
     return {**found, ALL: {name: _overall(name, list(found.values())) for name in OURS}}
 
 
 def _of(runs: Sequence[Comparison]) -> dict[str, Tool]:
+    if len({(run.budget_bytes, run.place, run.steps) for run in runs}) > 1:
+        raise ValueError(f"{runs[0].workload}: runs differ in budget, place or steps")
     by_tool: dict[str, list[tuple[Comparison, Row]]] = {}
     for run in runs:
         for row in run.rows:
@@ -70,12 +77,10 @@ def _tool(rows: Sequence[tuple[Comparison, Row]]) -> Tool:
         "kept": all(_keeps(run, row) for run, row in rows),
         "runs": len(rows),
         "lived": lived,
-        "speed": statistics.median(speeds) if speeds and lived == len(rows) else None,
+        "speed": statistics.median(speeds) if all(row.rates for _, row in rows) else None,
         "range": [speeds[0], speeds[-1]] if speeds else [],
         "ooms": statistics.mean(row.ooms for _, row in rows),
-        "probes": statistics.mean(row.probes for _, row in rows),
         "seconds": statistics.mean(took) if took else None,  # None: it was ended
-        "changed": sorted({what for one in found for what in one.get("changed", [])}),
     }
 
 
@@ -101,11 +106,10 @@ def _against(tools: Mapping[str, Tool], ours: Tool) -> dict[str, float]:
 
 
 def _overall(name: str, workloads: Sequence[Mapping[str, Tool]]) -> Tool:
-    rows = [tools[name] for tools in workloads if name in tools]
-    ratios = {kind: [r["against"][kind] for r in rows if kind in r["against"]] for kind in RIVALS}
+    each = [tools[name]["against"] if name in tools else {} for tools in workloads]
+    everywhere = [kind for kind in RIVALS if all(kind in ratios for ratios in each)]
     return {
-        "against": {kind: statistics.geometric_mean(r) for kind, r in ratios.items() if r},
-        "least": {kind: min(each) for kind, each in ratios.items() if each},
+        "against": {kind: statistics.geometric_mean(r[kind] for r in each) for kind in everywhere}
     }
 
 
@@ -114,27 +118,23 @@ def markdown(told: Summary) -> Iterator[str]:
     names = [name for name in told if name != ALL]
     yield f"| tool | {' | '.join(names)} | answers that live | OOMs a search | seconds |"
     yield "|---" * (len(names) + 4) + "|"
-    of_peers: dict[str, list[list[Tool]]] = {}
-    for name in names:
-        for peer in dict.fromkeys(tool["peer"] for tool in told[name].values()):
-            its = [tool for tool in told[name].values() if tool["peer"] == peer]
-            of_peers.setdefault(peer, []).append(its)
-    for peer, of_workloads in of_peers.items():
+    for peer in dict.fromkeys(tool["peer"] for name in names for tool in told[name].values()):
+        its = [[t for t in told[name].values() if t["peer"] == peer] for name in names]
         if BY_HAND not in peer:  # only where a global batch is wanted: in the second table
-            yield f"| {peer} | {' | '.join(_cells(of_workloads))} |"
+            yield f"| {peer} | {' | '.join(_cells(its))} |"
     yield ""
     yield f"| over the best | {' | '.join(names)} | geometric mean |"
     yield "|---" * (len(names) + 2) + "|"
     for ours, kind in product(OURS, RIVALS):
-        if kind in told[ALL][ours]["against"]:
-            ratios = (told[name][ours]["against"].get(kind) for name in [*names, ALL])
-            cells = ("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
-            yield f"| {ours}: {kind} | {' | '.join(cells)} |"
+        ratios = [told[name].get(ours, {}).get("against", {}).get(kind) for name in [*names, ALL]]
+        cells = ("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+        yield f"| {ours}: {kind} | {' | '.join(cells)} |"
 
 
 def _cells(of_workloads: Sequence[Sequence[Tool]]) -> Iterator[str]:
     for tools in of_workloads:
-        yield ", ".join("-" if t["speed"] is None else f"{t['speed']:.2f}" for t in tools)
+        speeds = ("-" if tool["speed"] is None else f"{tool['speed']:.2f}" for tool in tools)
+        yield ", ".join(speeds) or "-"
     every = [tool for tools in of_workloads for tool in tools]
     yield f"{sum(tool['lived'] for tool in every)} of {sum(tool['runs'] for tool in every)}"
     yield f"{statistics.mean(tool['ooms'] for tool in every):.1f}"
@@ -145,7 +145,10 @@ def _cells(of_workloads: Sequence[Sequence[Tool]]) -> Iterator[str]:
 def read(path: Path) -> list[Comparison]:
     """Return the comparisons of a raw file."""
     told = json.loads(path.read_text())["comparisons"]
-    return [Comparison(**{**one, "rows": [Row(**row) for row in one["rows"]]}) for one in told]
+    return [
+        Comparison(**{"seed": 0, **one, "rows": [Row(**row) for row in one["rows"]]})
+        for one in told
+    ]
 
 
 def main() -> None:

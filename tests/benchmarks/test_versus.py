@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,59 +15,87 @@ from benchmarks.versus.table import Comparison, Row, keeps
 FINDER, TUNER = "accelerate find_executable_batch_size", "Optuna TPE"
 
 
-def answer(micro_batch: int, accumulation: int | None = None, *, ours: bool = False) -> Any:
+def answer(
+    micro_batch: int,
+    accumulation: int | None = None,
+    precision: str = "float32",
+    *,
+    ours: bool = False,
+) -> Any:
     report = "report.json" if ours else None
     return {
         "micro_batch": micro_batch,
-        "precision": "float32",
+        "precision": precision,
         "accumulation_steps": accumulation,
         "report": report,
         "probes": None,
     }
 
 
-def row(peer: str, precision: str, told: Any, speed: float, *, lives: bool = True) -> Row:
+def row(peer: str, precision: str, told: Any, *speeds: float) -> Row:
+    """A row of a tool; without speeds its answer died."""
     found = {"answer": told, "seconds": 2.0, "changed": []}
-    rates = [(speed, 1.0)] if lives else []
-    return Row(peer, precision, found, 5, 1, 1, {"survives": lives}, rates)
+    rates = [(speed, 1.0) for speed in speeds]
+    return Row(peer, precision, found, 5, 1, 1, {"survives": bool(speeds)}, rates)
 
 
-def run(seed: int, rows: Sequence[Row], global_batch: int | None = None) -> Comparison:
-    return Comparison("net", 100, "cpu", seed, global_batch, 200, {"float32": 8}, None, rows)
+def run(name: str, seed: int, rows: Sequence[Row], budget_bytes: int = 100) -> Comparison:
+    return Comparison(name, budget_bytes, "cpu", seed, 16, 200, {"float32": 8}, None, rows)
 
 
-def runs(*, lives: bool = True) -> list[Comparison]:
+def runs(name: str = "net", ours: float = 1.0, *, one_dies: bool = False) -> list[Comparison]:
+    """Three seeds; the fastest finder does not keep the global batch of 16."""
     return [
         run(
+            name,
             seed,
             [
-                row(FINDER, "float32", answer(8), 0.5),
-                row(FINDER, "bfloat16", answer(16), 0.8, lives=lives or not seed),
+                row(FINDER, "float32", answer(16), 0.5),
+                row(
+                    FINDER,
+                    "bfloat16",
+                    answer(8, None, "bfloat16"),
+                    *([] if one_dies and seed else [0.8]),
+                ),
                 row(TUNER, "own", answer(8), 0.4),
-                row("autofit", "own", answer(8, ours=True), speed),
+                row("autofit", "own", answer(8, ours=True), *speeds),
             ],
-            global_batch=16,
         )
-        for seed, speed in enumerate((1.0, 1.2, 1.1))
+        for seed, speeds in enumerate(((ours, ours, ours), (1.2,), (1.1,)))
     ]
 
 
-def test_a_speed_is_the_median_of_the_seeds_and_is_set_beside_each_kind_of_rival() -> None:
-    told = summary(runs())
-    assert told["net"]["autofit"]["speed"] == 1.1
+def test_a_speed_is_the_median_of_all_pairs_and_is_set_beside_each_kind_of_rival() -> None:
+    told = summary([*runs(), *runs("other", 2.0)])
+    assert told["net"]["autofit"]["speed"] == 1.0
     assert told["net"]["autofit"]["range"] == [1.0, 1.2]
-    expected = {"finder at float32": 1.1 / 0.5, "finder": 1.1 / 0.8, "tuner": 1.1 / 0.4}
-    expected["finder at the kept global batch"] = 1.1 / 0.8
-    assert told["net"]["autofit"]["against"] == pytest.approx(expected)
-    assert told[ALL]["autofit"]["against"] == pytest.approx(expected)
+    best = {"finder at float32": 0.5, "finder": 0.8, "tuner": 0.4}
+    best["finder at the kept global batch"] = 0.5
+    ratios = {kind: 1.0 / speed for kind, speed in best.items()}
+    assert told["net"]["autofit"]["against"] == pytest.approx(ratios)
+    means = {kind: (2.0**0.5) * ratio for kind, ratio in ratios.items()}
+    assert told[ALL]["autofit"]["against"] == pytest.approx(means)
 
 
 def test_an_answer_that_dies_in_one_run_has_no_speed_and_is_no_rival() -> None:
-    told = summary(runs(lives=False))
+    told = summary(runs(one_dies=True))
     by_hand = told["net"][f"{FINDER}, bfloat16"]
     assert (by_hand["speed"], by_hand["lived"], by_hand["runs"]) == (None, 1, 3)
-    assert told["net"]["autofit"]["against"]["finder"] == 1.1 / 0.5
+    assert told["net"]["autofit"]["against"]["finder"] == 1.0 / 0.5
     assert f"| {FINDER} | 0.50, - | 4 of 6 |" in "\n".join(markdown(told))
+
+
+def test_a_tool_that_one_workload_lacks_keeps_its_column_and_has_no_mean() -> None:
+    with_tuner = run("other", 0, [row(TUNER, "own", answer(8), 0.4)])
+    told = summary([*runs(), with_tuner])
+    lines = list(markdown(told))
+    assert f"| {FINDER} | 0.50, 0.80 | - | 6 of 6 | 1.0 | 2 to 2 |" in lines
+    assert "| autofit: finder | 1.25 | - | - |" in lines
+
+
+def test_runs_under_different_budgets_are_not_put_together() -> None:
+    with pytest.raises(ValueError, match="net: runs differ"):
+        summary([*runs(), run("net", 3, [], budget_bytes=99)])
 
 
 @pytest.mark.parametrize(
@@ -77,17 +106,23 @@ def test_an_answer_that_dies_in_one_run_has_no_speed_and_is_no_rival() -> None:
         (answer(17), False),
         (answer(6, 3), True),
         (answer(7, 3), False),
+        (answer(9, ours=True), True),
     ],
-    ids=["equal", "smaller", "larger", "rounded up", "larger by a micro-batch"],
+    ids=["equal", "smaller", "larger", "rounded up", "larger than rounded up", "a report"],
 )
 def test_only_the_global_batch_itself_is_kept_but_for_rounding(told: Any, kept: bool) -> None:
     assert keeps(16, told) is kept
 
 
-def test_only_a_plain_loop_of_the_same_task_takes_its_verdict_over(tmp_path: Any) -> None:
-    task = {"workload": "net", "budget_bytes": 100, "place": "cpu"}
-    bench = Bench(task, {}, tmp_path, 200, 20, 1, 9.0)
-    found = verdicts_of(bench, runs())
-    assert found == {what_trains(FINDER, answer(size)): {"survives": True} for size in (8, 16)}
-    other = Bench({**task, "budget_bytes": 99}, {}, tmp_path, 200, 20, 1, 9.0)
-    assert verdicts_of(other, runs()) == {}
+@pytest.mark.parametrize(
+    "differs", [{}, {"workload": "other"}, {"budget_bytes": 99}, {"place": "cuda"}, {"steps": 9}]
+)
+def test_only_a_plain_loop_of_the_same_task_takes_its_verdict_over(
+    tmp_path: Path, differs: dict[str, Any]
+) -> None:
+    task = {"workload": "net", "budget_bytes": 100, "place": "cpu", "steps": 200} | differs
+    bench = Bench(task, {}, tmp_path, task.pop("steps"), 20, 1, 9.0)
+    plain = [answer(16), answer(8), answer(8, None, "bfloat16")]
+    expected = {what_trains(FINDER, one): {"survives": True} for one in plain}
+    assert len(expected) == 3
+    assert verdicts_of(bench, runs()) == ({} if differs else expected)
