@@ -72,6 +72,9 @@ def survive(task: Task, answer: Answer, steps: int) -> dict[str, Any]:
 
 def speeds(task: Task, answer: Answer, steps: int) -> Iterator[float]:
     """Yield the median samples per second of so many steps, or of those of one turn."""
+    # One batch, learned by heart, leaves gradients too small for a normal number, which processors
+    # handle many times more slowly: on a data set of many batches there are none.
+    torch.set_flush_denormal(True)
     seconds, samples = step_seconds_of(task, answer)
     deque(islice(seconds, WARM_UP_STEPS), maxlen=0)
     while True:

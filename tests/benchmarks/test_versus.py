@@ -120,8 +120,8 @@ def test_only_the_global_batch_itself_is_kept_but_for_rounding(told: Any, kept: 
 def test_only_a_plain_loop_of_the_same_task_takes_its_verdict_over(
     tmp_path: Path, differs: dict[str, Any]
 ) -> None:
-    task = {"workload": "net", "budget_bytes": 100, "place": "cpu", "steps": 200} | differs
-    bench = Bench(task, {}, tmp_path, task.pop("steps"), 20, 1, 9.0)
+    task: dict[str, Any] = {"workload": "net", "budget_bytes": 100, "place": "cpu", **differs}
+    bench = Bench(task, {}, tmp_path, task.pop("steps", 200), 20, 1, 9.0)
     plain = [answer(16), answer(8), answer(8, None, "bfloat16")]
     expected = {what_trains(FINDER, one): {"survives": True} for one in plain}
     assert len(expected) == 3
