@@ -429,12 +429,12 @@ CLOSE_ENOUGH_TO_SEARCH = 0.03
 
 
 def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
-    """Return whether the step time is known well enough for what it decides.
+    """Return whether enough steps were timed.
 
-    It is known by the interval of its median (`median_interval`). Without an incumbent, that is
-    within 1 % of the median on either side. With one, it is within 3 %, or wholly slower than the
-    incumbent. That takes 3 steps at least, 6 where they take less than 0.1 s, and at most 30 steps
-    or the request's seconds.
+    Without an incumbent, the interval of the median step time (`median_interval`) has to lie within
+    1 % of the median on either side; with one, within 3 %, or wholly above the incumbent's step
+    time. Steps number at least 3, or 6 where they take less than 0.1 s, and at most 30; they end
+    with the request's seconds.
 
     Args:
         step_times_s: seconds of each whole optimizer step so far.

@@ -47,8 +47,7 @@ class ProbeRequest:
         vram_budget_bytes: the most that peak reserved plus non-torch bytes may come to. None: the
             budget that the prober was opened with.
         incumbent_samples_per_second: the rate to beat: steps are timed until the plan is seen to
-            be slower, or its own rate is known roughly. None: nothing to beat, and it is to be
-            known well.
+            be slower, or its step time is known to 3 %. None: nothing to beat, and to 1 %.
         full_accumulation: run every micro-batch of the optimizer step, as a confirmation does;
             otherwise two stand for all of them, and the times are scaled.
         expected_seconds: expected duration of the probe; a multiple of it counts as a hang. None:

@@ -77,7 +77,7 @@ def test_a_speed_is_the_median_of_all_pairs_and_is_set_beside_each_kind_of_rival
     assert told[ALL]["autofit"]["against"] == pytest.approx(means)
 
 
-def test_an_answer_that_dies_in_one_run_has_no_speed_and_is_no_rival() -> None:
+def test_an_answer_that_dies_in_one_run_has_no_speed_and_is_not_compared() -> None:
     told = summary(runs(one_dies=True))
     by_hand = told["net"][f"{FINDER}, bfloat16"]
     assert (by_hand["speed"], by_hand["lived"], by_hand["runs"]) == (None, 1, 3)

@@ -60,7 +60,7 @@ def test_a_single_number_is_reduced_over_a_dimension(
         ),
     ],
 )
-def test_a_mask_or_bias_that_cuda_refuses_is_no_prediction(
+def test_a_mask_or_bias_that_cuda_refuses_is_refused(
     function: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     with pytest.raises(Exception, match=r"broadcast|CPU|99"):
