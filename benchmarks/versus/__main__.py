@@ -45,6 +45,10 @@ TURNS = 5
 its like for as long as it lives, so a pair counts once."""
 
 
+class NothingTrains(Exception):
+    """No micro-batch trains under the budget."""
+
+
 @dataclass(frozen=True)
 class Bench:
     """Where one workload's processes run, how long the judge trains, and how long a tool may take.
@@ -256,17 +260,19 @@ def bench(
 
 
 def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comparison:
-    """Run every tool on one workload; those whose user ends them in autofit's time, if none is set.
+    """Run every tool on one workload.
+
+    Where no seconds are set, a tool that its user ends searches as long as autofit did.
 
     Raises:
-        ValueError: it trains at no size under the budget.
+        NothingTrains: not a single sample trains under the budget.
     """
     load = [os.getloadavg()[0]]
     sizes = {name: at.judged("largest", precision=name) for name in precisions}
     largest = {name: told["largest"] for name, told in sizes.items()}
     if not any(largest.values()):
         budget = format_bytes(at.task["budget_bytes"])
-        raise ValueError(f"{at.task['workload']} trains at no size in {budget}: allow it more")
+        raise NothingTrains(f"{at.task['workload']} trains at no size in {budget}: allow it more")
     global_batch = sizes[precisions[0]]["global_batch"]
     fastest, by_hand = None, precisions[-1]
     if at.timed:
@@ -340,12 +346,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for seed, text in product(given.seeds, given.tasks):
         workload, _, budget = text.partition("=")
         task = {"workload": workload, "place": given.place, "budget_bytes": parse_bytes(budget)}
-        task |= {"seed": seed} | ({"seconds": given.seconds} if given.seconds else {})
+        task |= {"seed": seed} | ({} if given.seconds is None else {"seconds": given.seconds})
         with bench(task, given.steps, given.timed_steps, given.repeats, given.limit) as at:
             at.verdicts.update(verdicts_of(at, [*found, *judged]))
             try:
                 found.append(compared(at, names, given.precisions))
-            except ValueError as error:  # the others are worth having all the same
+            except NothingTrains as error:  # the others are worth having all the same
                 print(error, file=sys.stderr)
                 continue
         print("\n".join(markdown(found[-1])), end="\n\n", flush=True)

@@ -72,9 +72,6 @@ def survive(task: Task, answer: Answer, steps: int) -> dict[str, Any]:
 
 def speeds(task: Task, answer: Answer, steps: int) -> Iterator[float]:
     """Yield the median samples per second of so many steps, or of those of one turn."""
-    # One batch, learned by heart, leaves gradients too small for a normal number, which processors
-    # handle many times more slowly: on a data set of many batches there are none.
-    torch.set_flush_denormal(True)
     seconds, samples = step_seconds_of(task, answer)
     deque(islice(seconds, WARM_UP_STEPS), maxlen=0)
     while True:
@@ -114,6 +111,9 @@ def grid(task: Task, most: int, steps: int) -> dict[int, float]:
 
 def main() -> None:
     """Judge, and print."""
+    # All steps train on one batch. Once it is memorized, gradients are denormal numbers, with which
+    # processors compute many times more slowly: a user's training, with many batches, has none.
+    torch.set_flush_denormal(True)
     how, task_file, *rest = sys.argv[1:]
     task = Task(**json.loads(Path(task_file).read_text()))
     found: Any

@@ -1,7 +1,6 @@
 """Several runs of the comparison in one: what each tool did to a workload, and autofit beside them.
 
-    python -m benchmarks.versus.summary RAW.json ...           prints a table
-    python -m benchmarks.versus.summary RAW.json ... --json    prints what it is made of
+    python -m benchmarks.versus.summary RAW.json ...
 
 A finder answers with a batch size; at float32 its user has not thought of precision, in another it
 was chosen by hand. A tuner chooses more than the batch size. A tool has a speed on a workload only
@@ -152,10 +151,9 @@ def read(path: Path) -> list[Comparison]:
 
 
 def main() -> None:
-    """Print the summary of the raw files that are named."""
-    paths = [Path(each) for each in sys.argv[1:] if each != "--json"]
-    told = summary([one for path in paths for one in read(path)])
-    print(json.dumps(told, indent=1) if "--json" in sys.argv else "\n".join(markdown(told)))
+    """Print the tables of the raw files that are named."""
+    runs = [one for path in sys.argv[1:] for one in read(Path(path))]
+    print("\n".join(markdown(summary(runs))))
 
 
 if __name__ == "__main__":
