@@ -56,6 +56,10 @@ def main(
     faulthandler.enable()
     _tell_of_exits()
     faulthandler.register(STACK_SIGNAL, file=os.dup(sys.stderr.fileno()), all_threads=False)
+    # A probe trains on one batch from its first step on. Where a softmax saturates, small values
+    # are denormal numbers, with which processors compute several times more slowly
+    # (benchmarks/results/denormals-2026-11-28.md). The threads that torch starts later inherit it.
+    torch.set_flush_denormal(True)
     # What the first optimizer, and the first sharded model, import in any case
     importlib.import_module("torch._dynamo")
     if is_rank:

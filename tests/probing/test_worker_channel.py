@@ -162,6 +162,29 @@ def test_a_worker_computes_as_its_parent_does() -> None:
         torch.set_float32_matmul_precision(before)
 
 
+def _can_flush_denormals() -> bool:
+    can = torch.set_flush_denormal(True)
+    torch.set_flush_denormal(False)
+    return can
+
+
+@pytest.mark.skipif(not _can_flush_denormals(), reason="not possible on this processor")
+def test_a_probe_on_a_processor_computes_without_denormal_numbers() -> None:
+    """A training that begins with them would be timed at a fraction of its later speed."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        denormal = torch.full((2**20,), 1e-39) * 0.5  # enough for every thread
+        assert not denormal.any()
+        return model(batch).sum()
+
+    with open_prober(
+        Workload(nn.Linear(4, 2), torch.randn(3, 4), loss_fn=loss), target=Target("cpu", BUDGET)
+    ) as prober:
+        probed = prober.probe(ProbeRequest(ResolvedPlan(Plan(3)), **HOPELESS))
+    assert probed.measurement.outcome is Outcome.OK, probed.measurement.detail
+    assert (torch.full((), 1e-39) * 0.5).item() > 0  # the caller's process is left as it was
+
+
 @pytest.mark.cuda
 def test_what_the_caller_holds_on_the_gpu_is_named_with_the_way_to_free_it() -> None:
     model = nn.Linear(1024, 1024).cuda()
