@@ -29,7 +29,6 @@ from benchmarks.simulated_devices import (
     draw_device,
 )
 
-_NOISE = (0.002, 0.2)
 _MEMORY_NOISE = 0.002
 
 
@@ -131,22 +130,18 @@ class IrregularDevice:
         return np.arange(1, LARGEST_MICRO_BATCH + 1)
 
 
-def draw_irregular_device(
-    seed: int, *, noise: float | None = None, cliffs: str = "variants"
-) -> IrregularDevice:
+def draw_irregular_device(seed: int, *, noise: float, cliffs: str) -> IrregularDevice:
     """Return the irregular device of a seed.
 
     Args:
         seed: determines everything.
-        noise: None: drawn from 0.002 to 0.2.
+        noise: between probes, of log step times.
         cliffs: which variants a cliff has that not all have: "variants", a random third of them, or
             "settings", those that share a value of precision or layout. Kernels are chosen by such
             values, so the second is how devices are; the first is how the benchmark began.
     """
     device = draw_device(seed)
     draw = random.Random(f"irregular/{seed}")
-    if noise is None:
-        noise = math.exp(draw.uniform(*map(math.log, _NOISE)))
     variants = list(device.lines)
     plain = device.lines[variants[0]]
     shapes = _draw_shapes(draw, variants, plain.fixed_seconds, plain.sample_seconds, device, cliffs)

@@ -4,14 +4,15 @@
     python -m benchmarks.versus --place emulated gpt2_small=24GiB              a card of 24 GiB
     python -m benchmarks.versus --place cuda --steps 200 gpt2_small=24GiB      a real one
 
-Each tool runs in a process of its own as its users run it; batch-size finders twice, at float32 and
-in the precision a user would choose by hand. An answer that changes the user's global batch has a
-second row, in which accumulation by hand makes up for it. Probes and OOMs are counted by the user's
-own loss and by the allocator, in any process. A judge trains by each answer in a process of its
-own: does it live, what does it hold, and, where time means something, how fast is it, as a share of
-the fastest of the exhaustive grid. Equal plain loops are judged once for all seeds. Without
-`--seconds` Optuna searches as long as autofit did. A tool that is not installed gets a row that
-says so: the extra `bench` has them.
+Each tool runs in a process of its own as its users run it; batch-size finders in each precision
+that a user may have chosen by hand. An answer that changes the user's global batch has a second
+row, in which accumulation by hand makes up for it. Probes and OOMs are counted by the user's own
+loss and by the allocator, in any process; where that cannot tell probes, as of autofit and Optuna,
+by the tool's own account. A judge trains by each answer in a process of its own: does it live, what
+does it hold, and, where time means something, how fast is it, as a share of the fastest of a grid:
+plain loops at powers of two, and at the largest size that fits by bisection. Equal plain loops are
+judged once for all seeds. Without `--seconds` Optuna searches as long as autofit did. A tool that
+is not installed gets a row that says so: the extra `bench` has them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,11 @@ from benchmarks.versus.table import Comparison, Row, keeps, markdown
 TURNS = 5
 """Turns of each process of a pair. More would not tell more: a process stays faster or slower than
 its like for as long as it lives, so a pair counts once."""
+
+
+MALLOC = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(2**30))
+"""What `Report.apply` sets for a training on a processor: here every training has it, so that plans
+are compared and not allocators. Where a plain loop runs without, see versus-cpu-2026-11-27.md."""
 
 
 class NothingTrains(Exception):
@@ -193,8 +200,7 @@ class Bench:
     def training(self, answer: Path, precision: str) -> Iterator[Callable[[], float]]:
         """Let a process train by an answer in turns; each returns samples per second of one.
 
-        It trains as the tool's user would: by `Report.apply`, which on the CPU fixes glibc's
-        thresholds, or in a plain loop, whose processes differ more: see several pairs.
+        It trains as the tool's user would: by `Report.apply`, or in a plain loop.
         """
         arguments = ("speed", self._task_file(precision), answer, self.timed_steps)
         with self._running("judge", *arguments) as process:
@@ -225,16 +231,26 @@ def what_trains(peer: str, answer: dict[str, Any]) -> str:
 
 
 def verdicts_of(at: Bench, others: Sequence[Comparison]) -> dict[str, Any]:
-    """Return what other seeds showed of plain loops: what those hold depends on no value."""
+    """Return what other seeds showed of plain loops: what those hold depends on no value.
+
+    Only with this torch, and not of what died by anything but memory.
+    """
     alike = (at.task["workload"], at.task["budget_bytes"], at.task["place"], at.steps)
     rows = [
         row
         for one in others
         if (one.workload, one.budget_bytes, one.place, one.steps) == alike
         for row in one.rows
-        if row.verdict and not row.found["answer"]["report"]
+        if row.verdict and not row.found["answer"]["report"] and holds_again(row)
     ]
     return {what_trains(row.peer, row.found["answer"]): row.verdict for row in rows}
+
+
+def holds_again(row: Row) -> bool:
+    """Whether a verdict is of this torch, and about memory."""
+    assert row.verdict is not None
+    here = row.found.get("versions", {}).get("torch") == version("torch")
+    return here and (row.verdict["survives"] or "OutOfMemoryError" in row.verdict["died_of"])
 
 
 def sizes_tried(events: Sequence[dict[str, Any]]) -> int:
@@ -255,6 +271,8 @@ def bench(
             held.callback(machine.remove)
             cards = [emulated_gpu.find_card(memory=task["budget_bytes"])]
             environment = emulated_gpu.environment(cards, machine=machine, values=False)
+        if task["place"] == "cpu":
+            environment |= MALLOC
         folder = held.enter_context(tempfile.TemporaryDirectory())
         yield Bench(task, environment, Path(folder), steps, timed_steps, repeats, limit_s)
 
@@ -274,20 +292,20 @@ def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comp
         budget = format_bytes(at.task["budget_bytes"])
         raise NothingTrains(f"{at.task['workload']} trains at no size in {budget}: allow it more")
     global_batch = sizes[precisions[0]]["global_batch"]
-    fastest, by_hand = None, precisions[-1]
+    fastest = None
     if at.timed:
         grids = {
             name: at.judged("grid", size, at.timed_steps, precision=name)
             for name, size in largest.items()
             if size
         }
-        by_hand = max(grids, key=lambda name: max(grids[name].values()))
-        size = max(grids[by_hand], key=grids[by_hand].get)
-        fastest = {"micro_batch": int(size), "precision": by_hand}
+        precision = max(grids, key=lambda name: max(grids[name].values()))
+        size = max(grids[precision], key=grids[precision].get)
+        fastest = {"micro_batch": int(size), "precision": precision}
     rows = []
     for name in names:
         peer = PEERS[name]
-        for precision in dict.fromkeys(["float32", by_hand] if peer.finder else ["float32"]):
+        for precision in precisions if peer.finder else ["float32"]:
             rows.append(at.row(name, peer, precision))
             print(f"{at.task['workload']}: {rows[-1]}", file=sys.stderr, flush=True)
         if name == "autofit" and "seconds" not in at.task and "answer" in rows[-1].found:

@@ -44,6 +44,7 @@ class Answer:
         precision: as in `Task`.
         accumulation_steps: None: the tool does not say, and one is what it tried.
         report: of autofit, whose plan has more to it.
+        settings: of that plan, those that are not plain PyTorch's.
         probes: trials by the tool's own account, for what cannot be told from the sizes it ran.
     """
 
@@ -51,6 +52,7 @@ class Answer:
     precision: str
     accumulation_steps: int | None = None
     report: str | None = None
+    settings: Mapping[str, Any] | None = None
     probes: int | None = None
 
 
@@ -63,12 +65,16 @@ class Live:
 
 
 def accelerate(task: Task, live: Live, folder: Path) -> Answer:
-    """Decorate the training, which builds its own model, as accelerate's guide does."""
-    task.bounded()
+    """Decorate the training, which builds its own model, as accelerate's guide does.
+
+    It begins with the user's batch size, and empties the cache of a card after an OOM.
+    """
+    memory = task.bounded()
     find = import_module("accelerate.utils").find_executable_batch_size
 
-    @find(starting_batch_size=FIRST)  # type: ignore[untyped-decorator]
+    @find(starting_batch_size=task.global_batch or FIRST)  # type: ignore[untyped-decorator]
     def training(batch_size: int) -> int:
+        memory.release()
         task.train(batch_size, STEPS)
         return batch_size
 
@@ -78,7 +84,10 @@ def accelerate(task: Task, live: Live, folder: Path) -> Answer:
 def lightning(task: Task, live: Live, folder: Path, *, mode: str) -> Answer:
     """Scale the batch size of a LightningModule by the Tuner, with its defaults."""
     pl = import_module("lightning.pytorch")
-    task.bounded()
+    memory = task.bounded()
+    memory.place_model(live.model)
+    if task.device == "cpu":
+        torch.cuda.empty_cache = memory.release  # which it calls before each trial
 
     class Module(pl.LightningModule):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
@@ -181,7 +190,7 @@ def autovram(task: Task, live: Live, folder: Path) -> Answer:
 
 def batchtune(task: Task, live: Live, folder: Path) -> Answer:
     """Call find_max_batch_size with the live model; it has no precision but the model's own."""
-    task.bounded()
+    task.bounded().place_model(live.model)
     batch = task.batch(1)
     paired = not isinstance(batch, Mapping) and task.definition.criterion
 
@@ -274,7 +283,10 @@ def stepped_without_update(task: Task, model: nn.Module, size: int) -> None:
 
 
 def optuna_search(task: Task, live: Live, folder: Path, *, sampler: str) -> Answer:
-    """Maximize the speed of a short training over micro-batch and precision; OOM is caught."""
+    """Maximize the speed of a short training over micro-batch and precision.
+
+    An OOM has a speed of 0: neither sampler learns from a trial that failed.
+    """
     optuna = import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     memory = task.bounded()
@@ -284,14 +296,16 @@ def optuna_search(task: Task, live: Live, folder: Path, *, sampler: str) -> Answ
         memory.release()
         size = trial.suggest_int("micro_batch", 1, 1024, log=True)
         precision = trial.suggest_categorical("precision", precisions)
-        return float(size / min(task.with_precision(precision).train(size, STEPS)))
+        tried = task.with_precision(precision)
+        if not ran(tried, size):
+            return 0.0
+        with memory.unobserved():
+            return float(size / min(tried.train(size, STEPS)))
 
     study = optuna.create_study(
         direction="maximize", sampler=getattr(optuna.samplers, sampler)(seed=task.seed)
     )
-    study.optimize(
-        objective, timeout=task.seconds, catch=(torch.OutOfMemoryError,), gc_after_trial=True
-    )
+    study.optimize(objective, timeout=task.seconds, gc_after_trial=True)
     best = study.best_params
     return Answer(best["micro_batch"], best["precision"], probes=len(study.trials))
 
@@ -333,5 +347,6 @@ def autofit_search(task: Task, live: Live, folder: Path, **options: Any) -> Answ
         str(plan.settings.get("precision.dtype", "default")).replace("default", "float32"),
         plan.accumulation_steps,
         str(folder / "report.json"),
+        dict(plan.without(report.baseline.plan.settings).settings),
         report.record.search.probes,
     )

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from autofit.devices.cpu import CpuDevice
 from autofit.memory import tracer
@@ -63,6 +65,21 @@ class Memory:
             self.device.release_cache()
         else:
             torch.cuda.empty_cache()
+
+    def place_model(self, model: nn.Module) -> None:
+        """Have a model that was made before be held here; on a card its tool moves it there."""
+        if self.device:
+            self.device.place_model(model)
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Time steps without what it takes to simulate an allocator, as autofit times its own."""
+        _FOR_GOOD.close()
+        try:
+            yield
+        finally:
+            if self.device:
+                _FOR_GOOD.enter_context(self.device.accounting())
 
 
 @cache

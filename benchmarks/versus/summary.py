@@ -41,7 +41,7 @@ def summary(comparisons: Sequence[Comparison]) -> Summary:
     """Return workload -> tool -> what it did; autofit's has its speed over the best of `RIVALS`.
 
     Raises:
-        ValueError: runs of one workload differ in budget, place or steps.
+        ValueError: runs of one workload differ in budget, place, steps or torch, or a seed has two.
     """
     names = dict.fromkeys(one.workload for one in comparisons)
     found = {name: _of([c for c in comparisons if c.workload == name]) for name in names}
@@ -51,6 +51,11 @@ def summary(comparisons: Sequence[Comparison]) -> Summary:
 def _of(runs: Sequence[Comparison]) -> dict[str, Tool]:
     if len({(run.budget_bytes, run.place, run.steps) for run in runs}) > 1:
         raise ValueError(f"{runs[0].workload}: runs differ in budget, place or steps")
+    rows = [(run.seed, row) for run in runs for row in run.rows]
+    if len({row.found.get("versions", {}).get("torch") for _, row in rows}) > 1:
+        raise ValueError(f"{runs[0].workload}: runs differ in torch")
+    if len({(seed, row.peer, row.precision) for seed, row in rows}) < len(rows):
+        raise ValueError(f"{runs[0].workload}: a tool has two rows of one seed")
     by_tool: dict[str, list[tuple[Comparison, Row]]] = {}
     for run in runs:
         for row in run.rows:
@@ -78,8 +83,8 @@ def _tool(rows: Sequence[tuple[Comparison, Row]]) -> Tool:
         "lived": lived,
         "speed": statistics.median(speeds) if all(row.rates for _, row in rows) else None,
         "range": [speeds[0], speeds[-1]] if speeds else [],
-        "ooms": statistics.mean(row.ooms for _, row in rows),
-        "seconds": statistics.mean(took) if took else None,  # None: it was ended
+        "ooms": [row.ooms for _, row in rows],
+        "seconds": took,  # of those that were not ended
     }
 
 
@@ -136,8 +141,8 @@ def _cells(of_workloads: Sequence[Sequence[Tool]]) -> Iterator[str]:
         yield ", ".join(speeds) or "-"
     every = [tool for tools in of_workloads for tool in tools]
     yield f"{sum(tool['lived'] for tool in every)} of {sum(tool['runs'] for tool in every)}"
-    yield f"{statistics.mean(tool['ooms'] for tool in every):.1f}"
-    seconds = [tool["seconds"] for tool in every if tool["seconds"] is not None]
+    yield f"{statistics.mean(ooms for tool in every for ooms in tool['ooms']):.1f}"
+    seconds = [took for tool in every for took in tool["seconds"]]
     yield f"{min(seconds):.0f} to {max(seconds):.0f}" if seconds else "-"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ def answer(
 
 def row(peer: str, precision: str, told: Any, *speeds: float) -> Row:
     """A row of a tool; without speeds its answer died."""
-    found = {"answer": told, "seconds": 2.0, "changed": []}
+    found = {"answer": told, "seconds": 2.0, "changed": [], "versions": {"torch": version("torch")}}
     rates = [(speed, 1.0) for speed in speeds]
     return Row(peer, precision, found, 5, 1, 1, {"survives": bool(speeds)}, rates)
 
@@ -126,3 +128,28 @@ def test_only_a_plain_loop_of_the_same_task_takes_its_verdict_over(
     expected = {what_trains(FINDER, one): {"survives": True} for one in plain}
     assert len(expected) == 3
     assert verdicts_of(bench, runs()) == ({} if differs else expected)
+
+
+def test_a_verdict_of_another_torch_or_of_another_fault_is_not_taken_over(tmp_path: Path) -> None:
+    task = {"workload": "net", "budget_bytes": 100, "place": "cpu"}
+    bench = Bench(task, {}, tmp_path, 200, 20, 1, 9.0)
+    lived = row(FINDER, "float32", answer(16), 1.0)
+    elsewhere = replace(lived, found=lived.found | {"versions": {"torch": "1.0"}})
+
+    def taken(*rows: Row) -> int:
+        return len(verdicts_of(bench, [run("net", 0, rows)]))
+
+    def died(of: str) -> Row:
+        return replace(lived, verdict={"survives": False, "died_of": of})
+
+    assert taken(lived) == taken(died("OutOfMemoryError: of 1 MiB")) == 1
+    assert taken(elsewhere) == taken(died("KeyError: 'x'")) == 0
+
+
+def test_runs_of_two_torches_and_two_rows_of_one_seed_are_not_put_together() -> None:
+    first, second, _ = runs()
+    other = [replace(r, found=r.found | {"versions": {"torch": "1.0"}}) for r in second.rows]
+    with pytest.raises(ValueError, match="torch"):
+        summary([first, replace(second, rows=other)])
+    with pytest.raises(ValueError, match="two rows"):
+        summary([first, first])
