@@ -23,6 +23,12 @@ QUICK, THOROUGH = 10.0, 0.25  # times the least worth; a promise of `effort`
 NOISE_WORTH = 0.05  # share. x2: +0.67 +- 0.45, -0.7. /2: -0.42 +- 0.37, +0.4
 MOST_WITHOUT_FIT = 12  # probes while nothing fits; not measured
 
+# The fewest and the most that a search without a limit usually takes, final comparison included
+# (benchmarks/results/search-seconds-2026-11-28.md).
+USUAL_PROBES = (14, 36)  # probes
+USUAL_PROBES_WITH_LINES = (10, 21)  # probes
+USUAL_PROBES_OF_SIZES = (2, 8)  # probes, where no setting has a second value
+
 # What a probe is worth.
 # The share of a variant's potential that a probe is credited with which will make it known.
 POTENTIAL_CREDIT = 0.9  # share. Without: +2.97 +- 1.46, -4.0, +0.19 OOMs. x2: -1.87 +- 0.82, +3.1

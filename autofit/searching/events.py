@@ -21,6 +21,8 @@ class Progress:
         elapsed_s: seconds since this run began.
         seconds_left: until the timeout; None: unlimited.
         probes_left: until `max_probes`; None: unlimited.
+        usual_probes: the fewest and the most that such a search usually takes in all; None:
+            unknown, or not begun.
     """
 
     probes: int
@@ -29,6 +31,7 @@ class Progress:
     elapsed_s: float
     seconds_left: float | None
     probes_left: int | None
+    usual_probes: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,9 @@ class Allowance:
             return self._probes_are_over
         return self.time_is_over
 
-    def progress(self, trials: Sequence[Trial] = ()) -> Progress:
+    def progress(
+        self, trials: Sequence[Trial] = (), usual_probes: tuple[int, int] | None = None
+    ) -> Progress:
         """Return the state of the search after those trials, for its events."""
         return Progress(
             len(probes_of(trials)),
@@ -111,6 +113,7 @@ class Allowance:
             self.elapsed_s,
             self.seconds_left,
             self.probes_left(trials),
+            usual_probes,
         )
 
     @property

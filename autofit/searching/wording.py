@@ -137,17 +137,29 @@ class EventWords:
         return [best, f"{done}{oom}", *([left] if left else [])]
 
     def _left(self, progress: Progress, waited_s: float) -> str | None:
-        """Return the time left, by the timeout or by how long probes took so far."""
-        at_most = progress.seconds_left
-        expected = None
-        if progress.probes_left is not None and self._finished and self._probing_since is not None:
+        """Return the time left, by the timeout or by how long probes took so far.
+
+        Without `max_probes` by how many probes are usual; None: none of that is known.
+        """
+        probes, at_most_s = self._probes_left(progress), progress.seconds_left
+        if probes is not None and self._finished and self._probing_since is not None:
             took_s = (progress.elapsed_s - self._probing_since) / self._finished
-            expected = took_s * progress.probes_left
-        if expected is not None and (at_most is None or expected < at_most):
-            return f"about {format_clock(max(expected - waited_s, 0.0))} left"
-        if at_most is None:
+            fewest_s, most_s = (max(took_s * count - waited_s, 0.0) for count in probes)
+            if at_most_s is None or most_s + waited_s < at_most_s:
+                clocks = dict.fromkeys([format_clock(fewest_s), format_clock(most_s)])
+                return f"about {' to '.join(clocks)} left"
+        if at_most_s is None:
             return None
-        return f"at most {format_clock(max(at_most - waited_s, 0.0))} left"
+        return f"at most {format_clock(max(at_most_s - waited_s, 0.0))} left"
+
+    def _probes_left(self, progress: Progress) -> tuple[int, int] | None:
+        """Return the fewest and the most probes that are left; None: unknown."""
+        if progress.probes_left is not None:
+            return progress.probes_left, progress.probes_left
+        if progress.usual_probes is None or progress.probes >= progress.usual_probes[1]:
+            return None
+        fewest, most = progress.usual_probes
+        return max(fewest - progress.probes, 0), most - progress.probes
 
     def _result(self, event: ProbeFinished) -> str:
         trial, measured = event.trial, event.trial.measurement

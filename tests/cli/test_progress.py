@@ -150,6 +150,22 @@ def test_the_time_left_is_by_the_probes_where_they_end_sooner() -> None:
     assert "at most 0:20 left" in words.standing(limited)
 
 
+def test_the_time_left_without_a_limit_is_by_the_usual_number_of_probes() -> None:
+    """The first probe took 2 s, and such a search takes 10 to 30."""
+    words = EventWords()
+    words.learn(ProbeStarted(BASELINE.plan, TrialKind.BASELINE, None, unlimited(0, 40.0)))
+    words.learn(ProbeFinished(BASELINE, unlimited(1, 42.0)))
+    assert "about 0:18 to 0:58 left" in words.standing(unlimited(1, 42.0))
+    assert "about 0:10 to 0:50 left" in words.standing(unlimited(1, 42.0), waited_s=8.0)
+    assert "about 0:00 to 0:20 left" in words.standing(unlimited(20, 42.0))
+    assert "at most 0:40 left" in words.standing(replace(unlimited(1, 42.0), seconds_left=40.0))
+    assert not any("left" in part for part in words.standing(unlimited(30, 42.0)))
+
+
+def unlimited(probes: int, elapsed_s: float) -> Progress:
+    return Progress(probes, 0, BASELINE, elapsed_s, None, None, usual_probes=(10, 30))
+
+
 @contextmanager
 def terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, list[bytes]]]:
     """A pseudo-terminal: the descriptor to write to, and what came out at its other end."""

@@ -18,8 +18,13 @@ from optuna.trial import TrialState
 from autofit.errors import NoFeasiblePlan, SearchTimedOut, WorkerFailed, WorkloadFailed
 from autofit.measurement import Measurement, Outcome, TrialKind
 from autofit.plan import Dimension, Plan
-from autofit.planning.constants import MOST_ACCIDENTS
-from autofit.planning.search_spec import Effort
+from autofit.planning.constants import (
+    MOST_ACCIDENTS,
+    USUAL_PROBES,
+    USUAL_PROBES_OF_SIZES,
+    USUAL_PROBES_WITH_LINES,
+)
+from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.searching import events
 from autofit.searching.engine import MOST_VETOES, run_search
@@ -27,7 +32,7 @@ from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.sampler import Sampler
 from autofit.searching.study import Store
 from autofit.space import Space
-from tests.simulated import FEW_DIMENSIONS, MakeDevice, SimulatedDevice
+from tests.simulated import FEW_DIMENSIONS, MakeDevice, SimulatedDevice, with_predicted_lines
 
 GIB = 2**30
 
@@ -65,6 +70,19 @@ def test_what_is_asked_of_the_device_and_told_of_it(device: SimulatedDevice) -> 
     assert incumbents[0] is None
     assert all(rate is not None and rate > 0 for rate in incumbents[1:-2])
     assert incumbents[-1] is None  # a confirmation is measured to the end
+
+
+def test_events_tell_how_many_probes_such_a_search_takes(device: SimulatedDevice) -> None:
+    def told(spec: SearchSpec) -> set[tuple[int, int] | None]:
+        seen: list[events.Event] = []
+        run_search(device.prober(), spec, max_probes=2, on_event=seen.append)
+        return {event.progress.usual_probes for event in seen}
+
+    spec = device.spec()
+    assert told(spec) == {USUAL_PROBES}
+    assert told(with_predicted_lines(device)) == {USUAL_PROBES_WITH_LINES}
+    assert told(replace(spec, space=replace(spec.space, dimensions={}))) == {USUAL_PROBES_OF_SIZES}
+    assert told(replace(spec, effort=Effort.QUICK)) == {None}
 
 
 @pytest.mark.parametrize("most", [1, 2, 4, 5])
