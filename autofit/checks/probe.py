@@ -239,7 +239,7 @@ def soak(
             expected_seconds=steps * step_time_s if step_time_s else None,
             steps=steps,
         )
-        busy = record.environment.get("busy") or survey.busy
+        busy = record.search.busy or survey.busy
         if busy is None and record.environment["gpu"] is None:
             busy = load_of_others(own=os.cpu_count() or 1)
         return trial.measurement, busy, survey.vram_budget_bytes

@@ -229,6 +229,15 @@ def of_two_ranks(seen: Measurement, *peaks: int) -> Measurement:
     )
 
 
+def test_no_speed_is_compared_with_that_of_a_search_on_a_busy_machine(
+    report: autofit.Report, workload: autofit.Workload
+) -> None:
+    searched = replace(report.record.search, busy="load 7.0 on 2 cores")
+    endured = soak(replace(report.record, search=searched), workload, steps=8)
+    assert endured.busy == "load 7.0 on 2 cores"
+    assert not any("speed" in line for line in endured.deviations)
+
+
 def test_each_rank_is_held_to_its_own_peak() -> None:
     told = of_two_ranks(TOLD, 2 * GIB, GIB)
     assert compare(told, of_two_ranks(SEEN, 2 * GIB, GIB + MIB)) == ()
