@@ -135,8 +135,6 @@ class Measurement:
             used memory that the budget allows. A plan that then ran out of memory is only known to
             need the bytes that it held.
         seconds: duration of the probe, building and warm-up included.
-        busy_percent: share of the time in which the device computed, as NVML has it, over the last
-            second or less of the timed steps; None: unknown.
         start_up_s: seconds that the training took before its steps had their usual duration, such
             as those of a compilation: from building it to the end of warm-up, less the steps.
         evaluation_peak_bytes: most bytes held by the caching allocator in an evaluation beside the
@@ -161,7 +159,6 @@ class Measurement:
     losses: Sequence[Number] = ()
     contended: bool = False
     seconds: Number | None = None
-    busy_percent: Amount | None = None
     start_up_s: Wait | None = None
     evaluation_peak_bytes: Amount | None = None
     new_shape_s: Sequence[Wait] = ()

@@ -356,8 +356,6 @@ class Dimension:
             the same as the first, so that it is tried with more alone. False: it is tried with one
             alone. Values that are not in it go with any number.
         opt_in: its values other than the first are only tried where the strategy is named.
-        relieves: which of `BOUNDS` its values shorten; a report names the dimension where that
-            takes most of a step's time.
     """
 
     values: Sequence[Scalar]
@@ -369,15 +367,9 @@ class Dimension:
     fresh_worker: bool = field(default=False, kw_only=True)
     accumulation: Mapping[Scalar, bool] = field(default_factory=dict, kw_only=True)
     opt_in: bool = field(default=False, kw_only=True)
-    relieves: Sequence[str] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(self.values))
-        object.__setattr__(self, "relieves", tuple(self.relieves))
-        if strange := set(self.relieves) - set(BOUNDS):
-            raise InvalidArgument(
-                f"a dimension's `relieves` must be among {', '.join(BOUNDS)}, got {sorted(strange)}"
-            )
         if not self.values:
             raise InvalidArgument("a dimension needs at least one value, the default")
         if len(self.values) > MOST_VALUES:
@@ -455,7 +447,6 @@ class DimensionForm:
     fresh_worker: bool = False
     accumulation: Sequence[bool | None] = ()
     opt_in: bool = False
-    relieves: Sequence[str] = ()
 
     @classmethod
     def of(cls, dimension: Dimension) -> DimensionForm:
@@ -474,7 +465,6 @@ class DimensionForm:
         for name in _BY_VALUE:
             pairs = zip(self.values, known[name], strict=False)
             known[name] = {value: of for value, of in pairs if of is not None}
-        known["relieves"] = [each for each in self.relieves if each in BOUNDS]
         return Dimension(**known)
 
 

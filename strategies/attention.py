@@ -71,7 +71,6 @@ class AttentionBackend(OneSetting):
             ["default", *values],
             hints=dict.fromkeys(values, _SAME_BYTES),
             when=when,
-            relieves=("memory traffic",),
         )
         return {SETTING: dimension}
 

@@ -97,7 +97,6 @@ class Compile(OneSetting):
                 accumulation={GRAPHS: False} if GRAPHS in _MODES[device] else {},
                 trial_cost_s=round(fixed_s + operator_s * operators, 1),
                 fresh_worker=True,
-                relieves=("memory traffic", "launches"),
             )
         }
 

@@ -54,7 +54,6 @@ class ConvolutionBenchmark(OneSetting):
             [False, True],
             trial_cost_s=_TRIAL_COST_S,
             fresh_worker=True,
-            relieves=("arithmetic",),
         )
         return {SETTING: dimension}
 

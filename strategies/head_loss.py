@@ -62,7 +62,6 @@ class HeadLoss(OneSetting):
                 "compile.mode": ("off", None),  # compiled heads return their logits
                 "parallel.mode": ("ddp", "ddp_view", "zero1", None),  # others free the weight
             },
-            relieves=("memory traffic",),
         )
         why = None if context.device.type == "meta" else self._why_unlike(context, payload)
         if why is not None:

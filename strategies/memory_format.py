@@ -36,7 +36,7 @@ class MemoryFormat(OneSetting):
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return two layouts where the model has 2-d or 3-d convolutions in the default one."""
         others = ["channels_last"] if _convolution_weights(context.model) else []
-        return {SETTING: Dimension(["default", *others], relieves=("arithmetic", "memory traffic"))}
+        return {SETTING: Dimension(["default", *others])}
 
     def applied(
         self, training: TrainingView, value: Any, payload: Any

@@ -184,7 +184,6 @@ def _implementations(context: Context, found: Mapping[str, Sequence[str]]) -> Di
         ["default", *found],
         payloads={value: {"optimizers": names} for value, names in found.items()},
         hints=dict.fromkeys(found, _SAME_ACTIVATIONS),
-        relieves=("optimizer", "launches"),
     )
 
 
@@ -218,7 +217,6 @@ def _of_one_step(share: float | None, shares: Mapping[str, float]) -> dict[str, 
                 "precision.dtype": ("default", "tf32", "bfloat16", None),  # float16 has a scaler
             },
             accumulation={"backward": False},
-            relieves=("memory traffic",),
         )
     if shares:
         found[STATE] = Dimension(
@@ -227,7 +225,6 @@ def _of_one_step(share: float | None, shares: Mapping[str, float]) -> dict[str, 
             hints={"bfloat16": replace(_SAME_ACTIVATIONS, fixed_bytes=max(shares.values()))},
             when=own_state,
             opt_in=True,
-            relieves=("memory traffic",),
         )
     return found
 

@@ -44,7 +44,7 @@ class Precision(OneSetting):
         values = ["default", *(dtype for dtype, is_native in offered.items() if is_native)]
         if any(p.dtype == torch.float16 and p.requires_grad for p in context.model.parameters()):
             values = [value for value in values if value != "float16"]  # GradScaler refuses these
-        return {SETTING: Dimension(values, relieves=("arithmetic", "memory traffic"))}
+        return {SETTING: Dimension(values)}
 
     def applied(
         self, training: TrainingView, value: Any, payload: Any

@@ -69,7 +69,6 @@ def test_counts_are_whole_numbers_from_one(count: str, value: Any) -> None:
         # a search of them did not end by its timeout
         (lambda: Dimension(range(200_000)), "at most 1000 values, got 200000"),
         (lambda: Dimension([1, 2], hints={3: CostHint(0.5)}), r"hints.*'3'"),
-        (lambda: Dimension([1, 2], relieves=("weather",)), r"arithmetic.*launches.*'weather'"),
     ],
 )
 def test_what_makes_no_plan_and_no_dimension_is_refused(
@@ -107,7 +106,6 @@ def test_dimensions_survive_json_and_pickling() -> None:
         when={"precision.dtype": ["bfloat16"]},
         trial_cost_s=20.0,
         fresh_worker=True,
-        relieves=("arithmetic", "launches"),
     )
     assert (
         from_json(to_json(DimensionForm.of(dimension)), DimensionForm, "it").dimension()
@@ -117,11 +115,6 @@ def test_dimensions_survive_json_and_pickling() -> None:
     assert from_json({"values": ["default"]}, DimensionForm, "it").dimension() == Dimension(
         ["default"]
     )
-
-
-def test_a_dimension_addresses_what_bounds_a_step() -> None:
-    later = DimensionForm([1, 2], relieves=("optimizer", "of a later version"))
-    assert later.dimension().relieves == ("optimizer",)
 
 
 def test_when_limits_a_dimension_to_settings_of_others() -> None:

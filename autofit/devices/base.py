@@ -149,13 +149,6 @@ class Device:
         """Return the bytes that other processes use on the device; None: unknown."""
         return None
 
-    def busy_percent(self) -> int | None:
-        """Return the share of the last second or less in which the device computed, in percent.
-
-        None: unknown.
-        """
-        return None
-
     def busy(self) -> str | None:
         """Return what others do on the device while this process does nothing; None: not much."""
         return None

@@ -216,9 +216,6 @@ class CudaDevice(Device):
     def foreign_bytes(self) -> int | None:
         return max(self._used_bytes() - self._own_bytes(), 0)
 
-    def busy_percent(self) -> int | None:
-        return self._nvml.busy_percent()
-
     def busy(self) -> str | None:
         percent, held = self._nvml.busy_percent() or 0, self.foreign_bytes() or 0
         parts = [f"other processes ran kernels for {percent} % of the time"] * (percent >= _BUSY)

@@ -127,8 +127,7 @@ def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan |
     """Return the next plan to compare that has had no turn; None: all have.
 
     First the leader, then the baseline, then the plan that measured fastest, whatever noise is
-    believed to explain; then the rivals, what measured faster than the answer, and where that has
-    no headroom, the fastest plan that has and may be tied with it.
+    believed to explain; then the rivals, and what measured faster than the answer.
     """
     beliefs = {}
     for trial in posterior.fitting:

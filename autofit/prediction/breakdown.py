@@ -128,7 +128,7 @@ class Labels:
         live: dict[int, tuple[str, Block]] = {}
         for event, size in chain.from_iterable(recording.replayed):
             if event > 0:
-                kind = self.kind_of((event - 1) % recording.largest_number + 1)
+                kind, _ = self.noted((event - 1) % recording.largest_number + 1, "")
                 live[event] = kind, (block := allocator.allocate(size))
                 held[kind] += block.size
                 if allocator.allocated_bytes > most:
@@ -138,10 +138,6 @@ class Labels:
                 held[kind] -= block.size
                 allocator.free(block)
         return best
-
-    def kind_of(self, number: int) -> str:
-        """Return the kind of an allocation; those of the forward pass count as activations."""
-        return self.noted(number, "")[0]
 
     def noted(self, number: int, module: str) -> tuple[str, str]:
         """Return the kind of an allocation and the module that owns it, else the one given."""

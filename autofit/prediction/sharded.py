@@ -151,9 +151,6 @@ class _Done:
     def wait(self, *timeout: Any) -> bool:
         return True
 
-    def is_completed(self) -> bool:
-        return True
-
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result([self._tensor])

@@ -71,7 +71,6 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         losses=[loss for loss in steps.losses if math.isfinite(loss)],
         micro_batches_run=ran.micro_batches,
         contended=has_moved(foreign_before, foreign, total_bytes=device.total_bytes),
-        busy_percent=ran.busy_percent,
         evaluation_peak_bytes=evaluated.peak_reserved_bytes if evaluated else None,
         start_up_s=ran.start_up_s,
         new_shape_s=steps.new_shape_s,
@@ -90,7 +89,6 @@ class _Ran:
         peak: the memory counters after the timed steps.
         retries: of the allocator, in the timed steps.
         growth: of allocated memory from step to step; None: too few steps to tell.
-        busy_percent: how busy the device was in the timed steps; None: not known.
         start_up_s: see `start_up_s`.
         notes: of strategies, on what they did.
         evaluated: the memory counters of an evaluation; None: there is none.
@@ -101,7 +99,6 @@ class _Ran:
     peak: MemoryReading
     retries: int
     growth: Growth | None
-    busy_percent: int | None
     start_up_s: float | None
     notes: tuple[str, ...]
     evaluated: MemoryReading | None
@@ -133,7 +130,7 @@ def _run(builder: TrainingBuilder, workload: Workload, request: ProbeRequest) ->
         while not enough_steps(steps.times_s, request) and math.isfinite(steps.loss):
             left = STEPS_PER_BLOCK if request.steps is None else request.steps - len(steps.times_s)
             steps.time(min(STEPS_PER_BLOCK, left))
-        busy_percent, peak = device.busy_percent(), device.read()
+        peak = device.read()
         return _Ran(
             steps,
             # A training_step may take all at once
@@ -141,7 +138,6 @@ def _run(builder: TrainingBuilder, workload: Workload, request: ProbeRequest) ->
             peak=peak,
             retries=peak.allocator_retries - before.allocator_retries,
             growth=_growth(device, steps),
-            busy_percent=busy_percent,
             start_up_s=start_up_s(warm_up_s, warm_up_steps, steps.as_run_s[-1]),
             notes=training.notes(),
             evaluated=evaluation_peak(builder, workload, training, workload.eval_samples),

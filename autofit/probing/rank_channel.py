@@ -26,7 +26,6 @@ from autofit.probing.messages import (
     Call,
     Deadline,
     DeviceFacts,
-    DeviceFull,
     NoReply,
     OnStage,
     ProbeRequest,
@@ -188,10 +187,8 @@ class RankChannel:
         if error is None:
             return opening.result()
         self.drop()
-        if isinstance(error, DeviceFull | DeviceUnavailable):
+        if isinstance(error, DeviceUnavailable | WorkerFailed):
             raise type(error)(f"rank {rank}: {error}") from error
-        if isinstance(error, WorkerFailed):
-            raise WorkerFailed(f"rank {rank}: {error}") from error
         raise error
 
 

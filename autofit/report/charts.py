@@ -26,7 +26,6 @@ KINDS: Mapping[str, str] = {
     "optimizer_state": "optimizer state",
     "activations": "activations",
     "temporaries": "temporaries",
-    "rest": "rest",
 }
 """Kind of the memory -> its name; the class of its colour is "kind-" and the kind."""
 _WIDE_BUDGET = 3.0

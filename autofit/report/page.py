@@ -100,7 +100,7 @@ def _row(label: str, cells: Iterable[str]) -> str:
 
 
 def _figure(chart: Chart) -> str:
-    caption = f'<p class="caption">{escape(chart.caption)}</p>' if chart.caption else ""
+    caption = f'<p class="caption">{escape(chart.caption)}</p>'
     return _section(chart.title, [caption, chart.drawn], kind="figure")
 
 
