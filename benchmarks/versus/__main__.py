@@ -10,9 +10,9 @@ row, in which accumulation by hand makes up for it. Probes and OOMs are counted 
 loss and by the allocator, in any process; where that cannot tell probes, as of autofit and Optuna,
 by the tool's own account. A judge trains by each answer in a process of its own: does it live, what
 does it hold, and, where time means something, how fast is it, as a share of the fastest of a grid:
-plain loops at powers of two, and at the largest size that fits by bisection. Equal plain loops are
-judged once for all seeds. Without `--seconds` Optuna searches as long as autofit did. A tool that
-is not installed gets a row that says so: the extra `bench` has them.
+plain loops at powers of two, and at the largest size that bisection finds to fit. Equal plain loops
+are judged once for all seeds. Without `--seconds` Optuna searches as long as autofit did. A tool
+that is not installed gets a row that says so: the extra `bench` has them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,9 @@ from autofit.memory import tracer
 
 LOG = "VERSUS_LOG"
 """The variable with the path of the log."""
-_FOR_GOOD = ExitStack()  # what is never left; a context that nobody names would be left at once
+# What lasts until the process ends, but for `Memory.unobserved`; a context that nobody names would
+# be left at once.
+_FOR_GOOD = ExitStack()
 
 
 def note(event: str, **values: Any) -> None:
