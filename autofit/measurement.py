@@ -23,6 +23,10 @@ from autofit.errors import InvalidArgument
 from autofit.plan import Plan
 from autofit.units import format_bytes, format_rate, format_seconds
 
+BOUNDS = ("arithmetic", "memory traffic", "launches", "optimizer")
+"""What takes the time of an optimizer step: products, convolutions and attention; the other
+operators; time in which no operator works; the update."""
+
 ACT = "! "
 """What a note begins with that asks its reader to do something."""
 NOT_TRIED = "Not tried: "

@@ -303,11 +303,6 @@ class ResolvedPlan:
                 yield strategy, settings, settings_of(strategy.name, self.payloads)
 
 
-BOUNDS = ("arithmetic", "memory traffic", "launches", "optimizer")
-"""What takes the time of an optimizer step: products, convolutions and attention; the other
-operators; time in which no operator works; the update."""
-
-
 @dataclass(frozen=True)
 class CostHint:
     """The expected effect of a value, before anything is measured.

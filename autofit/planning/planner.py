@@ -27,15 +27,11 @@ from autofit.planning.constants import (
     SURPRISE,
     SURPRISE_PROBES,
     TIMED_S,
-    USUAL_PROBES,
-    USUAL_PROBES_OF_SIZES,
-    USUAL_PROBES_WITH_LINES,
     VETO_RISK,
 )
 from autofit.planning.least_squares import Array
 from autofit.planning.posterior import Mask, Posterior
 from autofit.planning.proposals import likeliest_to_fit, new_plans, within_gap
-from autofit.planning.search_spec import Effort
 from autofit.units import format_bytes
 
 
@@ -180,18 +176,6 @@ def _least_worth(posterior: Posterior, leader: Trial) -> float:
     # A quick search looks for large gains alone, and noise does not make those small.
     least = max(factor * MIN_WORTH, min(factor, 1.0) * NOISE_WORTH * posterior.errors.of(leader))
     return least * max(1.0, len(posterior.probes) / patience) ** 2
-
-
-def usual_probes(posterior: Posterior) -> tuple[int, int] | None:
-    """Return how many probes such a search takes in all, the fewest and the most that are usual.
-
-    None: unknown, as for an effort that is not normal.
-    """
-    if posterior.spec.effort is not Effort.NORMAL:
-        return None
-    if len(posterior.variants) == 1:
-        return USUAL_PROBES_OF_SIZES
-    return USUAL_PROBES_WITH_LINES if posterior.has_predicted_memory else USUAL_PROBES
 
 
 def _surprise(posterior: Posterior) -> Plan | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import islice
 from typing import Any, TypeAlias
 
 from autofit.codec import Amount, Count, Number, from_json, to_json
@@ -21,7 +22,15 @@ from autofit.plan import (
     forms_of,
     variant_key,
 )
-from autofit.planning.constants import QUICK, QUICK_TIMED_S, THOROUGH, TIMED_S
+from autofit.planning.constants import (
+    QUICK,
+    QUICK_TIMED_S,
+    THOROUGH,
+    TIMED_S,
+    USUAL_PROBES,
+    USUAL_PROBES_OF_SIZES,
+    USUAL_PROBES_WITH_LINES,
+)
 from autofit.space import Space
 
 # Fixed bytes, and bytes per sample of the micro-batch.
@@ -86,6 +95,18 @@ class SearchSpec:
     numerics: Mapping[str, Amount] = field(default_factory=dict)
     planned_samples: Count | None = None
     segment_bytes: Amount = 0
+
+    @property
+    def usual_probes(self) -> tuple[int, int] | None:
+        """The fewest and the most probes that such a search usually takes in all.
+
+        None: unknown, as for an effort that is not normal.
+        """
+        if self.effort is not Effort.NORMAL:
+            return None
+        if len(list(islice(self.space.variants(), 2))) == 1:
+            return USUAL_PROBES_OF_SIZES
+        return USUAL_PROBES_WITH_LINES if self.predicted_lines else USUAL_PROBES
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form: what has no texts for keys stands apart."""

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from autofit.plan import BOUNDS, ResolvedPlan
+from autofit.measurement import BOUNDS
+from autofit.plan import ResolvedPlan
 from autofit.probing.flops import ModelFlops
 from autofit.probing.measure import WARM_UP_STEPS, micro_batches_to_run
 from autofit.training.batch import Batch, map_tensors
@@ -51,7 +52,7 @@ class StepProfile:
     """Median seconds of an optimizer step of a plan, at full accumulation.
 
     Attributes:
-        seconds: by the names of `autofit.plan.BOUNDS`; "launches" only where `on_gpu` is false.
+        seconds: by the names of `BOUNDS`; "launches" only where `on_gpu` is false.
         operators: how many operators ran that touch data.
         on_gpu: whether the seconds are those of kernels; they do not add up to the step then.
         flops_per_sample: model FLOPs, see `autofit.probing.flops`; None: not counted.

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any
 
-from autofit.measurement import ACT, Trial, TrialKind, spread_of
-from autofit.plan import BOUNDS
+from autofit.measurement import ACT, BOUNDS, Trial, TrialKind, spread_of
 from autofit.report.rates import rate_rows
 from autofit.report.record import Record
 from autofit.report.summary import (

@@ -31,7 +31,7 @@ from autofit.measurement import (
 from autofit.plan import Plan
 from autofit.planning import confirmation, planner
 from autofit.planning.constants import MOST_ACCIDENTS
-from autofit.planning.planner import believing, usual_probes
+from autofit.planning.planner import believing
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.messages import ProbeRequest, ProbeResult
@@ -575,7 +575,7 @@ class Search:
         return replace(measurement, outcome=Outcome.UNSUPPORTED), None
 
     def _progress(self) -> events.Progress:
-        return self._allowance.progress(self._trials, usual_probes(self._posterior))
+        return self._allowance.progress(self._trials, self._spec.usual_probes)
 
 
 def _diagnosis(accidents: Sequence[Trial]) -> str:

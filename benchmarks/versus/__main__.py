@@ -47,11 +47,6 @@ TURNS = 5
 its like for as long as it lives, so a pair counts once."""
 
 
-MALLOC = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(2**30))
-"""What `Report.apply` sets for a training on a processor: here every training has it, so that plans
-are compared and not allocators. Where a plain loop runs without, see versus-cpu-2026-11-27.md."""
-
-
 class NothingTrains(Exception):
     """No micro-batch trains under the budget."""
 
@@ -241,16 +236,16 @@ def verdicts_of(at: Bench, others: Sequence[Comparison]) -> dict[str, Any]:
         for one in others
         if (one.workload, one.budget_bytes, one.place, one.steps) == alike
         for row in one.rows
-        if row.verdict and not row.found["answer"]["report"] and holds_again(row)
+        if row.verdict and not row.found["answer"]["report"] and is_reusable(row)
     ]
     return {what_trains(row.peer, row.found["answer"]): row.verdict for row in rows}
 
 
-def holds_again(row: Row) -> bool:
+def is_reusable(row: Row) -> bool:
     """Whether a verdict is of this torch, and about memory."""
     assert row.verdict is not None
-    here = row.found.get("versions", {}).get("torch") == version("torch")
-    return here and (row.verdict["survives"] or "OutOfMemoryError" in row.verdict["died_of"])
+    is_about_memory = row.verdict["survives"] or "OutOfMemoryError" in row.verdict["died_of"]
+    return row.torch == version("torch") and is_about_memory
 
 
 def sizes_tried(events: Sequence[dict[str, Any]]) -> int:
@@ -271,8 +266,6 @@ def bench(
             held.callback(machine.remove)
             cards = [emulated_gpu.find_card(memory=task["budget_bytes"])]
             environment = emulated_gpu.environment(cards, machine=machine, values=False)
-        if task["place"] == "cpu":
-            environment |= MALLOC
         folder = held.enter_context(tempfile.TemporaryDirectory())
         yield Bench(task, environment, Path(folder), steps, timed_steps, repeats, limit_s)
 

@@ -28,6 +28,7 @@ import torch
 
 import autofit
 from benchmarks.versus.peers import Answer, ran
+from benchmarks.versus.place import compute_alike
 from benchmarks.versus.task import Task
 
 WARM_UP_STEPS = 3
@@ -111,11 +112,9 @@ def grid(task: Task, most: int, steps: int) -> dict[int, float]:
 
 def main() -> None:
     """Judge, and print."""
-    # All steps train on one batch. Once it is memorized, gradients are denormal numbers, with which
-    # processors compute many times more slowly: a user's training, with many batches, has none.
-    torch.set_flush_denormal(True)
     how, task_file, *rest = sys.argv[1:]
     task = Task(**json.loads(Path(task_file).read_text()))
+    compute_alike(task.place)
     found: Any
     if how == "largest":
         found = {"largest": largest(task), "global_batch": task.global_batch}

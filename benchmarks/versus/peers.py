@@ -296,11 +296,10 @@ def optuna_search(task: Task, live: Live, folder: Path, *, sampler: str) -> Answ
         memory.release()
         size = trial.suggest_int("micro_batch", 1, 1024, log=True)
         precision = trial.suggest_categorical("precision", precisions)
-        tried = task.with_precision(precision)
-        if not ran(tried, size):
+        try:
+            return task.with_precision(precision).speed(size, STEPS)
+        except torch.OutOfMemoryError:
             return 0.0
-        with memory.unobserved():
-            return float(size / min(tried.train(size, STEPS)))
 
     study = optuna.create_study(
         direction="maximize", sampler=getattr(optuna.samplers, sampler)(seed=task.seed)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autofit.devices.cpu import CpuDevice
+from autofit.devices.cpu import CpuDevice, fix_malloc_thresholds
 from autofit.memory import tracer
 
 LOG = "VERSUS_LOG"
@@ -26,6 +26,18 @@ LOG = "VERSUS_LOG"
 # What lasts until the process ends, but for `Memory.unobserved`; a context that nobody names would
 # be left at once.
 _FOR_GOOD = ExitStack()
+
+
+def compute_alike(place: str) -> None:
+    """Have this process compute as every other of the comparison.
+
+    All steps train on one batch. Once it is memorized, gradients are denormal numbers, with which
+    processors compute many times more slowly: a user's training, with many batches, has none. And
+    glibc keeps what is freed, as `Report.apply` has it do, so that plans are compared and not
+    allocators.
+    """
+    torch.set_flush_denormal(True)
+    fix_malloc_thresholds(torch.device(place if place == "cpu" else "cuda"))
 
 
 def note(event: str, **values: Any) -> None:

@@ -15,9 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.versus import peers
+from benchmarks.versus.place import compute_alike
 from benchmarks.versus.roster import PEERS
 from benchmarks.versus.state import changes, state_of
 from benchmarks.versus.task import Task
@@ -36,9 +35,9 @@ def versions(packages: tuple[str, ...]) -> dict[str, str | None]:
 
 def main() -> None:
     """Run the tool; whatever it raises is part of what was found."""
-    torch.set_flush_denormal(True)  # as the judge: a tool that times steps is to time the same
     name, task_file, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     task, peer = Task(**json.loads(task_file.read_text())), PEERS[name]
+    compute_alike(task.place)
     found: dict[str, Any] = {"versions": versions(peer.packages)}
     model = task.build().train()
     live = peers.Live(model, task.optimizer(model))

@@ -52,7 +52,7 @@ def _of(runs: Sequence[Comparison]) -> dict[str, Tool]:
     if len({(run.budget_bytes, run.place, run.steps) for run in runs}) > 1:
         raise ValueError(f"{runs[0].workload}: runs differ in budget, place or steps")
     rows = [(run.seed, row) for run in runs for row in run.rows]
-    if len({row.found.get("versions", {}).get("torch") for _, row in rows}) > 1:
+    if len({row.torch for _, row in rows}) > 1:
         raise ValueError(f"{runs[0].workload}: runs differ in torch")
     if len({(seed, row.peer, row.precision) for seed, row in rows}) < len(rows):
         raise ValueError(f"{runs[0].workload}: a tool has two rows of one seed")

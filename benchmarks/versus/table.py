@@ -42,6 +42,12 @@ class Row:
     rates: list[tuple[float, float]] = field(default_factory=list)
 
     @property
+    def torch(self) -> str | None:
+        """The version of torch that the tool ran with; None: not recorded."""
+        told: str | None = self.found.get("versions", {}).get("torch")
+        return told
+
+    @property
     def task_precision(self) -> str:
         """The precision of the task that the tool was given."""
         return self.precision.replace("own", "float32")

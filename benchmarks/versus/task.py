@@ -116,6 +116,13 @@ class Task:
         """Train a new model by the plain loop, and return the seconds of each optimizer step."""
         return list(islice(self.step_seconds(micro_batch, accumulation_steps), steps))
 
+    def speed(self, micro_batch: int, steps: int) -> float:
+        """Return samples per second of the fastest of so many steps, after as many that fitted."""
+        memory = self.bounded()
+        self.train(micro_batch, steps)
+        with memory.unobserved():
+            return micro_batch / min(self.train(micro_batch, steps))
+
     def step_seconds(self, micro_batch: int, accumulation_steps: int = 1) -> Iterator[float]:
         """Train a new model by the plain loop; yield the seconds of each optimizer step."""
         model = self.build_on_device()

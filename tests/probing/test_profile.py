@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.plan import BOUNDS, Plan, ResolvedPlan
+from autofit.measurement import BOUNDS
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.profile import StepProfile, profile_plan
 from autofit.training.workload import Workload
