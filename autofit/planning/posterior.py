@@ -17,11 +17,20 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.measurement import Noise, Outcome, Trial, TrialKind, oom_probes_of, seconds_of
+from autofit.measurement import (
+    Measurement,
+    Noise,
+    Outcome,
+    Trial,
+    TrialKind,
+    oom_probes_of,
+    seconds_of,
+)
 from autofit.plan import Plan, Settings, VariantKey, variant_key
 from autofit.planning.constants import (
     CEILING_MARGIN,
     DRAWS,
+    FRAGMENTED,
     LEAST_SPREAD,
     MEMORY_ERROR,
     MEMORY_PRIOR,
@@ -438,13 +447,15 @@ class Posterior:
         return self.memory.x_at(budget * np.exp(self.memory_error(budget) * noise))
 
     def memory_error(self, held_bytes: float) -> float:
-        """Return the standard deviation of the log of what a probe holds, around its line.
+        """Return the standard deviation of the log of what a probe holds, around its line."""
+        return max(MEMORY_ERROR, self.segment_error(held_bytes))
 
-        Where little is held, that of what whole segments round up: uniform within one, or within
-        all that is held.
+    def segment_error(self, held_bytes: float) -> float:
+        """Return the standard deviation of the log of what whole segments round up to that.
+
+        It is uniform within a segment, or within all that is held.
         """
-        segment_bytes = min(self.spec.segment_bytes, held_bytes)
-        return max(MEMORY_ERROR, segment_bytes / math.sqrt(12) / held_bytes)
+        return min(self.spec.segment_bytes, held_bytes) / math.sqrt(12) / held_bytes
 
     def oom_risk(self, plan: Plan) -> float:
         """Return the probability that a probe of the plan runs out of memory."""
@@ -473,13 +484,41 @@ class Posterior:
                 continue
             is_exact = outcome in (Outcome.OK, Outcome.OVER_BUDGET) and bool(held)
             # Of what ran out while other processes used part of the budget, it needs what it held.
-            y = held if is_exact or trial.measurement.contended else self.spec.vram_budget_bytes
-            if y and (is_exact or outcome.about_memory):
-                x, error = float(trial.plan.micro_batch), self.memory_error(y)
-                points.append(
-                    Point(self.index(trial.plan), x, float(y), error, at_least=not is_exact)
-                )
+            known = held if is_exact or trial.measurement.contended else self.spec.vram_budget_bytes
+            if known and (is_exact or outcome.about_memory):
+                y, error = float(known), self.memory_error(known)
+                if is_exact:
+                    y, error = self._even(trial.measurement, y)
+                x = float(trial.plan.micro_batch)
+                points.append(Point(self.index(trial.plan), x, y, error, at_least=not is_exact))
         return points
+
+    def _even(self, measured: Measurement, held: float) -> tuple[float, float]:
+        """Return bytes held that grow evenly with the micro-batch, and the error of their log.
+
+        What is held grows in segments, what is allocated does not: where segments are large beside
+        what is held, they are what probes usually hold that allocate as much.
+        """
+        if not measured.peak_allocated_bytes:
+            return held, self.memory_error(held)
+        allocated = measured.peak_allocated_bytes + self.spec.segment_bytes / 2
+        usual = allocated * self._held_over_allocated + (measured.non_torch_bytes or 0)
+        segments = self.segment_error(held) ** 2
+        share = segments / (segments + FRAGMENTED**2)
+        even = math.exp(math.log(held) * (1 - share) + math.log(usual) * share)
+        return even, max(MEMORY_ERROR, math.sqrt(share) * FRAGMENTED)
+
+    @cached_property
+    def _held_over_allocated(self) -> float:
+        """The mean factor of the bytes reserved over those allocated and half a segment."""
+        factors = [
+            m.peak_reserved_bytes / (m.peak_allocated_bytes + self.spec.segment_bytes / 2)
+            for m in (trial.measurement for trial in self.probes)
+            if m.outcome in (Outcome.OK, Outcome.OVER_BUDGET)
+            and m.peak_reserved_bytes
+            and m.peak_allocated_bytes
+        ]
+        return statistics.geometric_mean(factors) if factors else 1.0
 
     @cached_property
     def _time_points(self) -> list[Point]:

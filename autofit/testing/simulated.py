@@ -30,6 +30,7 @@ class SimulatedProber:
         vram_budget_bytes: a plan that holds more runs out of memory.
         memory: plan -> bytes held at its peak.
         step_time: plan -> seconds of one optimizer step, all its micro-batches included.
+        allocated: plan -> bytes in live tensors at its peak; None: all that it holds.
         memory_noise: standard deviation of the log of the bytes held, from probe to probe.
         time_noise: standard deviation of the log of step times from probe to probe, or plan -> it:
             all steps of a probe are so much slower or faster, as on a machine that drifts.
@@ -58,6 +59,7 @@ class SimulatedProber:
         memory: PlanFunction,
         step_time: PlanFunction,
         *,
+        allocated: PlanFunction | None = None,
         memory_noise: float = 0.0,
         time_noise: PlanFunction | float = 0.0,
         step_noise: PlanFunction | float = 0.0,
@@ -69,7 +71,7 @@ class SimulatedProber:
         if vram_budget_bytes <= 0:
             raise InvalidArgument(f"vram_budget_bytes must be above zero, got {vram_budget_bytes}")
         self.vram_budget_bytes = vram_budget_bytes
-        self._memory, self._step_time = memory, step_time
+        self._memory, self._step_time, self._allocated = memory, step_time, allocated
         self._memory_noise = memory_noise
         self._time_noise = time_noise if callable(time_noise) else lambda plan: time_noise
         self._step_noise = step_noise if callable(step_noise) else lambda plan: step_noise
@@ -107,11 +109,11 @@ class SimulatedProber:
         held = math.ceil(self._memory(plan) * math.exp(noise.gauss(0.0, self._memory_noise)))
         if held > budget:
             return Measurement(Outcome.OOM, detail="the simulated budget ran out")
-        run = plan.accumulation_steps
+        run, allocated = plan.accumulation_steps, self._allocated
         return Measurement(
             Outcome.OK,
             step_times_s=self._steps(request, noise),
-            peak_allocated_bytes=held,
+            peak_allocated_bytes=held if allocated is None else math.floor(allocated(plan)),
             peak_reserved_bytes=held,
             non_torch_bytes=0,
             allocator_retries=0,

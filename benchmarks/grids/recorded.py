@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.devices.gpu_catalogue import Gpu
+from autofit.memory.blocks import LARGE_SEGMENT_BYTES
 from autofit.plan import Dimension, Plan, Scalar, Settings, VariantKey, variant_key
 from autofit.planning.search_spec import MemoryLine, SearchSpec, TimeLine
 from autofit.space import Space
@@ -72,6 +73,11 @@ class GridWorld:
     def memory(self, plan: Plan) -> float:
         """Return the bytes a plan holds, above the budget where it was recorded to run out."""
         return self._bytes(self.rows[plan.variant], plan.micro_batch)
+
+    def allocated(self, plan: Plan) -> float:
+        """Return the bytes in live tensors of a plan that fits, interpolated."""
+        rows = [row for row in self.rows[plan.variant] if row.seconds is not None]
+        return _between([(row.micro_batch, row.allocated_bytes) for row in rows], plan.micro_batch)
 
     def _bytes(self, rows: Sequence[Row], micro_batch: float) -> float:
         """Return reserved bytes; beyond the last plan that fits they grow as before it.
@@ -128,6 +134,7 @@ class GridWorld:
             self.budget_bytes,
             self.memory,
             self.step_time,
+            allocated=self.allocated,
             time_noise=self.time_noise,
             seed=self.seed,
         )
@@ -145,6 +152,7 @@ class GridWorld:
             seed=self.seed,
             predicted_lines=self._lines() if lines else {},
             predicted_times=self._times() if times else {},
+            segment_bytes=LARGE_SEGMENT_BYTES,
         )
 
     def _times(self) -> dict[VariantKey, TimeLine]:

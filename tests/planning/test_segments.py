@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
-from autofit.measurement import probes_of
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind, probes_of
 from autofit.plan import CostHint, Dimension, Plan
+from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space
@@ -21,11 +24,19 @@ HINTS: dict[bool | int | float | str, CostHint] = {
 BUDGET = 77 * MIB
 
 
-def _held(plan: Plan) -> float:
-    """What does not grow rounds up to 2 MiB, what grows to segments of 20 MiB."""
+def _growing_mib(plan: Plan) -> float:
     level = int(plan.settings["checkpointing.level"])
     each = (3.5 if plan.settings["precision.dtype"] == "bfloat16" else 5.0) * (1 - 0.13 * level)
-    return 22 * MIB + math.ceil(plan.micro_batch * each / 20) * 20 * MIB
+    return plan.micro_batch * each
+
+
+def _allocated(plan: Plan) -> float:
+    return (22 + _growing_mib(plan)) * MIB
+
+
+def _held(plan: Plan) -> float:
+    """What does not grow rounds up to 2 MiB, what grows to segments of 20 MiB."""
+    return (22 + math.ceil(_growing_mib(plan) / 20) * 20) * MIB
 
 
 def _seconds(plan: Plan) -> float:
@@ -44,10 +55,41 @@ def test_a_line_through_whole_segments_is_not_trusted_to_the_last_bytes() -> Non
     space = Space(dimensions, sample_batch_size=2, max_micro_batch=256)
     ooms = 0
     for seed in range(2):
-        prober = SimulatedProber(BUDGET, _held, _seconds, time_noise=0.02)
+        prober = SimulatedProber(BUDGET, _held, _seconds, allocated=_allocated, time_noise=0.02)
         spec = SearchSpec(space, BUDGET, seed=seed, segment_bytes=20 * MIB)
         result = run_search(prober, spec)
         ran = probes_of(result.trials)
         ooms += sum(trial.measurement.outcome.about_memory for trial in ran)
         assert result.best.plan.micro_batch / _seconds(result.best.plan) > 75
     assert ooms <= 2
+
+
+def test_what_is_allocated_tells_how_much_fits_where_segments_hide_it() -> None:
+    """Up to 10 samples take one segment and more take two, which looks like a steep line."""
+    space = Space({}, sample_batch_size=4, max_micro_batch=256)
+    spec = SearchSpec(space, BUDGET, segment_bytes=20 * MIB)
+
+    def held_at(sizes: Sequence[int], *, allocated: bool) -> float:
+        trials = [
+            Trial(at, TrialKind.SEARCH, space.plan(size, {}), _measured(size, allocated=allocated))
+            for at, size in enumerate(sizes)
+        ]
+        posterior = Posterior(spec, trials)
+        return float(np.median(posterior.held_bytes(space.plan(20, {})))) / MIB
+
+    expected = 22 + 2 * 20  # MiB
+    sizes = (4, 7, 11)
+    hidden, told = (held_at(sizes, allocated=each) for each in (False, True))
+    assert abs(told - expected) < abs(hidden - expected)
+
+
+def _measured(size: int, *, allocated: bool) -> Measurement:
+    held = 22 * MIB + math.ceil(size / 10) * 20 * MIB
+    live = 22 * MIB + size * MIB if allocated else None
+    return Measurement(
+        Outcome.OK,
+        step_times_s=[0.01 * size] * 3,
+        peak_allocated_bytes=live,
+        peak_reserved_bytes=held,
+        non_torch_bytes=0,
+    )
