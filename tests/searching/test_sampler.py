@@ -162,6 +162,7 @@ def test_plans_in_flight_are_not_proposed_again(device: SimulatedDevice) -> None
 
 
 def test_settings_that_fail_are_left_alone(device: SimulatedDevice) -> None:
+    """The first failures may be of what else was new in their plans."""
     sampler, study = _study_of(device)
     name, dimension = next(iter(device.space.dimensions.items()))
     bad = dimension.values[1]
@@ -173,7 +174,7 @@ def test_settings_that_fail_are_left_alone(device: SimulatedDevice) -> None:
         return device.speed(plan)
 
     study.optimize(speed, n_trials=12, catch=RuntimeError)
-    assert [t.params[name] == bad for t in study.trials].count(True) <= 2
+    assert [t.params[name] == bad for t in study.trials].count(True) <= 3
     assert len(study.trials) > 4
 
 
