@@ -83,9 +83,7 @@ MOST_ACCIDENTS = 3  # in a row, before a plan that ran shows whether the machine
 NOISY = 0.1  # log step time: from this scatter on, a reader is told that it bounds the gains
 
 # What is believed beforehand.
-MEMORY_ERROR = 0.02  # log bytes that a probe holds around its line, where no segment is larger
-# Log bytes held over those allocated, from plan to plan, where segments tell nothing; not measured.
-FRAGMENTED = 0.03
+MEMORY_ERROR = 0.02  # log bytes that a probe holds around its line, beside rounding to segments
 CEILING_MARGIN = 0.8  # of these deviations below the budget at a ceiling: 80 % of its probes fit
 LEAST_SPREAD = 0.01  # log step time around its line: kernels suit some sizes better than others
 SURE = 2.0  # standard errors by which residuals exceed noise before they are called departures
@@ -120,9 +118,7 @@ class LinePrior:
         own_share: more of the same where it is known: this share of the effect.
         common_share: likewise, in common to all values of the setting: who overrates one precision
             overrates the others.
-        kinship: of a variant's slope around the product of its settings' effects, as far as it is
-            that of all variants which differ in ordered settings alone.
-        interaction: of what is left of it.
+        interaction: of a variant's slope around the product of its settings' effects.
     """
 
     level: float = 2.0
@@ -140,19 +136,14 @@ class LinePrior:
     predicted_slope: float = 0.03
     own_share: float = 0.0
     common_share: float = 0.0
-    kinship: float = 0.0
     interaction: float = 0.06
 
 
 MEMORY_PRIOR = LinePrior(trend=0.7, curvature=0.4)
-# Launches set a floor to times, and settings differ in how much they launch: intercepts and
-# interactions are three times as free as those of bytes. What settings do together a step of an
-# ordered one hardly changes: without kinship (an interaction of 0.18), of 300 devices: +0.17 of
-# mean regret, +1.9 probes, -0.07 OOMs; and searches of checkpoint levels of a CPU walked through
-# all neighbours (benchmarks/results/neighbours-2026-11-28.md).
-TIME_PRIOR = LinePrior(
-    trend=0.3, curvature=0.15, intercept=0.15, hinted_intercept=0.45, kinship=0.17
-)
+# Launches set a floor to times, and settings differ in how much they launch: intercepts are three
+# times as free as those of bytes. Interactions are not: three times as free, of 300 devices: -0.12
+# of mean regret, +1.9 probes; and searches walked through neighbouring checkpoint levels.
+TIME_PRIOR = LinePrior(trend=0.3, curvature=0.15, intercept=0.15, hinted_intercept=0.45)
 # The roofline of a model is off by any factor, and by a share of each setting's effect: on the two
 # recorded grids by 0.1 to 0.4 of a precision's, by 0.3 at most of a checkpoint level's.
 PREDICTED_TIME_PRIOR = replace(

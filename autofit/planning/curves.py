@@ -2,10 +2,10 @@
 
 A variant holds `a + b * micro_batch` bytes and takes `alpha + beta * micro_batch` seconds per
 micro-batch. Both are lines with positive coefficients, so one model serves for both:
-log y = log(exp(A) + exp(B) * x), where A and B of a variant are sums of one term per setting. B has
-a term of the variant's family, those that differ in ordered settings alone, and a small one of its
-own. Terms are shared: a measurement of one variant informs every variant that has a setting in
-common with it. Hints and predicted lines are prior means of the terms.
+log y = log(exp(A) + exp(B) * x), where A and B of a variant are sums of one term per setting, and B
+has a small interaction term of the variant's own. Terms are shared: a measurement of one variant
+informs every variant that has a setting in common with it. Hints and predicted lines are prior
+means of the terms.
 
 The posterior is represented by draws of all lines. A draw starts from a random draw of the prior
 and moves to the nearest point that explains the measurements, each perturbed by a random draw of
@@ -24,7 +24,6 @@ device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -132,7 +131,7 @@ class LineFamily:
         lines: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
         lines = lines or {}
-        self._count = len(variants)
+        self._interaction, self._count = prior.interaction, len(variants)
         self._predicted = bool(lines)
         terms = [
             Terms.of_setting(
@@ -148,11 +147,7 @@ class LineFamily:
         self._shared = shared_features(self._count, prior, self._predicted)
         none = np.zeros((self._count, 0))
         self._of_a = np.hstack([none, *(term.features_a for term in terms)])
-        families = families_of(variants, dimensions)
-        alone = 0.0 if families.size else prior.kinship  # then a variant's own
-        self._interaction = math.hypot(prior.interaction, alone)
-        kin = prior.kinship * families
-        self._of_b = np.hstack([none, *(term.features_b for term in terms), kin])
+        self._of_b = np.hstack([none, *(term.features_b for term in terms)])
         plain = np.log(lines[0]) if lines else np.zeros(2)
         self._mean_a = np.full(self._count, plain[0])
         self._mean_b = np.full(self._count, plain[1])
@@ -292,21 +287,6 @@ def shared_features(count: int, prior: LinePrior, predicted: bool) -> tuple[Arra
         return np.hstack([shifts[0], none]), np.hstack([none, shifts[1]])
     level, split = prior.level * ones, prior.split * ones
     return np.hstack([level, split]), np.hstack([level, -split])
-
-
-def families_of(variants: Sequence[Settings], dimensions: Mapping[str, Dimension]) -> Array:
-    """Return (variants, families): 1 where a variant is of a family, else 0; none without ordered
-    settings.
-
-    Variants of a family differ in those alone, whose values change a little at a time.
-    """
-    rest = [name for name, dimension in dimensions.items() if not dimension.is_ordered]
-    if len(rest) == len(dimensions):
-        return np.zeros((len(variants), 0))
-    keys = [tuple(settings[name] for name in rest) for settings in variants]
-    places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
-    families: Array = np.eye(len(places))[[places[key] for key in keys]]
-    return families
 
 
 def log_effects(name: str, dimension: Dimension, hints: Hints) -> dict[Scalar, float]:

@@ -226,7 +226,6 @@ def _forecast(posterior: Posterior, plan: Plan) -> Measurement:
         Outcome.OK,
         detail="in flight",
         step_times_s=[factor * seconds for seconds in measured.step_times_s],
-        peak_allocated_bytes=held,
         peak_reserved_bytes=held,
         non_torch_bytes=0,
         allocator_retries=0,

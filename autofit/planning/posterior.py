@@ -30,7 +30,6 @@ from autofit.plan import Plan, Settings, VariantKey, variant_key
 from autofit.planning.constants import (
     CEILING_MARGIN,
     DRAWS,
-    FRAGMENTED,
     LEAST_SPREAD,
     MEMORY_ERROR,
     MEMORY_PRIOR,
@@ -448,14 +447,18 @@ class Posterior:
 
     def memory_error(self, held_bytes: float) -> float:
         """Return the standard deviation of the log of what a probe holds, around its line."""
-        return max(MEMORY_ERROR, self.segment_error(held_bytes))
+        return max(MEMORY_ERROR, math.sqrt(self._rounding(held_bytes)))
 
-    def segment_error(self, held_bytes: float) -> float:
-        """Return the standard deviation of the log of what whole segments round up to that.
+    def reading_error(self, held_bytes: float) -> float:
+        """Return that of a line's bytes as a probe tells them, which says what it allocated too."""
+        return self._weigh(held_bytes)[1]
 
-        It is uniform within a segment, or within all that is held.
+    def _rounding(self, held_bytes: float) -> float:
+        """Return the variance that rounding up to whole segments gives the log of these bytes.
+
+        Rounding is uniform within a segment, or within all that is held.
         """
-        return min(self.spec.segment_bytes, held_bytes) / math.sqrt(12) / held_bytes
+        return (min(self.spec.segment_bytes, held_bytes) / held_bytes) ** 2 / 12
 
     def oom_risk(self, plan: Plan) -> float:
         """Return the probability that a probe of the plan runs out of memory."""
@@ -496,29 +499,34 @@ class Posterior:
     def _even(self, measured: Measurement, held: float) -> tuple[float, float]:
         """Return bytes held that grow evenly with the micro-batch, and the error of their log.
 
-        What is held grows in segments, what is allocated does not: where segments are large beside
-        what is held, they are what probes usually hold that allocate as much.
+        What is held grows in segments, what is allocated does not. Where a segment is a large part
+        of what is held, this is mostly what probes that allocate as much usually hold.
         """
         if not measured.peak_allocated_bytes:
             return held, self.memory_error(held)
         allocated = measured.peak_allocated_bytes + self.spec.segment_bytes / 2
-        usual = allocated * self._held_over_allocated + (measured.non_torch_bytes or 0)
-        segments = self.segment_error(held) ** 2
-        share = segments / (segments + FRAGMENTED**2)
-        even = math.exp(math.log(held) * (1 - share) + math.log(usual) * share)
-        return even, max(MEMORY_ERROR, math.sqrt(share) * FRAGMENTED)
+        usual = allocated * statistics.geometric_mean(self._held_over_allocated)
+        usual += measured.non_torch_bytes or 0
+        share, error = self._weigh(held)
+        return held ** (1 - share) * usual**share, error
+
+    def _weigh(self, held_bytes: float) -> tuple[float, float]:
+        """Return the weight of what is usual beside what a probe held, and the error of both."""
+        rounding = self._rounding(held_bytes)
+        unusual = MEMORY_ERROR**2 + rounding / max(1, len(self._held_over_allocated))
+        share = rounding / (rounding + unusual)
+        return share, max(MEMORY_ERROR, math.sqrt(share * unusual))
 
     @cached_property
-    def _held_over_allocated(self) -> float:
-        """The mean factor of the bytes reserved over those allocated and half a segment."""
-        factors = [
+    def _held_over_allocated(self) -> Sequence[float]:
+        """Of each probe, the bytes reserved over those allocated and half a segment."""
+        return [
             m.peak_reserved_bytes / (m.peak_allocated_bytes + self.spec.segment_bytes / 2)
             for m in (trial.measurement for trial in self.probes)
             if m.outcome in (Outcome.OK, Outcome.OVER_BUDGET)
             and m.peak_reserved_bytes
             and m.peak_allocated_bytes
         ]
-        return statistics.geometric_mean(factors) if factors else 1.0
 
     @cached_property
     def _time_points(self) -> list[Point]:

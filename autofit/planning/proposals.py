@@ -108,7 +108,7 @@ def _opened(
     reached = posterior.log_speeds(posterior.ceilings) - ahead
     reached = np.where(np.isfinite(reached), reached, OUT_OF_REACH)[:, variants]
     held = posterior.memory.log_values_of(variants, sizes.astype(np.float64))
-    errors = posterior.typical_noise, posterior.memory_error(posterior.spec.vram_budget_bytes)
+    errors = posterior.typical_noise, posterior.reading_error(posterior.spec.vram_budget_bytes)
     change = _explained_deviation(np.stack([reached, log_speeds, held]), *errors)
     return _knowledge_gradient(reached.mean(axis=0), change)
 

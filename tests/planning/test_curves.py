@@ -167,37 +167,3 @@ def test_all_variants_at_once_are_as_one_by_one() -> None:
         alone = _at(departures, variant, size)
         assert np.allclose(together[:, variant], alone)
         assert np.allclose(plans[:, variant], alone)
-
-
-def test_what_settings_do_together_is_believed_of_every_level_of_theirs() -> None:
-    """Half precision in the last layout is slower than either tells, wherever it recomputes."""
-    dimensions = {
-        "dtype": Dimension(("plain", "half")),
-        "layout": Dimension(("first", "last")),
-        "level": Dimension((0, 1, 2, 3)),
-    }
-    variants: list[dict[str, Scalar]] = [
-        {"dtype": dtype, "layout": layout, "level": level}
-        for dtype in ("plain", "half")
-        for layout in ("first", "last")
-        for level in range(4)
-    ]
-    together = 12  # of level 0; its levels end the list
-    points = [
-        Point(at, 8, 8.0 * (1.4 if at >= together else 1.0), 0.01)
-        for at in range(len(variants))
-        if at % 4 in (0, 3) and at != together
-    ]
-    priors = LinePrior(kinship=0.2, interaction=0.02), LinePrior(interaction=0.2)
-    of_kin, of_none = (
-        float(
-            np.median(
-                LineFamily(variants, dimensions, prior)
-                .draws(points, 200, seed=0)
-                .value_at(8.0)[:, together]
-            )
-        )
-        for prior in priors
-    )
-    assert abs(of_kin - 11.2) < 0.5
-    assert of_none < of_kin - 0.5
