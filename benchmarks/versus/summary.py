@@ -1,6 +1,6 @@
 """Several runs of the comparison in one: what each tool did to a workload, and autofit beside them.
 
-    python -m benchmarks.versus.summary RAW.json ...
+    python -m benchmarks.versus.summary RAW.json ... [--json OUT]
 
 A finder answers with a batch size; at float32 its user has not thought of precision, in another it
 was chosen by hand. A tuner chooses more than the batch size. A tool has a speed on a workload only
@@ -9,9 +9,9 @@ where each run's answer lived through all steps of the judge.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -84,6 +84,7 @@ def _tool(rows: Sequence[tuple[Comparison, Row]]) -> Tool:
         "speed": statistics.median(speeds) if all(row.rates for _, row in rows) else None,
         "range": [speeds[0], speeds[-1]] if speeds else [],
         "ooms": [row.ooms for _, row in rows],
+        "mean_ooms": statistics.mean(row.ooms for _, row in rows),
         "seconds": took,  # of those that were not ended
     }
 
@@ -157,8 +158,14 @@ def read(path: Path) -> list[Comparison]:
 
 def main() -> None:
     """Print the tables of the raw files that are named."""
-    runs = [one for path in sys.argv[1:] for one in read(Path(path))]
-    print("\n".join(markdown(summary(runs))))
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("raw", type=Path, nargs="+")
+    parser.add_argument("--json", type=Path, help="file for the summary")
+    given = parser.parse_args()
+    told = summary([one for path in given.raw for one in read(path)])
+    if given.json:
+        given.json.write_text(json.dumps(told, indent=1) + "\n")
+    print("\n".join(markdown(told)))
 
 
 if __name__ == "__main__":
