@@ -24,8 +24,8 @@ NOISE_WORTH = 0.05  # share. x2: +0.67 +- 0.45, -0.7. /2: -0.42 +- 0.37, +0.4
 MOST_WITHOUT_FIT = 12  # probes while nothing fits; not measured
 
 # The fewest and the most that a search without a limit usually takes, final comparison included
-# (benchmarks/results/search-seconds-2026-11-28.md).
-USUAL_PROBES = (14, 36)  # probes
+# (benchmarks/results/search-seconds-2026-11-28.md; without lines interactions-2026-11-28.md).
+USUAL_PROBES = (13, 30)  # probes
 USUAL_PROBES_WITH_LINES = (10, 21)  # probes
 USUAL_PROBES_OF_SIZES = (2, 8)  # probes, where no setting has a second value
 
@@ -141,8 +141,8 @@ class LinePrior:
 
 MEMORY_PRIOR = LinePrior(trend=0.7, curvature=0.4)
 # Launches set a floor to times, and settings differ in how much they launch: intercepts are three
-# times as free as those of bytes. Interactions are not: three times as free, of 300 devices: -0.12
-# of mean regret, +1.9 probes; and searches walked through neighbouring checkpoint levels.
+# times as free as those of bytes. Interactions are not: three times as free, of 300 devices from
+# 90 000: +0.21 +- 0.34, +2.2, 0.0 (benchmarks/results/interactions-2026-11-28.md).
 TIME_PRIOR = LinePrior(trend=0.3, curvature=0.15, intercept=0.15, hinted_intercept=0.45)
 # The roofline of a model is off by any factor, and by a share of each setting's effect: on the two
 # recorded grids by 0.1 to 0.4 of a precision's, by 0.3 at most of a checkpoint level's.

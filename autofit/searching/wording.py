@@ -144,7 +144,12 @@ class EventWords:
         probes, at_most_s = self._probes_left(progress), progress.seconds_left
         if probes is not None and self._finished and self._probing_since is not None:
             took_s = (progress.elapsed_s - self._probing_since) / self._finished
-            fewest_s, most_s = (max(took_s * count - waited_s, 0.0) for count in probes)
+            fewest, most = probes
+            # Where these are only usual: later probes may take twice as long as the first did
+            longer = 1 + 1 / self._finished if most > fewest else 1.0
+            fewest_s, most_s = (
+                max(took_s * each - waited_s, 0.0) for each in (fewest, longer * most)
+            )
             if at_most_s is None or most_s + waited_s < at_most_s:
                 clocks = dict.fromkeys([format_clock(fewest_s), format_clock(most_s)])
                 return f"about {' to '.join(clocks)} left"

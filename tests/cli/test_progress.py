@@ -151,14 +151,14 @@ def test_the_time_left_is_by_the_probes_where_they_end_sooner() -> None:
 
 
 def test_the_time_left_without_a_limit_is_by_the_usual_number_of_probes() -> None:
-    """The first probe took 2 s, and such a search takes 10 to 30."""
+    """The first probe took 2 s, and such a search takes 10 to 30, which may take twice as long."""
     words = EventWords()
     words.learn(ProbeStarted(BASELINE.plan, TrialKind.BASELINE, None, unlimited(0, 40.0)))
     words.learn(ProbeFinished(BASELINE, unlimited(1, 42.0)))
-    assert "about 0:18 to 0:58 left" in words.standing(unlimited(1, 42.0))
-    assert "about 0:10 to 0:50 left" in words.standing(unlimited(1, 42.0), waited_s=8.0)
-    assert "about 0:00 to 0:20 left" in words.standing(unlimited(20, 42.0))
-    assert "at most 0:40 left" in words.standing(replace(unlimited(1, 42.0), seconds_left=40.0))
+    assert "about 0:18 to 1:56 left" in words.standing(unlimited(1, 42.0))
+    assert "about 0:10 to 1:48 left" in words.standing(unlimited(1, 42.0), waited_s=8.0)
+    assert "about 0:00 to 0:40 left" in words.standing(unlimited(20, 42.0))
+    assert "at most 1:40 left" in words.standing(replace(unlimited(1, 42.0), seconds_left=100.0))
     assert not any("left" in part for part in words.standing(unlimited(30, 42.0)))
 
 
