@@ -83,7 +83,7 @@ MOST_ACCIDENTS = 3  # in a row, before a plan that ran shows whether the machine
 NOISY = 0.1  # log step time: from this scatter on, a reader is told that it bounds the gains
 
 # What is believed beforehand.
-MEMORY_ERROR = 0.02  # log bytes that a probe holds around its line, beside rounding to segments
+MEMORY_ERROR = 0.02  # log bytes that a probe holds around its line, where no segment is larger
 CEILING_MARGIN = 0.8  # of these deviations below the budget at a ceiling: 80 % of its probes fit
 LEAST_SPREAD = 0.01  # log step time around its line: kernels suit some sizes better than others
 SURE = 2.0  # standard errors by which residuals exceed noise before they are called departures
@@ -142,7 +142,7 @@ class LinePrior:
 MEMORY_PRIOR = LinePrior(trend=0.7, curvature=0.4)
 # Launches set a floor to times, and settings differ in how much they launch: intercepts are three
 # times as free as those of bytes. Interactions are not: three times as free, of 300 devices from
-# 90 000: +0.21 +- 0.34, +2.2, 0.0 (benchmarks/results/interactions-2026-11-28.md).
+# 90 000: +0.21 +- 0.34, +2.2, 0.0; from 50 000: -0.23, +1.7, -0.03 (benchmarks/results/interactions-2026-11-28.md).
 TIME_PRIOR = LinePrior(trend=0.3, curvature=0.15, intercept=0.15, hinted_intercept=0.45)
 # The roofline of a model is off by any factor, and by a share of each setting's effect: on the two
 # recorded grids by 0.1 to 0.4 of a precision's, by 0.3 at most of a checkpoint level's.

@@ -81,8 +81,8 @@ class SearchSpec:
             a number); 0, exact, where it is missing. Of equally fast plans the most exact wins.
         planned_samples: what the training will take, so that the start of costly variants counts;
             None: unknown. Like the effort, not part of what a study belongs to.
-        segment_bytes: the pieces in which the device's allocator takes memory, so that a plan holds
-            up to one more than it allocates; 0: any number of bytes.
+        segment_bytes: the pieces in which the device's allocator takes memory, so that what a plan
+            holds does not grow evenly; 0: any number of bytes.
     """
 
     space: Space

@@ -145,7 +145,7 @@ class EventWords:
         if probes is not None and self._finished and self._probing_since is not None:
             took_s = (progress.elapsed_s - self._probing_since) / self._finished
             fewest, most = probes
-            # Where these are only usual: later probes may take twice as long as the first did
+            # Usual counts only: later probes may be slower, by less the more have run
             longer = 1 + 1 / self._finished if most > fewest else 1.0
             fewest_s, most_s = (
                 max(took_s * each - waited_s, 0.0) for each in (fewest, longer * most)
