@@ -142,7 +142,8 @@ class LinePrior:
 MEMORY_PRIOR = LinePrior(trend=0.7, curvature=0.4)
 # Launches set a floor to times, and settings differ in how much they launch: intercepts are three
 # times as free as those of bytes. Interactions are not: three times as free, of 300 devices from
-# 90 000: +0.21 +- 0.34, +2.2, 0.0; from 50 000: -0.23, +1.7, -0.03 (benchmarks/results/interactions-2026-11-28.md).
+# 90 000: +0.21 +- 0.34, +2.2, 0.0; from 50 000: -0.23, +1.7, -0.03
+# (benchmarks/results/interactions-2026-11-28.md).
 TIME_PRIOR = LinePrior(trend=0.3, curvature=0.15, intercept=0.15, hinted_intercept=0.45)
 # The roofline of a model is off by any factor, and by a share of each setting's effect: on the two
 # recorded grids by 0.1 to 0.4 of a precision's, by 0.3 at most of a checkpoint level's.

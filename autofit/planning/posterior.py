@@ -446,17 +446,20 @@ class Posterior:
         return self.memory.x_at(budget * np.exp(self.memory_error(budget) * noise))
 
     def memory_error(self, held_bytes: float) -> float:
-        """Return the standard deviation of the log of what a probe holds, around its line."""
+        """Return the standard deviation of the log of what a probe holds, around its line.
+
+        It is `MEMORY_ERROR`, or that of rounding up to segments where that is more.
+        """
         return max(MEMORY_ERROR, math.sqrt(self._rounding(held_bytes)))
 
     def reading_error(self, held_bytes: float) -> float:
-        """Return that of a line's bytes as a probe tells them, which says what it allocated too."""
+        """Return that of a line's bytes as one more probe tells them by all that it measures."""
         return self._weigh(held_bytes)[1]
 
     def _rounding(self, held_bytes: float) -> float:
-        """Return the variance that rounding up to whole segments gives the log of these bytes.
+        """Return the variance of the log of held bytes that rounding up to whole segments causes.
 
-        Rounding is uniform within a segment, or within all that is held.
+        Rounding is uniform within a segment, or within all that is held if that is less.
         """
         return (min(self.spec.segment_bytes, held_bytes) / held_bytes) ** 2 / 12
 
@@ -502,31 +505,44 @@ class Posterior:
         What is held grows in segments, what is allocated does not. Where a segment is a large part
         of what is held, this is mostly what probes that allocate as much usually hold.
         """
-        if not measured.peak_allocated_bytes:
+        expected = self._expected(measured)
+        if not expected:
             return held, self.memory_error(held)
-        allocated = measured.peak_allocated_bytes + self.spec.segment_bytes / 2
-        usual = allocated * statistics.geometric_mean(self._held_over_allocated)
+        usual = expected * statistics.geometric_mean(self._held_over_expected)
         usual += measured.non_torch_bytes or 0
         share, error = self._weigh(held)
         return held ** (1 - share) * usual**share, error
 
     def _weigh(self, held_bytes: float) -> tuple[float, float]:
-        """Return the weight of what is usual beside what a probe held, and the error of both."""
+        """Return the weight of what is usual beside what a probe held, and the error of their mean.
+
+        What is usual is a mean over probes, this one among them: they share part of the rounding.
+        """
         rounding = self._rounding(held_bytes)
-        unusual = MEMORY_ERROR**2 + rounding / max(1, len(self._held_over_allocated))
-        share = rounding / (rounding + unusual)
-        return share, max(MEMORY_ERROR, math.sqrt(share * unusual))
+        shared = rounding / max(1, len(self._held_over_expected))
+        share = (rounding - shared) / (rounding - shared + MEMORY_ERROR**2)
+        return share, max(MEMORY_ERROR, math.sqrt((1 - share) * rounding + share * shared))
 
     @cached_property
-    def _held_over_allocated(self) -> Sequence[float]:
-        """Of each probe, the bytes reserved over those allocated and half a segment."""
-        return [
-            m.peak_reserved_bytes / (m.peak_allocated_bytes + self.spec.segment_bytes / 2)
-            for m in (trial.measurement for trial in self.probes)
-            if m.outcome in (Outcome.OK, Outcome.OVER_BUDGET)
-            and m.peak_reserved_bytes
-            and m.peak_allocated_bytes
+    def _held_over_expected(self) -> Sequence[float]:
+        """Of each probe that ran, the bytes reserved over those expected of what it allocated."""
+        ran = [
+            trial.measurement
+            for trial in self.probes
+            if trial.measurement.outcome in (Outcome.OK, Outcome.OVER_BUDGET)
         ]
+        pairs = [(measured.peak_reserved_bytes, self._expected(measured)) for measured in ran]
+        return [reserved / expected for reserved, expected in pairs if reserved and expected]
+
+    def _expected(self, measured: Measurement) -> float:
+        """Return the bytes allocated and half a segment, or half of what is reserved if less.
+
+        0: they are unknown.
+        """
+        allocated, reserved = measured.peak_allocated_bytes, measured.peak_reserved_bytes
+        if not allocated or not reserved:
+            return 0.0
+        return allocated + min(self.spec.segment_bytes, reserved) / 2
 
     @cached_property
     def _time_points(self) -> list[Point]:
