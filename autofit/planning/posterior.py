@@ -453,7 +453,10 @@ class Posterior:
         return max(MEMORY_ERROR, math.sqrt(self._rounding(held_bytes)))
 
     def reading_error(self, held_bytes: float) -> float:
-        """Return that of a line's bytes as one more probe tells them by all that it measures."""
+        """Return the error of the log of a line's bytes as one probe tells them.
+
+        It is smaller than `memory_error` where what was allocated tells what segments hide.
+        """
         return self._weigh(held_bytes)[1]
 
     def _rounding(self, held_bytes: float) -> float:
@@ -508,8 +511,7 @@ class Posterior:
         expected = self._expected(measured)
         if not expected:
             return held, self.memory_error(held)
-        usual = expected * statistics.geometric_mean(self._held_over_expected)
-        usual += measured.non_torch_bytes or 0
+        usual = expected * self._usual_factor + (measured.non_torch_bytes or 0)
         share, error = self._weigh(held)
         return held ** (1 - share) * usual**share, error
 
@@ -533,6 +535,10 @@ class Posterior:
         ]
         pairs = [(measured.peak_reserved_bytes, self._expected(measured)) for measured in ran]
         return [reserved / expected for reserved, expected in pairs if reserved and expected]
+
+    @cached_property
+    def _usual_factor(self) -> float:
+        return statistics.geometric_mean(self._held_over_expected)
 
     def _expected(self, measured: Measurement) -> float:
         """Return the bytes allocated and half a segment, or half of what is reserved if less.

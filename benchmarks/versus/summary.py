@@ -2,6 +2,7 @@
 
     python -m benchmarks.versus.summary RAW.json ... [--json OUT]
 
+The README's table is taken from the OUT that is `benchmarks/results/DATE-versus-cpu-summary.json`.
 A finder answers with a batch size; at float32 its user has not thought of precision, in another it
 was chosen by hand. A tuner chooses more than the batch size. A tool has a speed on a workload only
 where each run's answer lived through all steps of the judge.
@@ -160,7 +161,7 @@ def main() -> None:
     """Print the tables of the raw files that are named."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("raw", type=Path, nargs="+")
-    parser.add_argument("--json", type=Path, help="file for the summary")
+    parser.add_argument("--json", type=Path, help="write the summary there too")
     given = parser.parse_args()
     told = summary([one for path in given.raw for one in read(path)])
     if given.json:

@@ -71,6 +71,7 @@ def test_a_speed_is_the_median_of_all_pairs_and_is_set_beside_each_kind_of_rival
     told = summary([*runs(), *runs("other", 2.0)])
     assert told["net"]["autofit"]["speed"] == 1.0
     assert told["net"]["autofit"]["range"] == [1.0, 1.2]
+    assert told["net"]["autofit"]["mean_ooms"] == 1
     best = {"finder at float32": 0.5, "finder": 0.8, "tuner": 0.4}
     best["finder at the kept global batch"] = 0.5
     ratios = {kind: 1.0 / speed for kind, speed in best.items()}

@@ -84,6 +84,19 @@ def test_what_is_allocated_tells_how_much_fits_where_segments_hide_it() -> None:
     assert abs(told - expected) < abs(hidden - expected) / 2
 
 
+def test_one_probe_does_not_tell_what_its_segments_hide() -> None:
+    """With it alone, what is usual is what it held, rounding included."""
+    space = Space({}, sample_batch_size=4, max_micro_batch=256)
+    spec = SearchSpec(space, BUDGET, segment_bytes=20 * MIB)
+    trials = [
+        Trial(at, TrialKind.SEARCH, space.plan(size, {}), _measured(size, allocated=True))
+        for at, size in enumerate((4, 7, 11))
+    ]
+    first, all_of_them = Posterior(spec, trials[:1]), Posterior(spec, trials)
+    assert first.reading_error(BUDGET) == pytest.approx(first.memory_error(BUDGET))
+    assert all_of_them.reading_error(BUDGET) < 0.8 * all_of_them.memory_error(BUDGET)
+
+
 def _measured(size: int, *, allocated: bool) -> Measurement:
     held = 22 * MIB + math.ceil(size / 10) * 20 * MIB
     live = (22 + 2 * size) * MIB if allocated else None

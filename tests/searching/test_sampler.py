@@ -161,9 +161,7 @@ def test_plans_in_flight_are_not_proposed_again(device: SimulatedDevice) -> None
     assert len(set(plans)) == 3
 
 
-def test_settings_that_fail_are_left_alone(make_device: MakeDevice) -> None:
-    """The first failures, of ten variants, may be of the level that was new in their plans."""
-    device = make_device()
+def test_settings_that_fail_are_left_alone(device: SimulatedDevice) -> None:
     sampler, study = _study_of(device)
     name, dimension = next(iter(device.space.dimensions.items()))
     bad = dimension.values[1]
@@ -175,7 +173,7 @@ def test_settings_that_fail_are_left_alone(make_device: MakeDevice) -> None:
         return device.speed(plan)
 
     study.optimize(speed, n_trials=12, catch=RuntimeError)
-    assert [t.params[name] == bad for t in study.trials].count(True) <= 3
+    assert [t.params[name] == bad for t in study.trials].count(True) <= 2
     assert len(study.trials) > 4
 
 
