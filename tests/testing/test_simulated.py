@@ -33,6 +33,13 @@ def test_it_answers_by_its_formulas() -> None:
     assert measurement.step_time_s == pytest.approx(0.3)
 
 
+def test_live_tensors_are_all_that_it_holds_or_as_many_as_a_formula_says() -> None:
+    fewer = _prober(allocated=lambda plan: 10.5 * plan.micro_batch)
+    told = [_measured(prober, Plan(20)) for prober in (_prober(), fewer)]
+    assert [each.peak_allocated_bytes for each in told] == [300, 210]
+    assert [each.held_bytes for each in told] == [300, 300]
+
+
 def test_answers_depend_on_the_plan_and_not_on_the_order() -> None:
     first, second = (_prober(memory_noise=0.1, time_noise=0.1, seed=5) for _ in range(2))
     plans = [Plan(n) for n in range(1, 6)]
