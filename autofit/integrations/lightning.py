@@ -44,12 +44,6 @@ if TYPE_CHECKING:
     from autofit.searching.options import SearchOptions
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-_APPLY = (
-    "from autofit.integrations import lightning as tuning",
-    "from lightning.pytorch import Trainer",
-    "trainer = Trainer(**tuning.arguments(report))  # and your own arguments",
-    "trainer.fit(module, data)",
-)
 _MIXED = {"bfloat16": "bf16-mixed", "float16": "16-mixed"}
 # Where Lightning's own hooks are, which do nothing.
 _HOOKS = ("lightning.pytorch.core.", "pytorch_lightning.core.")
@@ -223,7 +217,7 @@ def search(
         numerics=numerics,
         asked_by=f"precision={trainer.precision!r} of the Trainer" if own else "",
         notes=(),
-        apply=_APPLY,
+        trainer="lightning",
         progress=progress,
         options=options,
         **device | more,
