@@ -398,6 +398,10 @@ class _Tokens(TypedDict):
     padding_share: Number | None
 
 
+SamplesName = Literal["rows", "collate_fn", "function"]
+"""What the samples of a training are; see `autofit.training.samples`."""
+
+
 class _Workload(TypedDict):
     fingerprint: str
     parameters: Amount
@@ -405,6 +409,8 @@ class _Workload(TypedDict):
     loss: str | None
     sample_shapes: dict[str, str]
     lacks_loss: NotRequired[bool]
+    samples: NotRequired[SamplesName]
+    described_size: NotRequired[Count]
     batched: NotRequired[list[str]]
     tokens: NotRequired[_Tokens]
     given: NotRequired[list[str]]
