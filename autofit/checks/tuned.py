@@ -99,7 +99,7 @@ class AskedPlan:
         """
         if self.record is None:
             return
-        samples = describe(workload.batch(workload.sample_batch_size))
+        samples = describe(workload.batch(workload.described_size))
         if differs := _differences(self.record, parameters=parameters, samples=samples):
             raise InvalidArgument(
                 f"the report is of another workload: {differs}. Pass the workload of "

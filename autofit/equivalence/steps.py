@@ -380,7 +380,7 @@ class StrategyContext:
             workload = self._builder.fresh_workload()
             plain = ResolvedPlan(Plan(micro_batch))
             self._training = self._builder.training(workload, plain)
-            ((batch, _),) = self._training.micro_batches(workload.batch(micro_batch))
+            ((batch, _),) = self._training.micro_batches(workload.step_of(micro_batch))
             self._comparer = StepComparer(self._training, batch)
         return self._comparer
 

@@ -23,7 +23,8 @@ from autofit.plan import Plan, ResolvedPlan, Scalar, unlike
 from autofit.report.record import terms_of
 from autofit.report.report import Report
 from autofit.strategy import ALONE, Strategy, attributes_kept
-from autofit.training.batch import Samples, batch_size, describe
+from autofit.training.batch import batch_size, describe
+from autofit.training.samples import Rows
 from autofit.training.training import ForwardContext, ForwardContexts
 from autofit.units import counted
 
@@ -55,7 +56,7 @@ class Division:
     def samples_in(self, batch: Any) -> int:
         """Return the samples of a batch, in the tensors that the search found to hold some."""
         if self.batched:
-            return Samples(self.batched, frozenset(describe(batch)) - self.batched).size(batch)
+            return Rows(self.batched, frozenset(describe(batch)) - self.batched).size(batch)
         return batch_size(batch)
 
     def misweighed(self, micro_batches: int, last_samples: int) -> str | None:

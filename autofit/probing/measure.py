@@ -157,18 +157,23 @@ def _use_of(ran: _Ran) -> RankUse:
 def samples_on(
     builder: TrainingBuilder, workload: Workload, plan: Plan, places: Sequence[int]
 ) -> Batch:
-    """Return samples on the device for those micro-batches of a plan's optimizer step."""
+    """Return what a step of those micro-batches of a plan's takes, in host memory."""
     sizes = plan.micro_batch_sizes_of(builder.world.rank)
-    return map_tensors(builder.device.stage, workload.batch(sum(sizes[at] for at in places)))
+    return staged(builder.device, workload.step_of(*(sizes[at] for at in places)))
+
+
+def staged(device: Device, step: Any) -> Any:
+    """Return the batches of a step in the host memory that a data loader should fill."""
+    return map_tensors(device.stage, step)
 
 
 def _mix_on(
     builder: TrainingBuilder, workload: Workload, plan: Plan, places: Sequence[int]
 ) -> list[tuple[float, Batch]]:
-    """Return such samples of each length, with its share of the steps; the longest is the last."""
+    """Return such steps of each length, with its share of all; the longest is the last."""
     sizes = plan.micro_batch_sizes_of(builder.world.rank)
-    mix = workload.mix(sum(sizes[at] for at in places))
-    return [(share, map_tensors(builder.device.stage, batch)) for share, batch in mix]
+    mix = workload.mix_of_steps([sizes[at] for at in places])
+    return [(share, staged(builder.device, step)) for share, step in mix]
 
 
 def evaluation_peak(

@@ -35,6 +35,7 @@ from autofit.training.batch import Batch, describe
 from autofit.training.fingerprint import fingerprint
 from autofit.training.lengths import Tokens, tokens_of_mix
 from autofit.training.loss import LossSource
+from autofit.training.samples import Rows, SamplesKind
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload, compiled_in_place, compiled_part
 from autofit.units import format_bytes
@@ -61,7 +62,9 @@ class Survey:
         loss: where the loss comes from, in words; None where the trial forward failed.
         sample_batch_size: samples in the user's batch.
         sample_shapes: place of each tensor in the sample batch -> its dtype and shape.
-        batched: the places of those that hold samples.
+        samples: what the samples are: rows, what collate_fn takes, or what a function makes.
+        batched: the places of those that hold samples; None: they are not told apart.
+        described_size: samples of the batch with those shapes.
         global_batch: samples per optimizer step to keep.
         split_gradients: how split and whole gradients compare; None: not asked, or failed.
         may_change_accumulation: whether the accumulation steps may change.
@@ -83,7 +86,9 @@ class Survey:
     loss: str | None
     sample_batch_size: int
     sample_shapes: Mapping[str, str]
-    batched: Sequence[str]
+    samples: SamplesKind
+    batched: Sequence[str] | None
+    described_size: int
     global_batch: int | None
     split_gradients: Comparison | None
     may_change_accumulation: bool
@@ -263,8 +268,10 @@ def take_survey(
         parameter_bytes=model.parameter_bytes,
         loss=loss,
         sample_batch_size=workload.sample_batch_size,
-        sample_shapes=describe(workload.batch(workload.sample_batch_size)),
-        batched=sorted(workload.samples.batched),
+        sample_shapes=describe(workload.batch(workload.described_size)),
+        samples=workload.samples.kind,
+        batched=_batched(workload),
+        described_size=workload.described_size,
         global_batch=workload.global_batch,
         split_gradients=compared.comparison,
         may_change_accumulation=compared.why_kept is None,
@@ -273,8 +280,21 @@ def take_survey(
         busy=busy,
         world_size=world.size,
         accumulation_kept=compared.why_kept,
-        tokens=tokens_of_mix(workload.mix(workload.sample_batch_size), workload.samples.batched),
+        tokens=_tokens(workload),
     )
+
+
+def _batched(workload: Workload) -> list[str] | None:
+    samples = workload.samples
+    return sorted(samples.batched) if isinstance(samples, Rows) else None
+
+
+def _tokens(workload: Workload) -> Tokens | None:
+    """Return the tokens of a sample, where the batch has a row for each."""
+    size = workload.described_size
+    mix, samples = workload.mix(size), workload.samples
+    rows = samples if isinstance(samples, Rows) else Rows.of_size(mix[-1][1], size)
+    return tokens_of_mix(mix, rows.batched)
 
 
 def _that_ranks_share(

@@ -54,7 +54,7 @@ from autofit.strategy import Strategy
 SCHEMA = 1
 
 _Function: TypeAlias = Literal[
-    "loss_fn", "criterion", "loss_weight", "before_step", "training_step"
+    "collate_fn", "loss_fn", "criterion", "loss_weight", "before_step", "training_step"
 ]
 FUNCTIONS: tuple[str, ...] = get_args(_Function)
 """Arguments that are functions: a report names those that were given, and holds no code."""
@@ -408,6 +408,10 @@ class _Tokens(TypedDict):
     padding_share: Number | None
 
 
+SamplesName = Literal["rows", "collate_fn", "function"]
+"""What the samples of a training are; see `autofit.training.samples`."""
+
+
 class _Workload(TypedDict):
     fingerprint: str
     parameters: Amount
@@ -415,6 +419,8 @@ class _Workload(TypedDict):
     loss: str | None
     sample_shapes: dict[str, str]
     lacks_loss: NotRequired[bool]
+    samples: NotRequired[SamplesName]
+    described_size: NotRequired[Count]
     batched: NotRequired[list[str]]
     tokens: NotRequired[_Tokens]
     given: NotRequired[list[_Function]]

@@ -176,6 +176,7 @@ class Report:
         loss_weight: Callable[..., Any] | None = None,
         before_step: Callable[..., Any] | None = None,
         training_step: Callable[..., Any] | None = None,
+        collate_fn: Callable[..., Any] | None = None,
         batched: Iterable[str] | None = None,
         strategies: Iterable[str | Strategy] | None = None,
     ) -> Training:
@@ -186,11 +187,12 @@ class Report:
             optimizer: over its parameters; with training_step, a mapping of several. For a plan of
                 several ranks, a function of parameters, such as torch.optim.AdamW.
             loss_fn: None: as in the search. A loaded report holds no functions: pass this and the
-                next four again, as far as the search had them.
+                next five again, as far as the search had them.
             criterion: likewise.
             loss_weight: likewise.
             before_step: likewise.
             training_step: likewise.
+            collate_fn: likewise; steps then take lists of samples.
             batched: names of the batch's tensors that hold samples, and are cut into micro-batches:
                 some of the keys of `record.workload["sample_shapes"]`; None: as in the search.
             strategies: names or Strategy objects that apply the plan's settings; None: those of
@@ -215,6 +217,7 @@ class Report:
             "loss_weight": loss_weight,
             "before_step": before_step,
             "training_step": training_step,
+            "collate_fn": collate_fn,
         }
         return apply(
             self.record,

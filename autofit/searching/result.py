@@ -154,7 +154,9 @@ def _workload_facts(workload: Workload, survey: Survey) -> dict[str, Any]:
         "given": [name for name in FUNCTIONS if getattr(workload, name) is not None],
         "clip_grad_norm": workload.clip_grad_norm,
         "sample_shapes": dict(survey.sample_shapes),
-        "batched": survey.batched,
+        "samples": survey.samples.value,
+        "described_size": survey.described_size,
+        **({"batched": survey.batched} if survey.batched is not None else {}),
         **({"tokens": asdict(survey.tokens)} if survey.tokens else {}),
     }
 
@@ -203,7 +205,8 @@ def _of_lengths(workload: Workload, best: Trial) -> Iterator[str]:
     """Yield notes on the lengths of samples: their mix, and the price of a new one."""
     given = workload.sample_batch
     if isinstance(given, Lengths):
-        shares = [f"{share:.0%} {next(iter(describe(b).values()))}" for share, b in given.mix]
+        mix = workload.mix(workload.described_size)
+        shares = [f"{share:.0%} {next(iter(describe(b).values()))}" for share, b in mix]
         yield f"The speed is that of steps of {len(shares)} lengths: {', '.join(shares)}"
     if new_shape_s := best.measurement.new_shape_s:
         seconds = format_seconds(max(new_shape_s))
