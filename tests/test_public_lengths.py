@@ -145,7 +145,9 @@ def test_a_loader_tells_three_lengths_and_is_left_as_it_was() -> None:
     state = torch.get_rng_state()
     lengths = autofit.from_loader(loader, 320)
     assert torch.equal(torch.get_rng_state(), state)
-    shapes = [tuple(batch["input_ids"].shape) for _, batch in lengths.mix]
+    assert lengths.collate_fn is not None
+    batches = [lengths.collate_fn(given) for _, given in lengths.mix]
+    shapes = [tuple(batch["input_ids"].shape) for batch in batches]
     assert [samples for samples, _ in shapes] == [4, 4, 4]
     short, typical, longest = (length for _, length in shapes)
     assert short < typical < longest
@@ -170,6 +172,7 @@ def test_a_loader_that_never_ends_is_looked_at_for_a_while() -> None:
 def test_samples_without_a_length_make_one_batch() -> None:
     images = [torch.ones(3, 8, 8)] * 1000
     lengths = autofit.from_loader(DataLoader(images, batch_size=4))  # type: ignore[arg-type]
-    ((share, batch),) = lengths.mix
+    ((share, given),) = lengths.mix
     assert share == 1.0
-    assert batch.shape == (4, 3, 8, 8)
+    assert lengths.collate_fn is not None
+    assert lengths.collate_fn(given).shape == (4, 3, 8, 8)

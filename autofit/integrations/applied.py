@@ -24,7 +24,7 @@ from autofit.report.record import terms_of
 from autofit.report.report import Report
 from autofit.strategy import ALONE, Strategy, attributes_kept
 from autofit.training.batch import batch_size, describe
-from autofit.training.samples import Rows
+from autofit.training.samples import Rows, SamplesKind
 from autofit.training.training import ForwardContext, ForwardContexts
 from autofit.units import counted
 
@@ -39,6 +39,7 @@ class Division:
         rest: what is applied to model and optimizer.
         defaults: every setting at its first value.
         batched: names of the tensors of a batch that hold samples; empty: the report has none.
+        has_rows: whether batches are tensors of rows; else they do not tell how many samples.
     """
 
     plan: Plan
@@ -46,6 +47,7 @@ class Division:
     rest: ResolvedPlan
     defaults: Mapping[str, Scalar]
     batched: frozenset[str] = frozenset()
+    has_rows: bool = True
 
     @property
     def terms_of_rest(self) -> frozenset[str]:
@@ -53,11 +55,11 @@ class Division:
         parts = (terms_of(strategy, own) for strategy, own, _ in self.rest.by_strategy())
         return frozenset(term for terms in parts for term in terms)
 
-    def samples_in(self, batch: Any) -> int:
-        """Return the samples of a batch, in the tensors that the search found to hold some."""
+    def samples_in(self, batch: Any) -> int | None:
+        """Return the samples of a batch, by the tensors that hold some; None: none tells."""
         if self.batched:
             return Rows(self.batched, frozenset(describe(batch)) - self.batched).size(batch)
-        return batch_size(batch)
+        return batch_size(batch) if self.has_rows else None
 
     def misweighed(self, micro_batches: int, last_samples: int) -> str | None:
         """Say how far the gradients of a step are from those of the mean over its samples.
@@ -151,7 +153,10 @@ def divide(
         else:
             rest.append(strategy)
     batched = frozenset(record.workload.get("batched") or ())
-    return Division(plan, arguments, replace(resolved, strategies=rest), defaults, batched)
+    has_rows = record.workload.get("samples", SamplesKind.ROWS) == SamplesKind.ROWS
+    return Division(
+        plan, arguments, replace(resolved, strategies=rest), defaults, batched, has_rows
+    )
 
 
 def check_even(plan: Plan) -> None:

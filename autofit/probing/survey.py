@@ -35,7 +35,7 @@ from autofit.training.batch import Batch, describe
 from autofit.training.fingerprint import fingerprint
 from autofit.training.lengths import Tokens, tokens_of_mix
 from autofit.training.loss import LossSource
-from autofit.training.samples import Rows, SamplesKind
+from autofit.training.samples import Rows, SamplesKind, rows_of
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload, compiled_in_place, compiled_part
 from autofit.units import format_bytes
@@ -285,15 +285,15 @@ def take_survey(
 
 
 def _batched(workload: Workload) -> list[str] | None:
-    samples = workload.samples
-    return sorted(samples.batched) if isinstance(samples, Rows) else None
+    rows = rows_of(workload.samples)
+    return None if rows is None else sorted(rows.batched)
 
 
 def _tokens(workload: Workload) -> Tokens | None:
     """Return the tokens of a sample, where the batch has a row for each."""
     size = workload.described_size
-    mix, samples = workload.mix(size), workload.samples
-    rows = samples if isinstance(samples, Rows) else Rows.of_size(mix[-1][1], size)
+    mix = workload.mix(size)
+    rows = rows_of(workload.samples) or Rows.of_size(mix[-1][1], size)
     return tokens_of_mix(mix, rows.batched)
 
 

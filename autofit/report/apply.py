@@ -115,9 +115,10 @@ def _samples(
     kind = record.workload.get("samples", SamplesKind.ROWS)
     if collate_fn is None and workload is not None and batched is None:
         collate_fn = workload.collate_fn
+    knows_rows = batched is not None or "batched" in record.workload
     if collate_fn is not None:
-        return Collated(collate_fn)
-    if batched is None and kind == SamplesKind.COLLATED:
+        return Collated(collate_fn, Rows(*_rows(record, batched)) if knows_rows else None)
+    if not knows_rows and kind == SamplesKind.COLLATED:
         raise InvalidArgument(
             "the search used collate_fn, and a loaded report holds no functions: pass "
             "collate_fn=... to apply"
@@ -127,9 +128,7 @@ def _samples(
     return Rows(*_rows(record, batched))
 
 
-def _rows(
-    record: Record, batched: Iterable[str] | None
-) -> tuple[frozenset[str], frozenset[str]]:
+def _rows(record: Record, batched: Iterable[str] | None) -> tuple[frozenset[str], frozenset[str]]:
     """Return which tensors of a batch hold samples, as the search cut them, and the others.
 
     Raises:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from autofit.errors import InvalidArgument, users_code
+from autofit.errors import InvalidArgument, release_exception, users_code
 from autofit.training.batch import (
     Batch,
     BatchMaker,
@@ -192,11 +192,34 @@ class Collated(Samples):
 
     Attributes:
         collate_fn: of the user, as a `DataLoader` takes it.
+        rows: how a batch that it made, which a step may be given too, is cut; None: it cannot be.
     """
 
     kind = SamplesKind.COLLATED
 
     collate_fn: CollateFn
+    rows: Rows | None = None
+
+    @classmethod
+    def of(cls, collate_fn: CollateFn, sample: Any) -> Collated:
+        """Find the rows of its batches by those of one sample, twice and three times.
+
+        Not where samples are tensors and a batch is a list of them: which of both a step is given
+        could not be told.
+        """
+        try:
+            if isinstance(sample, torch.Tensor) and isinstance(collate_fn([sample]), (list, tuple)):
+                return cls(collate_fn)
+            return cls(collate_fn, Rows.made_by(lambda samples: collate_fn([sample] * samples)))
+        except Exception as error:  # of the user's function, which steps will name
+            release_exception(error)
+            return cls(collate_fn)
+
+    def is_batch(self, given: Any) -> bool:
+        """Return whether this is a batch that the function made, by the names of its tensors."""
+        if self.rows is None:
+            return False
+        return {name for name, _ in named_tensors(given)} == self.rows.batched | self.rows.whole
 
     def size(self, given: Any) -> int:
         if not is_sample_sequence(given):
@@ -352,7 +375,14 @@ def samples_in(given: Any, samples: Samples | None) -> Samples:
     """
     if isinstance(given, MicroBatches):
         return Ready()
+    if isinstance(samples, Collated) and samples.rows is not None and samples.is_batch(given):
+        return samples.rows
     return samples or Rows.of(given)
+
+
+def rows_of(samples: Samples) -> Rows | None:
+    """Return how batches are cut into rows, of samples too; None: it is not known."""
+    return samples if isinstance(samples, Rows) else getattr(samples, "rows", None)
 
 
 def _dim0(tensor: torch.Tensor) -> int | None:

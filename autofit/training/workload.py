@@ -247,7 +247,7 @@ class Workload:
     def samples(self) -> Samples:
         """How a training step's batch becomes micro-batches; a function makes two for it."""
         if self.collate_fn is not None:
-            return Collated(self.collate_fn)
+            return Collated.of(self.collate_fn, self.longest_batch[0])
         if not self.makes_batches:
             return Rows.of(self.longest_batch)
         try:
@@ -273,7 +273,9 @@ class Workload:
     def eval_samples(self) -> int | None:
         """Samples of an evaluation batch; None: there is no evaluation."""
         given = self.eval_batch
-        return given if given is None or isinstance(given, int) else self._size_of(given)
+        if given is None or isinstance(given, int):
+            return given
+        return len(given) if self._eval_samples_given else batch_size(given)
 
     def evaluation_batch(self, samples: int) -> Batch:
         """Return a batch of that many samples for `eval_step`; raises as `batch` does."""
