@@ -127,9 +127,7 @@ def _samples(
     return Rows(*_rows(record, batched))
 
 
-def _rows(
-    record: Record, batched: Iterable[str] | None
-) -> tuple[frozenset[str], frozenset[str]]:
+def _rows(record: Record, batched: Iterable[str] | None) -> tuple[frozenset[str], frozenset[str]]:
     """Return which tensors of a batch hold samples, as the search cut them, and the others.
 
     Raises:
