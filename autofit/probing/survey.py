@@ -12,7 +12,7 @@ that are compared in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from autofit.space import Space
 from autofit.strategy import Comparison, Phase, Strategy
 from autofit.torch_private import gone_in
 from autofit.training.batch import Batch, describe
+from autofit.training.contradictions import doubtful
 from autofit.training.fingerprint import fingerprint
 from autofit.training.lengths import Tokens, tokens_of_mix
 from autofit.training.loss import LossSource
@@ -276,7 +277,12 @@ def take_survey(
         split_gradients=compared.comparison,
         may_change_accumulation=compared.why_kept is None,
         dimensions=dimensions,
-        notes=(*_notes_of(session, model, compiled), *notes, *compared.notes),
+        notes=(
+            *_notes_of(session, model, compiled),
+            *notes_on_samples(workload),
+            *notes,
+            *compared.notes,
+        ),
         busy=busy,
         world_size=world.size,
         accumulation_kept=compared.why_kept,
@@ -287,6 +293,26 @@ def take_survey(
 def _batched(workload: Workload) -> list[str] | None:
     rows = rows_of(workload.samples)
     return None if rows is None else sorted(rows.batched)
+
+
+def notes_on_samples(workload: Workload) -> Iterator[str]:
+    """Yield what the user should know of how samples were counted and cut."""
+    if not workload.chose_size and workload.global_batch is None:
+        what = "a function n -> batch" if workload.makes_batches else "a data set"
+        yield (
+            f"The baseline's micro-batch of {workload.sample_batch_size} is autofit's choice, "
+            f"since {what} has no size of its own: pass global_batch= to compare with yours"
+        )
+    if not isinstance(workload.samples, Rows) or workload.makes_batches:
+        return
+    if names := doubtful(workload.longest_batch):
+        shapes = describe(workload.longest_batch)
+        yield (
+            f"{ACT}{', '.join(f'{name} {shapes[name]}' for name in names[:3])} "
+            f"{'is' if len(names) == 1 else 'are'} not cut into micro-batches, having other than "
+            f"{workload.sample_batch_size} rows: if that grows with the samples, pass samples and "
+            "Workload(collate_fn=)"
+        )
 
 
 def _tokens(workload: Workload) -> Tokens | None:

@@ -401,12 +401,35 @@ def validity(record: Record) -> Iterator[str]:
     ]
     more = f" and {len(named) - _MOST_SHAPES} more" if len(named) > _MOST_SHAPES else ""
     yield f"Valid up to {', '.join(named[:_MOST_SHAPES])}{more}"
+    if line := samples_words(record):
+        yield line
     if record.difference is not None:
         gradient = record.difference["gradient"]
         if gradient <= _EQUAL:
             yield f"Gradients match the baseline to {gradient:.0e}"
         else:
             yield f"Gradients differ from the baseline's by {100 * gradient:.2g} %"
+
+
+def samples_words(record: Record) -> str | None:
+    """Return what holds the samples of a batch: "Samples: ids, labels; constant: positions"."""
+    workload = record.workload
+    kind, batched = workload.get("samples"), workload.get("batched")
+    if kind == "collate_fn":
+        return "Batches are made of samples by collate_fn"
+    if kind == "function":
+        return "The function n -> batch was believed about n"
+    if batched is None:
+        return None
+    constant = [name for name in workload["sample_shapes"] if name not in batched]
+    ordered = [name for name in workload["sample_shapes"] if name in batched]
+    return f"Samples: {_names(ordered)}" + (f"; constant: {_names(constant)}" if constant else "")
+
+
+def _names(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _MOST_SHAPES} more" if len(keys) > _MOST_SHAPES else ""
+    shown = (key.removeprefix("['").removesuffix("']") for key in keys[:_MOST_SHAPES])
+    return f"{', '.join(shown)}{more}"
 
 
 @dataclass(frozen=True)

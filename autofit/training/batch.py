@@ -34,7 +34,10 @@ Batch: TypeAlias = Any
 BatchMaker: TypeAlias = Callable[[int], Batch]
 
 _CAN_BE_CUT = (torch.strided, torch.sparse_coo)
-_ASK_FOR_MAKER = "pass a function n -> batch of n samples as the sample batch instead"
+_ASK_FOR_MAKER = (
+    "pass samples and Workload(collate_fn=), or a function n -> batch of n samples as the sample "
+    "batch"
+)
 
 
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
@@ -44,7 +47,7 @@ def tensors_of(batch: Batch) -> list[torch.Tensor]:
         InvalidArgument: the batch holds itself, or is nested too deeply.
     """
     try:
-        leaves = pytree.tree_leaves(_opened(batch))
+        leaves = pytree.tree_leaves(opened(batch))
     except RecursionError as error:
         raise InvalidArgument(
             f"the batch ({kind_of(batch)}) holds itself, or is nested too deeply: give one whose "
@@ -116,7 +119,7 @@ def check_target(batch: Batch) -> None:
 
 def named_tensors(batch: Batch) -> list[tuple[str, torch.Tensor]]:
     """Where each tensor stands in the batch, and the tensor, in the order of `tensors_of`."""
-    leaves, _ = pytree.tree_flatten_with_path(_opened(batch))
+    leaves, _ = pytree.tree_flatten_with_path(opened(batch))
     return [
         (pytree.keystr(path) or "batch", leaf)
         for path, leaf in leaves
@@ -258,7 +261,7 @@ def map_batched(
     return map_tensors(visit, batch)
 
 
-def _opened(batch: Batch, inside: frozenset[int] = frozenset()) -> Batch:
+def opened(batch: Batch, inside: frozenset[int] = frozenset()) -> Batch:
     """The batch with containers that torch does not know (a tokenizer's output, say) as dicts.
 
     An object that is met again inside itself, as a child holds its parent, is left out there.
@@ -270,7 +273,7 @@ def _opened(batch: Batch, inside: frozenset[int] = frozenset()) -> Batch:
         parts = _parts(leaf)
         if parts is None:
             return leaf
-        return _opened(parts, inside if _is_record(leaf) else inside | {id(leaf)})
+        return opened(parts, inside if _is_record(leaf) else inside | {id(leaf)})
 
     return pytree.tree_map(visit, batch)
 

@@ -34,11 +34,6 @@ from autofit.units import kind_of
 # A list of samples -> a batch of them, as `DataLoader` takes it.
 CollateFn: TypeAlias = Callable[[list[Any]], Batch]
 
-USE_SAMPLES = (
-    "pass samples and Workload(collate_fn=), or a function n -> batch of n samples as the sample "
-    "batch"
-)
-
 _MOST_NAMED = 3  # tensors in a message
 
 

@@ -42,7 +42,15 @@ from autofit.training.optimizers import (
     has_step_hooks,
     holds_any,
 )
-from autofit.training.samples import Collated, MicroBatches, Samples, is_maker, samples_in
+from autofit.training.samples import (
+    Collated,
+    Made,
+    MicroBatches,
+    Rows,
+    Samples,
+    is_maker,
+    samples_in,
+)
 from autofit.training.watch import BatchWatch
 from autofit.training.workload import Workload
 from autofit.units import kind_of
@@ -603,8 +611,15 @@ class TrainingBuilder:
     seed: int
     world: World = ALONE
 
-    def training(self, workload: Workload, resolved: ResolvedPlan) -> Training:
-        """Move the workload to the device and return a training of it."""
+    def training(
+        self, workload: Workload, resolved: ResolvedPlan, samples: Samples | None = None
+    ) -> Training:
+        """Move the workload to the device and return a training of it.
+
+        Args:
+            workload, resolved: what is trained, and how.
+            samples: how what its steps are given becomes micro-batches; None: as the workload says.
+        """
         torch.manual_seed(self.seed)
         model = workload.build_model()
         model.zero_grad(set_to_none=True)  # else the user's gradients move to the device too
@@ -615,7 +630,7 @@ class TrainingBuilder:
             resolved,
             device=self.device.torch_device,
             place=self.device.place,
-            samples=workload.samples,
+            samples=samples or workload.samples,
             in_host_memory=self.device.in_host_memory,
             place_model=self.device.place_model,
             world=self.world,
@@ -627,9 +642,15 @@ class TrainingBuilder:
     def with_training(self, run: Callable[[Training, Any], Any], micro_batch: int) -> Any:
         """Return `run(training, batch)` for a training of one micro-batch, all at its default."""
         workload = self.fresh_workload()
-        with self.training(workload, ResolvedPlan(Plan(micro_batch))) as training:
-            ((batch, _),) = training.micro_batches(workload.step_of(micro_batch))
+        with self.training_of_one(workload, micro_batch) as training:
+            ((batch, _),) = training.micro_batches(workload.batch(micro_batch))
             return run(training, batch)
+
+    def training_of_one(self, workload: Workload, micro_batch: int) -> Training:
+        """Return a training whose steps take a batch of one micro-batch, made already."""
+        samples = workload.samples
+        whole = samples if isinstance(samples, Rows) else Made()
+        return self.training(workload, ResolvedPlan(Plan(micro_batch)), whole)
 
     def _placed(self, recipe: Recipe) -> Recipe:
         """Move losses that are modules: they may hold tensors such as class weights."""

@@ -20,6 +20,7 @@ from autofit.training.batch import (
     resize,
     tensors_of,
 )
+from autofit.training.contradictions import contradiction
 from autofit.training.evaluation import EvalStep, check_evaluation
 from autofit.training.lengths import Lengths
 from autofit.training.loader import Loader, check_loader
@@ -52,6 +53,10 @@ if TYPE_CHECKING:
     from autofit.training.training import Training
 
 
+_WAYS = (
+    "Pass samples and collate_fn= to the Workload, or a function n -> batch of n samples as the "
+    "sample batch"
+)
 # Micro-batch of a baseline that nobody chose.
 _OWN_SIZE = 2
 
@@ -139,6 +144,8 @@ class Workload:
                 check_batched_dimension(batch)
                 if self.criterion is not None:
                     check_target(batch)
+                if found := contradiction(batch):
+                    raise InvalidArgument(f"the sample batch contradicts itself: {found}. {_WAYS}")
 
     def _take_samples(self, collate_fn: CollateFn) -> None:
         if not callable(collate_fn):

@@ -80,7 +80,9 @@ def _batches() -> list[Any]:
 
 @pytest.mark.parametrize("batch", _batches(), ids=lambda batch: type(batch).__name__)
 @pytest.mark.parametrize("samples", [1, 3, 4, 9])
-def test_growing_repeats_each_sample_beside_itself_and_keeps_the_kind_of_batch(batch: Any, samples: int) -> None:
+def test_growing_repeats_each_sample_beside_itself_and_keeps_the_kind_of_batch(
+    batch: Any, samples: int
+) -> None:
     grown = resize(batch, samples)
     assert type(grown) is type(batch)
     assert batch_size(grown) == samples
