@@ -11,8 +11,8 @@ from torch import nn
 
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan
-from autofit.training.samples import Rows
 from autofit.training.loss import LossSource, Recipe, call_model
+from autofit.training.samples import Rows
 from autofit.training.workload import Workload
 
 X = torch.randn(4, 3)
