@@ -317,6 +317,7 @@ def autofit_batch_size(task: Task, live: Live, folder: Path) -> Answer:
         sample_batch,
         loss_fn=task.loss,
         optimizer=live.optimizer,
+        global_batch=task.global_batch,
         device=task.device,
         vram_budget=task.budget_bytes,
         progress=False,
