@@ -86,6 +86,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         unsupported: the first thing that could not be done, also if the user's code caught it.
         known: the values of tensors that are known.
         operations: while it is a list, the work of operators is added to it.
+        uncompiled: the lines that call compiled functions, which ran as they are written.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -97,6 +98,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         self.unsupported: Unsupported | None = None
         self.known = KnownValues()
         self.operations: list[Operation] | None = None
+        self.uncompiled: set[str] = set()
         self._shape_cache = ShapeCache()
         self._has_workspace: set[tuple[str, bool]] = set()
         self._uses_cudnn = False
