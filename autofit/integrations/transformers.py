@@ -15,9 +15,10 @@ an eval_dataset, also its `prediction_step` over the longest of that. One device
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -260,6 +261,7 @@ def apply(
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
             stack.callback(callback.undo)
+            stack.enter_context(_after_train(trainer, callback.undo))
         undo = stack.pop_all()
     if words := _last_misweighed(trainer, division):
         warnings.warn(words, stacklevel=2)
@@ -409,6 +411,27 @@ def _take_off_autocast(model: torch.nn.Module) -> None:
             attributes["forward"] = original
 
 
+@contextmanager
+def _after_train(trainer: Any, undo: Callable[[], None]) -> Iterator[None]:
+    """Have `train` end with `undo`, also where it raises: a Trainer has no callback for that."""
+    own, train = vars(trainer).get("train"), trainer.train
+
+    @functools.wraps(train)
+    def train_and_undo(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return train(*args, **kwargs)
+        finally:
+            undo()
+
+    trainer.train = train_and_undo
+    try:
+        yield
+    finally:
+        del trainer.train
+        if own is not None:
+            trainer.train = own
+
+
 def _callback(division: Division) -> Any:
     """Return a callback that applies the rest of a plan while a Trainer trains."""
     base: Any = library("transformers").TrainerCallback
@@ -422,7 +445,6 @@ def _callback(division: Division) -> Any:
         def on_train_begin(
             self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **others: Any
         ) -> None:
-            self.undo()  # an earlier `train` that raised
             own = getattr(optimizer, "optimizer", optimizer)  # without accelerate's wrapper
             self._stack.enter_context(on_model(division.rest, model, own))
 
@@ -449,6 +471,7 @@ _LEFT_BEHIND = (
     "gather_function",
     "_memory_tracker",
     "deepspeed",
+    "train",
 )
 """Attributes of a Trainer that its loss does without, and that are large or do not travel."""
 

@@ -45,6 +45,7 @@ from autofit.prediction.cuda.values import (
     is_unsupported,
 )
 from autofit.prediction.sharded import one_of_ranks, ranks_unlike_the_first
+from autofit.prediction.uncompiled import uncompiled
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.registry import collect_dimensions
 from autofit.snapshot.snapshot import attributes_of, live_objects, preserved, walk
@@ -87,6 +88,7 @@ class DryRun:
             workload has none.
         has_stand_in_loss: whether the mean of the model's outputs stood in for a loss.
         parameters: elements of the model's parameters; None of several ranks.
+        uncompiled: the lines that call compiled functions, which ran as they are written.
     """
 
     micro_batch: int
@@ -99,6 +101,7 @@ class DryRun:
     evaluation: Recording | None = None
     has_stand_in_loss: bool = False
     parameters: int | None = None
+    uncompiled: tuple[str, ...] = ()
 
     def recording_on(self, gpu: Gpu) -> Recording:
         """Return the allocations on a GPU."""
@@ -178,6 +181,7 @@ def _run(
         evaluation=evaluation,
         has_stand_in_loss=training.loss_source is LossSource.STAND_IN,
         parameters=None if world.size > 1 else sum(each.numel() for each in parameters),
+        uncompiled=tuple(sorted(tracer.uncompiled)),
     )
     return made, others
 
@@ -220,6 +224,7 @@ def stage(tracer: CudaTracer, live: Mapping[str, object] = MappingProxyType({}))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the user gets them when the step runs for real
         stack.enter_context(fake_cuda(tracer.gpu, tracer.note, tracer.is_on_gpu))
+        stack.enter_context(uncompiled(tracer.uncompiled.add))
         stack.enter_context(tracer)
         yield
 

@@ -263,18 +263,33 @@ def changes(before: Record, after: Record) -> Section:
         for label in {**was, **now}
         if label in _ALWAYS_COMPARED or was.get(label) != now.get(label)
     ]
-    speeds = [record.speed_of(record.best) for record in (before, after)]
-    if all(speeds):
-        ranges = [record.speed_range(record.best) for record in (before, after)]
-        ratio = ratio_words((speeds[1] or 0.0) / (speeds[0] or 1.0), *ranges)
+    is_other = "fingerprint" in [label for label, *_ in rows]
+    if ratio := _speedup(before, after, is_other=is_other):
         rows.insert(len(_ALWAYS_COMPARED), ("speedup", "", ratio))
-    lines = [f"{ACT}The workloads differ"] * ("fingerprint" in [label for label, *_ in rows])
+    lines = [f"{ACT}The workloads differ"] * is_other
     lines += [
         f"{ACT}The {name} report does not decide which plan is the fastest"
         for name, record in (("earlier", before), ("later", after))
         if not is_sure(record)
     ]
     return Section("Changes", lines, [("", "before", "after"), *rows])
+
+
+def _speedup(before: Record, after: Record, *, is_other: bool) -> str | None:
+    """Return the later speed over the earlier one, or why there is none; None: no speed is known.
+
+    Args:
+        is_other: whether the workloads differ.
+    """
+    speeds = [record.speed_of(record.best) for record in (before, after)]
+    if not all(speeds):
+        return None
+    if is_other:
+        return "not comparable"
+    if not (is_sure(before) and is_sure(after)):
+        return "not decided"
+    ranges = [record.speed_range(record.best) for record in (before, after)]
+    return ratio_words((speeds[1] or 0.0) / (speeds[0] or 1.0), *ranges)
 
 
 def _facts(record: Record) -> dict[str, str]:

@@ -221,7 +221,8 @@ def ratio_words(factor: float, *ranges: tuple[float | None, float | None]) -> st
     """Return a ratio of two speeds with those ranges: "1.14x (1.11-1.17)"."""
     reach = math.hypot(*(math.log(high / low) / 2 for low, high in ranges if low and high))
     low, high = factor * math.exp(-reach), factor * math.exp(reach)
-    return f"{rounded(factor, (high - low) / 2, 2)}x ({range_words(low, high, 2)})"
+    # A factor of a wide range keeps a digit, as the range's ends do
+    return f"{rounded(factor, min((high - low) / 2, factor), 2)}x ({range_words(low, high, 2)})"
 
 
 def shown_memory(held: int | None, budget: int | None = None) -> str:

@@ -111,8 +111,9 @@ class Workload:
             raise InvalidArgument(
                 f"model must be an nn.Module or a function that builds one, got {self.model!r}"
             )
-        if isinstance(self.model, torch.nn.Module):
-            _on_one_device(self.model)
+        for part, what in ((self.model, "the model"), (self.criterion, "criterion")):
+            if isinstance(part, torch.nn.Module):
+                _checked(part, what)
         if self.global_batch is not None:
             object.__setattr__(self, "global_batch", check_count("global_batch", self.global_batch))
         self._check_samples()
@@ -362,14 +363,14 @@ class Workload:
                 no shape yet, or the model is wrapped for several devices.
         """
         if isinstance(self.model, torch.nn.Module):
-            return _with_shapes(self.model)
+            return _checked(self.model)
         with users_code():
             built = self.model()
         if not isinstance(built, torch.nn.Module):
             raise InvalidArgument(
                 f"the model function must return an nn.Module, got {kind_of(built)}"
             )
-        return _with_shapes(_on_one_device(built))
+        return _checked(built)
 
     def build_optimizer(
         self,
@@ -404,14 +405,19 @@ def workload_of(model: Any, sample_batch: Any, **given: Any) -> Workload:
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
-def _on_one_device(model: torch.nn.Module) -> torch.nn.Module:
+def _checked(model: torch.nn.Module, what: str = "the model") -> torch.nn.Module:
+    """Return a module that can be trained: the check of every model, live or built."""
+    return _with_shapes(_on_one_device(model, what), what)
+
+
+def _on_one_device(model: torch.nn.Module, what: str) -> torch.nn.Module:
     """Return the model; wrappers are known by name, since importing FSDP takes a second."""
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         wrapper = next((kind for kind in _PARALLEL if kind in kinds), None)
         if wrapper is not None:
             raise InvalidArgument(
-                f"{name or 'the model'} is already wrapped in {wrapper}: pass the plain "
+                f"{name or what} is already wrapped in {wrapper}: pass the plain "
                 "model, before it is wrapped"
             )
     for name, parameter in model.named_parameters():
@@ -423,12 +429,12 @@ def _on_one_device(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _with_shapes(model: torch.nn.Module) -> torch.nn.Module:
+def _with_shapes(model: torch.nn.Module, what: str) -> torch.nn.Module:
     named = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in named if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         raise InvalidArgument(
-            f"the model's {', '.join(lazy[:3])} {'have' if len(lazy) > 1 else 'has'} "
+            f"{what}'s {', '.join(lazy[:3])} {'have' if len(lazy) > 1 else 'has'} "
             "no shape yet, as in lazy modules before their first forward: run one "
             "batch through the model first (inside the function, if a function builds "
             "it)"

@@ -360,6 +360,34 @@ def test_what_the_arguments_can_say_is_written_there_and_taken_back(
     assert trainer.model.forward.__func__ is type(trainer.model).forward
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_training_that_raises_leaves_no_plan_on_the_model(
+    error: type[BaseException], tmp_path: Path, make_report: Callable[..., Report]
+) -> None:
+    class Stops(transformers.TrainerCallback):  # type: ignore[misc]  # of a library without types
+        on = True
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            assert "forward" in vars(trainer.model.transformer.h[1])
+            if self.on:
+                raise error("the user's")
+
+    trainer = trainer_of(tmp_path)
+    plan = Plan(2, accumulation_steps=4, settings={"checkpointing.level": 1})
+    report = make_report(integration.workload(trainer), plan, ("transformer.h.1",))
+    applied = integration.apply(report, trainer)
+    trainer.add_callback(Stops())
+    with pytest.raises(error, match="the user's"):
+        trainer.train()
+    assert "forward" not in vars(trainer.model.transformer.h[1])
+    Stops.on = False
+    trainer.train()
+    applied.undo()
+    assert "train" not in vars(trainer)
+    integration.apply(report, trainer)
+    pickle.dumps(integration.TrainerLoss(trainer))
+
+
 def test_a_trainer_without_data_asks_for_a_batch(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     batch = collate(samples()[:4])

@@ -6,6 +6,7 @@ import json
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,12 +84,33 @@ def crowded(record: Record) -> Record:
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
 @pytest.mark.parametrize("make", [lambda record: record, undecided, crowded])
 def test_the_answer_takes_one_screen(record: Record, width: int, make: Any) -> None:
-    lines = render(make(record), width).splitlines()
-    assert len(lines) <= MOST_LINES
+    shown = make(record)
+    lines = render(shown, width).splitlines()
+    table = lines[2 : lines.index("", 2)]
+    assert len(lines) <= max(MOST_LINES, len(table) + 8), "two messages beside a long plan"
     commands = [line for line in lines if line.startswith(("Apply:", "More:"))]
     assert len(commands) == 2
     assert max(len(line) for line in lines if line not in commands) <= width
     assert all(line == line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_no_setting_of_the_plan_is_cut(record: Record, width: int) -> None:
+    long = crowded(record)
+    table = render(long, width).partition("Apply:")[0].partition("\n")[2]
+    assert "\u2026" not in table
+    for name, value in long.best.plan.settings.items():
+        assert re.search(rf"(?<!\S){re.escape(name)}=\s*{value},?(?!\S)", table)
+
+
+def test_long_words_of_a_table_are_broken_where_they_have_parts() -> None:
+    record = autofit.load(Path(__file__).with_name("tiny_resnet.json")).record
+    for width in (60, 80, 100):
+        assert not re.search(r"^ *,", render(record, width, verbose=True), re.MULTILINE)
+    trials = render(record, 100, verbose=True).partition("23 trials")[2].partition("Skipped")[0]
+    written = [word.rstrip(",") for word in trials.split() if "." in word and "=" in word]
+    assert {word.partition("=")[2] for word in written} <= {"", "bfloat16", *map(str, range(20))}
+    assert "channels_last" in trials
 
 
 def test_the_numbers_come_first_best_beside_baseline(record: Record) -> None:
