@@ -73,16 +73,15 @@ def show_report(
         else:
             held_by = held_by or (path if path.suffix == ".json" else None)
         report = _shown_at(report, held_by)
-    if held_by is None and not as_json:
-        held_by = _kept(report)
-        report = _shown_at(report, held_by)
+    kept = _kept(report) if held_by is None and not as_json else None
+    report = _shown_at(report, held_by or kept)
     try:
         shown = json.dumps(report.to_dict(), indent=1) if as_json else None
         print_result(shown or report.to_text(verbose=verbose, **style()))
     except AutofitError as error:
         lost.append(str(error))
-        if held_by is None and (held_by := _kept(report)) is not None:
-            lost.append(f"the report is in {held_by}")
+        if held_by is None and (kept := kept or _kept(report)) is not None:
+            lost.append(f"the report is in {kept}")
         raise AutofitError("; ".join(lost)) from error
     if lost:
         raise InvalidArgument("; ".join(lost))
