@@ -68,6 +68,7 @@ from autofit.errors import InvalidArgument
 from autofit.interrupts import ended_like_interrupted, interrupts_remembered
 from autofit.plan import Plan
 from autofit.report.report import Report, load
+from autofit.streams import lossy_standard_streams
 
 app = typer.Typer(
     cls=Commands,
@@ -270,5 +271,5 @@ app.command(context_settings={"allow_interspersed_args": False})(monitor)
 
 def main(run: Callable[[], Any] = app) -> None:
     """Entry point of the `autofit` command."""
-    with exit_codes():
+    with lossy_standard_streams(), exit_codes():
         run()

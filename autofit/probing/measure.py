@@ -53,7 +53,7 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
     """
     device, workload = builder.device, builder.fresh_workload()
     foreign_before = device.foreign_bytes()
-    ran = _run(builder, workload, request)
+    ran = _run(builder, workload, request, vram_budget_bytes)
     device.synchronize()  # a dead device is to show while this frame holds the pinned batch
     foreign = device.foreign_bytes()
     available = device.total_bytes - max(foreign or 0, foreign_before or 0)
@@ -104,7 +104,9 @@ class _Ran:
     evaluated: MemoryReading | None
 
 
-def _run(builder: TrainingBuilder, workload: Workload, request: ProbeRequest) -> _Ran:
+def _run(
+    builder: TrainingBuilder, workload: Workload, request: ProbeRequest, vram_budget_bytes: int
+) -> _Ran:
     plan, device = request.plan, builder.device
     places = micro_batches_to_run(workload, plan, full_accumulation=request.full_accumulation)
     short = micro_batches_to_run(workload, plan, full_accumulation=False)
@@ -121,23 +123,25 @@ def _run(builder: TrainingBuilder, workload: Workload, request: ProbeRequest) ->
             warm_up_s = perf_counter() - began
             warm_up_steps = steps.warm_up_steps * len(short) / len(places)
         steps.meet_shorter()
-        with device.accounting():
-            for _, shorter in mix[:-1] if device.tracked_steps else ():
+        if device.tracked_steps:
+            for _, shorter in mix[:-1]:
                 steps.run_tracked(shorter, 1)
-            before = device.read()
-            if device.tracked_steps:  # a long training is tracked all along, and shows what is late
-                steps.run_tracked(batch, max(device.tracked_steps, request.steps or 0))
-        while not enough_steps(steps.times_s, request) and math.isfinite(steps.loss):
-            left = STEPS_PER_BLOCK if request.steps is None else request.steps - len(steps.times_s)
-            steps.time(min(STEPS_PER_BLOCK, left))
+        retries_before = device.read().allocator_retries
+        steps.run_as_asked(request)
+        growth = _growth(steps, vram_budget_bytes)
+        if growth is None and steps.grew:  # these steps filled a cache: measure it as it is now
+            retries_before = device.read().allocator_retries
+            steps.run_as_asked(request)
+        if device.tracked_steps:
+            steps.time_as_asked(request)
         peak = device.read()
         return _Ran(
             steps,
             # A training_step may take all at once
             micro_batches=len(places) if training.has_split else 1,
             peak=peak,
-            retries=peak.allocator_retries - before.allocator_retries,
-            growth=_growth(device, steps),
+            retries=peak.allocator_retries - retries_before,
+            growth=growth,
             start_up_s=start_up_s(warm_up_s, warm_up_steps, steps.as_run_s[-1]),
             notes=training.notes(),
             evaluated=evaluation_peak(builder, workload, training, workload.eval_samples),
@@ -253,6 +257,7 @@ class _Steps:
         losses: one of each block of steps.
         loss: the last one.
         warm_up_steps: how many steps the warm-up took.
+        grew: whether memory grew with each step, if only for a while.
     """
 
     training: Training
@@ -267,6 +272,7 @@ class _Steps:
     losses: list[float] = field(default_factory=list)
     loss: float = math.nan
     warm_up_steps: int = 0
+    grew: bool = False
 
     def warm_up(self, batch: Batch) -> None:
         """Step until two steps have updated."""
@@ -289,10 +295,46 @@ class _Steps:
         later = zip(self.first_s, self.as_run_s, strict=False)
         return [max(0.0, first - statistics.median(run)) for first, run in later if run]
 
+    def run_as_asked(self, request: ProbeRequest) -> None:
+        """Run the steps that show memory: on a device that tracks some, others than are timed.
+
+        A long training is tracked all along, and shows what is late.
+        """
+        if self.device.tracked_steps:
+            self.run_tracked(self.mix[-1][1], max(self.device.tracked_steps, request.steps or 0))
+        else:
+            self.time_as_asked(request)
+
+    def time_as_asked(self, request: ProbeRequest) -> None:
+        """Time as many steps as are asked for, or as are enough, and forget earlier ones."""
+        for times_s in (self.times_s, self.own_times_s, *self.as_run_s):
+            times_s.clear()
+        while not enough_steps(self.times_s, request) and math.isfinite(self.loss):
+            left = STEPS_PER_BLOCK if request.steps is None else request.steps - len(self.times_s)
+            self.time(min(STEPS_PER_BLOCK, left))
+
     def run_tracked(self, batch: Batch, count: int) -> None:
         """Run steps that the device accounts for and nobody times."""
-        for _ in range(count):
-            self._run_one(batch)
+        with self.device.accounting():
+            for _ in range(count):
+                self._run_one(batch)
+
+    def run_all_lengths(self, count: int) -> None:
+        """Run so many steps of each length, of which nothing is kept."""
+        with self.device.accounting():
+            for _ in range(count):
+                for _, batch in self.mix:
+                    _step(self.training, self.device, batch)
+
+    def collected_bytes(self) -> int:
+        """Return what is allocated after a garbage collection."""
+        collect_garbage()
+        return self.device.allocated_bytes()
+
+    def largest(self, *numbers: float) -> list[float]:
+        """Return the largest of each number over the ranks, which then decide alike."""
+        ranks = self.training.ranks
+        return list(numbers) if ranks is None else ranks.largest(numbers)
 
     def _run_one(self, batch: Batch) -> None:
         self.loss = float(_step(self.training, self.device, batch)[0])
@@ -316,9 +358,7 @@ class _Steps:
             ran_s += [
                 self.device.seconds_between(each[length][0], each[length][-1]) for each in block
             ]
-        # By the slowest rank's times all of them decide alike whether to go on
-        ranks = self.training.ranks
-        self.times_s += times_s if ranks is None else ranks.largest(times_s)
+        self.times_s += self.largest(*times_s)  # by which all decide alike whether to go on
 
     def _mean_seconds(self, of_lengths: Sequence[Sequence[Any]]) -> float:
         """Return the mean over the lengths, by their shares, from the marks of a step of each."""
@@ -469,6 +509,11 @@ def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
 
 LEAK_WINDOW_STEPS = 8
 FEWEST_ENDS = 3
+# Growth may end: torch has 32 streams a device, and caches and queues of metrics often hold 64 or
+# 100. It is watched for so many more steps, or seconds, and for as long as half of what is left of
+# the budget lasts.
+MOST_STEPS_OF_GROWTH = 128
+MOST_SECONDS_OF_GROWTH = 30.0
 # Growth that would not reach the budget within so many steps (a kept number) is not a leak.
 HORIZON_STEPS = 1_000_000
 
@@ -480,10 +525,12 @@ class Growth:
     Attributes:
         bytes_per_step: median growth from one step's end to the next.
         collectable: the garbage collector takes it back.
+        steps: in how many it was seen.
     """
 
     bytes_per_step: int
     collectable: bool
+    steps: int = 0
 
     def steps_until(self, headroom_bytes: int) -> int:
         """Return the steps until the growth has used up that much."""
@@ -499,9 +546,10 @@ class Growth:
         if self.collectable:
             return f"a reference cycle keeps {much} of every step until garbage collection"
         return (
-            f"memory grows by {much} in every step: the budget is reached in about "
-            f"{self.steps_until(headroom_bytes)} steps. Something keeps tensors, often a list of "
-            "losses with their graphs: keep loss.item() or loss.detach()"
+            f"memory grows by {much} in every step, and had not stopped after {self.steps} of "
+            f"them: the budget is reached in about {self.steps_until(headroom_bytes)} steps. "
+            "Something keeps tensors, often a list of losses with their graphs: keep loss.item() "
+            "or loss.detach(). If it is a cache that fills up, bound it lower, or fill it before"
         )
 
 
@@ -529,13 +577,47 @@ def growth_over(end_bytes: Sequence[int], collected_bytes: int) -> Growth | None
     if per_step is None:
         return None
     grown = end_bytes[-1] - end_bytes[0]
-    return Growth(per_step, collectable=end_bytes[-1] - collected_bytes > grown // 2)
+    collectable = end_bytes[-1] - collected_bytes > grown // 2
+    return Growth(per_step, collectable, len(end_bytes) - 1)
 
 
-def _growth(device: Device, steps: _Steps) -> Growth | None:
-    """Return what every step added, over the steps that the device accounted for alike."""
+def _growth(steps: _Steps, vram_budget_bytes: int) -> Growth | None:
+    """Return what every step added and does not end; more steps are run to find that out."""
+    device = steps.device
+    # The device accounted alike for these
     end_bytes = steps.end_bytes[0 if device.tracked_steps else WARM_UP_STEPS :]
-    if bytes_per_step(end_bytes) is None:
-        return None
-    collect_garbage()
-    return growth_over(end_bytes, device.allocated_bytes())
+    found = None
+    if bytes_per_step(end_bytes) is not None:
+        found = growth_over(end_bytes, steps.collected_bytes())
+    (keeps,) = steps.largest(found is not None and not found.collectable)
+    if not keeps:
+        return found
+    steps.grew = True
+    return _unending(steps, found or Growth(1, False, len(end_bytes) - 1), vram_budget_bytes)
+
+
+def _unending(steps: _Steps, growth: Growth, vram_budget_bytes: int) -> Growth | None:
+    """Watch growth for some steps more; return it as it is then, or None once it has ended.
+
+    Args:
+        steps: of the training.
+        growth: as it was seen; of a rank that has none, a byte a step.
+        vram_budget_bytes: no more than half of what is left of it is filled.
+    """
+    began, seen = perf_counter(), growth.steps
+    held, grown = steps.collected_bytes(), 1
+    while grown > 0:
+        room = vram_budget_bytes - steps.device.read().peak_held_bytes
+        is_over = (
+            growth.steps - seen >= MOST_STEPS_OF_GROWTH
+            or perf_counter() - began > MOST_SECONDS_OF_GROWTH
+            or growth.steps_until(room) < 2 * LEAK_WINDOW_STEPS
+        )
+        if any(steps.largest(is_over)):
+            return growth
+        steps.run_all_lengths(LEAK_WINDOW_STEPS)
+        held, before = steps.collected_bytes(), held
+        per_step = max(1, (held - before) // LEAK_WINDOW_STEPS)
+        growth = Growth(per_step, False, growth.steps + LEAK_WINDOW_STEPS)
+        grown = int(steps.largest(held - before)[0])
+    return None

@@ -443,6 +443,7 @@ def open_prober(
             device=target.device,
             seed=target.seed,
             threads=target.threads,
+            ends_at=ends_at,
         )
     elif executor is not None:
         from autofit.probing.executor_channel import ExecutorChannel  # most searches run here

@@ -128,7 +128,7 @@ def _searched(asked: SearchArguments, workload: Workload) -> Report:
     )
     places = Places.asked(asked.device, options, ranks=size)
     course = _Course(workload, asked, chosen, level, places)
-    record = owned_by_rank_0(course.run, ranks=options.ranks)
+    record = owned_by_rank_0(course.run, ranks=options.ranks, ends_at=course.ends_at)
     return Report(record, strategies=chosen, workload=workload)
 
 

@@ -22,7 +22,10 @@ import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from autofit.cli.console import show_report
 from autofit.cli.main import app, main
+from autofit.errors import AutofitError
+from autofit.report.report import load
 
 SOURCE = '''
 import os
@@ -485,6 +488,32 @@ def test_output_that_cannot_be_written_is_not_blamed_on_the_workload(
     assert ran.stderr == (
         "autofit: cannot write the result to standard output: No space left on device\n"
     )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_result_that_cannot_be_printed_is_kept_for_its_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    report = load(Path(__file__).parents[1] / "report" / "tiny_resnet.json")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(AutofitError) as raised:
+            show_report(report, (), as_json)
+    (kept,) = tmp_path.iterdir()
+    assert str(kept) in str(raised.value)
+    assert kept.stat().st_mode & 0o077 == 0
+    assert load(kept).record == report.record
+
+
+def test_a_report_that_no_folder_takes_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = load(Path(__file__).parents[1] / "report" / "tiny_resnet.json")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    show_report(report, (), as_json=False)
+    assert "samples/s" in capsys.readouterr().out
 
 
 def test_a_report_that_cannot_be_written_is_printed_and_the_other_files_are_written(

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from autofit.errors import SearchTimedOut, WorkerFailed
+from autofit.probing import forked_process
 from autofit.probing.worker_channel import WorkerChannel
 from autofit.training.workload import Workload
 
@@ -54,12 +55,23 @@ def test_a_server_that_is_killed_is_replaced(channel: WorkerChannel, running: An
     assert worker_and_parent(channel)[1] != server
 
 
-def test_a_server_that_hangs_is_replaced(channel: WorkerChannel) -> None:
+def test_a_server_that_hangs_is_replaced_in_the_same_call(
+    channel: WorkerChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked_process, "_FORK_S", 0.5)
+    _, server = worker_and_parent(channel)
+    channel.drop()
+    os.kill(server, signal.SIGSTOP)
+    assert worker_and_parent(channel)[1] != server
+    assert not Path(f"/proc/{server}").exists()
+
+
+def test_a_server_that_hangs_takes_no_longer_than_the_search_has(channel: WorkerChannel) -> None:
     _, server = worker_and_parent(channel)
     channel.drop()
     os.kill(server, signal.SIGSTOP)
     with pytest.raises(SearchTimedOut):
-        channel.open(ends_at=time.monotonic() + 1)
+        channel.open(ends_at=time.monotonic() + 0.2)
     assert worker_and_parent(channel)[1] != server
 
 
