@@ -128,8 +128,9 @@ class Space:
         settled, before = dict(settings), None
         while settled != before:  # what is reset may be what others depend on
             before = dict(settled)
-            for name in settled.keys() & self.dimensions.keys():
-                dimension = self.dimensions[name]
+            for name, dimension in self.dimensions.items():  # in order: resets decide others
+                if name not in settled:
+                    continue
                 asked = dimension.accumulation.get(settled[name])
                 fits = None in (asked, accumulates) or asked is accumulates
                 if not fits or not dimension.allowed_with(settled):

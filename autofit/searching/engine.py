@@ -9,6 +9,7 @@ the timeout ends is not stored.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,17 @@ from dataclasses import dataclass, replace
 import optuna
 from optuna.samplers import BaseSampler
 
-from autofit.errors import DeviceUnavailable, SearchTimedOut, StudyError, WorkerFailed
+from autofit.errors import (
+    AutofitError,
+    DeviceUnavailable,
+    SearchTimedOut,
+    StudyError,
+    WorkerFailed,
+    is_users,
+    mark_users,
+    users_code,
+    with_type,
+)
 from autofit.interrupts import Interrupts, interrupts_remembered
 from autofit.measurement import (
     Measurement,
@@ -44,6 +55,8 @@ from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Job, Place, Runner
 from autofit.searching.sampler import Sampler
 from autofit.searching.study import Store
+
+_LOGGER = logging.getLogger("autofit")
 
 # Vetoed proposals in a row that end a search: its sampler has nothing else to offer.
 MOST_VETOES = 50
@@ -84,7 +97,8 @@ def run_search(
 
     Returns:
         The result; also after Ctrl-C, or where the machine became ill, no worker can be started
-        any more or the study cannot be read or written, if anything that fits had been measured.
+        any more, the study cannot be read or written or this code fails, if anything that fits had
+        been measured.
 
     Raises:
         NoFeasiblePlan: not one plan that was tried fits the budget.
@@ -92,7 +106,7 @@ def run_search(
         StudyError: the study cannot be written, and nothing that fits had been measured.
         WorkerFailed: no worker could be started, or one plan after the other ended by accidents.
         SearchTimedOut: the time was over before anything that fits had been measured.
-        Exception: whatever the user's code raised on the plain workload.
+        Exception: whatever the user's code raised on the plain workload, or `on_event`.
     """
     started = clock() if began is None else began
     allowance = Allowance(max_probes, timeout_s, clock, started, kept_s)
@@ -122,6 +136,11 @@ def _ended(search: Search) -> Stop:
     except (
         KeyboardInterrupt, SearchTimedOut, WorkerFailed, DeviceUnavailable, StudyError
     ) as error:  # fmt: skip
+        stop = search.cut_short(error)
+    except Exception as error:
+        if isinstance(error, AutofitError) or is_users(error):
+            raise
+        _LOGGER.error("the search was ended by an error", exc_info=error)
         stop = search.cut_short(error)
     finally:
         with suppress(StudyError):  # what is being raised says so already
@@ -184,7 +203,8 @@ class Search:
     ) -> None:
         self._runner, self._spec, self._store = runner, spec, store
         self._foreign_sampler, self._may_veto = foreign_sampler, may_veto
-        self._allowance, self._on_event = allowance, on_event
+        self._allowance = allowance
+        self._on_event = users_code()(on_event)  # what it raises ends the search, as it was raised
         self._trials = store.trials
         left = allowance.probes_left(self._trials)
         if store.ended is None and (left is None or left >= COMPARED):
@@ -214,7 +234,9 @@ class Search:
             raise error
         if isinstance(error, SearchTimedOut):
             return self.stop_for_time()
-        because = INTERRUPTED if isinstance(error, KeyboardInterrupt) else str(error)
+        because = str(error) if isinstance(error, AutofitError) else with_type(error)
+        if isinstance(error, KeyboardInterrupt):
+            because = INTERRUPTED
         return Stop(because, may_probe=False)
 
     def stop_for_time(self) -> Stop:
@@ -487,6 +509,7 @@ class Search:
         )
         error = error or result.workload_failure(trial)
         if error is not None:
+            mark_users(error)
             raise error
         ended_well = not trial.measurement.outcome.may_be_accident
         self._accidents = [] if ended_well else [*self._accidents, trial]
