@@ -51,10 +51,10 @@ from autofit.planning.posterior import Mask, Posterior
 def oom_cost(posterior: Posterior, risk: Array) -> Array:
     """Return the cost of such a risk of running out of memory after these probes.
 
-    It grows with every OOM so far but the baseline's, which nobody chose to risk. With a prior on memory, risks are near the truth and the cost is
-    proportional to them. Without one, small risks are the least certain (on simulated devices,
-    risks below 1 % came true in 3 % of the probes, risks above 20 % in a quarter of the predicted
-    frequency), so it grows with the square root.
+    It grows with every OOM so far but the baseline's, which nobody chose to risk. With a prior on
+    memory, risks are near the truth and the cost is proportional to them. Without one, small risks
+    are the least certain (on simulated devices, risks below 1 % came true in 3 % of the probes,
+    risks above 20 % in a quarter of the predicted frequency), so it grows with the square root.
     """
     happened = oom_probes_of(t for t in posterior.probes if t.kind is not TrialKind.BASELINE)
     factor = SMALLEST_FACTOR if np.all(posterior.largest <= posterior.sizes.smallest) else 1.0

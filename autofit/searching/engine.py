@@ -78,6 +78,7 @@ def run_search(
     clock: Callable[[], float] = time.monotonic,
     began: float | None = None,
     kept_s: float = 0.0,
+    baseline: ProbeResult | None = None,
 ) -> SearchResult:
     """Search for the fastest plan that fits.
 
@@ -94,6 +95,7 @@ def run_search(
         clock: tells the time in seconds.
         began: when the time began to count, by the clock; None: now.
         kept_s: seconds of `timeout_s` that are left for what comes after.
+        baseline: of its probe, where that ran before; a study that has one keeps its own.
 
     Returns:
         The result; also after Ctrl-C, or where the machine became ill, no worker can be started
@@ -103,11 +105,13 @@ def run_search(
     Raises:
         NoFeasiblePlan: not one plan that was tried fits the budget.
         WorkloadFailed: the plain workload itself failed, or its loss is not finite.
+        InvalidArgument: the space is too large.
         StudyError: the study cannot be written, and nothing that fits had been measured.
         WorkerFailed: no worker could be started, or one plan after the other ended by accidents.
         SearchTimedOut: the time was over before anything that fits had been measured.
         Exception: whatever the user's code raised on the plain workload, or `on_event`.
     """
+    spec.space.check_can_be_planned()
     started = clock() if began is None else began
     allowance = Allowance(max_probes, timeout_s, clock, started, kept_s)
     held = nullcontext(store) if store is not None else Store.open(None, spec.identity)
@@ -121,6 +125,7 @@ def run_search(
             allowance,
             on_event or (lambda event: None),
             may_veto=veto,
+            measured_baseline=baseline,
         )
         return search.result(_ended(search))
 
@@ -200,9 +205,11 @@ class Search:
         on_event: events.OnEvent,
         *,
         may_veto: bool,
+        measured_baseline: ProbeResult | None = None,
     ) -> None:
         self._runner, self._spec, self._store = runner, spec, store
         self._foreign_sampler, self._may_veto = foreign_sampler, may_veto
+        self._measured_baseline = measured_baseline
         self._allowance = allowance
         self._on_event = users_code()(on_event)  # what it raises ends the search, as it was raised
         self._trials = store.trials
@@ -304,6 +311,7 @@ class Search:
         """
         stop: Stop | None = None
         try:
+            self._take_measured_baseline()
             while True:
                 stop = stop or self._fill()
                 if stop is not None and not self._flights:
@@ -315,21 +323,45 @@ class Search:
                 raise self._allowance.too_short() from None
             return self.stop_for_time()
 
+    def _take_measured_baseline(self) -> None:
+        """Store the baseline's trial where it ran before; run it again after an accident."""
+        probed, self._measured_baseline = self._measured_baseline, None
+        if probed is None or self._trials:
+            return
+        plan = self._spec.space.baseline
+        flight = _Flight(self._store.ask(plan), plan, TrialKind.BASELINE, None)
+        if self._may_be_accident(plan, probed.measurement):
+            job = Job(self._request(plan, TrialKind.BASELINE, None))
+            self._flights[job] = flight
+            self._repeat(job, probed.measurement)
+        else:
+            self._finish(flight, probed)
+
     def _fill(self) -> Stop | None:
         """Have a plan run in every free slot, if there is one; return why no further one will."""
-        vetoes = 0
+        vetoed: list[Trial] = []
         while len(self._flights) < self._runner.slots:
             choice = self._next_choice()
             if choice is None or isinstance(choice, Stop):
                 return choice
             is_baseline = self._baseline is None and choice == self._spec.space.baseline
-            vetoed = self._launch(choice, TrialKind.BASELINE if is_baseline else TrialKind.SEARCH)
-            vetoes = 0 if vetoed is None else vetoes + 1
+            kind = TrialKind.BASELINE if is_baseline else TrialKind.SEARCH
+            refused = self._launch(choice, kind)
+            vetoed = [] if refused is None else [*vetoed, refused]
             if self._store.study.stopped:
                 return Stop("the sampler has no more plans to offer")
-            if vetoes == MOST_VETOES:
-                return Stop(f"{MOST_VETOES} proposals in a row were expected not to fit")
+            if len(vetoed) == MOST_VETOES:
+                return Stop(self._why_vetoed(vetoed))
         return None
+
+    def _why_vetoed(self, vetoed: Sequence[Trial]) -> str:
+        """Return why these proposals of a sampler, the last ones of all, were not run."""
+        ran = {trial.plan for trial in self._posterior.probes}
+        again = sum(trial.plan in ran for trial in vetoed)
+        rest = len(vetoed) - again
+        whys = [f"{again} had run before"] if again else []
+        whys += [f"{rest} were expected not to fit or not to work"] if rest else []
+        return f"{len(vetoed)} proposals in a row were not run: {' and '.join(whys)}"
 
     def _next_choice(self) -> Plan | BaseSampler | Stop | None:
         """Return the plan to run next, or who proposes it; None: first what is in flight ends."""
@@ -502,6 +534,10 @@ class Search:
             self._repeat(job, probed.measurement)
             return None
         del self._flights[job]
+        return self._finish(flight, probed)
+
+    def _finish(self, flight: _Flight, probed: ProbeResult) -> Trial:
+        """Store the trial of a plan that ran; raise as `_land` does."""
         measurement, error = self._blamed(flight.plan, probed)
         trial = self._stored(
             flight.asked,
