@@ -14,6 +14,8 @@ from autofit.plan import Dimension, Plan, Scalar, Settings, check_count
 MOST_VARIANTS_TO_PLAN = 50_000
 """Of a space: with 32,768 a decision took 0.8 s and 600 MiB, and all built-in strategies together
 offer some thousands."""
+FEW_SIZES = 4
+"""Even splits of a global batch, 1 and all of it among them, that hardly leave a choice."""
 MOST_COMBINATIONS = 2**22
 """Of values, most of which `when` rules out: they are gone through one by one."""
 
@@ -193,6 +195,21 @@ class Space:
         """
         fits = all(dimension.allowed_with(settings) for dimension in self._changed(settings))
         return fits and self.largest_micro_batch_of(settings) > 0
+
+    def notes(self) -> Iterator[str]:
+        """Yield what to change for more choices: a global batch that hardly splits evenly."""
+        batch = self.global_batch
+        if batch is None or not self.even_split or self.only_micro_batch is not None:
+            return
+        sizes = [size for size in range(1, batch + 1) if batch % size == 0]
+        grain = 2 ** max(1, batch.bit_length() - 4)
+        better = round(batch / grain) * grain
+        if len(sizes) <= FEW_SIZES and better != batch:
+            yield (
+                f"A global batch of {batch} splits evenly into micro-batches of "
+                f"{', '.join(map(str, sizes))} alone: one with more divisors, such as {better}, "
+                "gives more choices"
+            )
 
     def complete(self, settings: Mapping[str, Scalar]) -> Settings:
         """Return the settings with every missing one at its first value.

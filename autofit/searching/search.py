@@ -205,6 +205,8 @@ class _Course:
                             self.asked.study, identity, began=self.asked.allowance.began
                         ) as store,
                     ):
+                        if prober.vram_budget_bytes != survey.vram_budget_bytes:
+                            baseline = None  # it ran within another budget
                         survey = replace(survey, vram_budget_bytes=prober.vram_budget_bytes)
                         survey, spec = self._specify(prober, survey, store, identity)
                         result = self._explore(prober, runner, spec, store, baseline)
@@ -322,7 +324,7 @@ class _Course:
                 apart if survey.world_size > 1 else None,
                 most_seconds(self.asked.allowance.seconds_left),
             )
-            survey = replace(survey, notes=(*survey.notes, *notes))
+            survey = replace(survey, notes=(*survey.notes, *notes, *space.notes()))
             own = {strategy.name: strategy for strategy in self.strategies}
             spec = SearchSpec(
                 space,
