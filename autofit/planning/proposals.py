@@ -56,7 +56,7 @@ def oom_cost(posterior: Posterior, risk: Array) -> Array:
     are the least certain (on simulated devices, risks below 1 % came true in 3 % of the probes,
     risks above 20 % in a quarter of the predicted frequency), so it grows with the square root.
     """
-    happened = oom_probes_of(t for t in posterior.probes if t.kind is not TrialKind.BASELINE)
+    happened = oom_probes_of([t for t in posterior.probes if t.kind is not TrialKind.BASELINE])
     factor = SMALLEST_FACTOR if np.all(posterior.largest <= posterior.sizes.smallest) else 1.0
     if posterior.has_prior_memory:
         return factor * OOM_COST_WITH_PRIOR * (1 + happened / 2) * risk

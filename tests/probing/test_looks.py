@@ -214,7 +214,7 @@ def test_a_worker_that_always_dies_is_replaced_a_few_times(stage: str) -> None:
 
 
 class Ends(nn.Module):
-    """Ends its process at a third forward and later: after the looks have begun."""
+    """Ends its process at any forward."""
 
     def __init__(self) -> None:
         super().__init__()
