@@ -130,6 +130,8 @@ class Measurement:
         peak_allocated_bytes: most bytes in live tensors, over warm-up and timed steps.
         peak_reserved_bytes: most bytes held by the caching allocator, likewise.
         non_torch_bytes: bytes that the process held on the device outside the allocator.
+        resident_bytes: bytes in live tensors as the optimizer begins to update: parameters,
+            gradients and optimizer state, whatever the micro-batch. None: unknown.
         allocator_retries: how often the allocator flushed its cache in the timed steps.
         micro_batches_run: micro-batches that each timed step actually ran; fewer than the plan's
             accumulation steps if a search probe shortened them (step times are then scaled up).
@@ -167,6 +169,7 @@ class Measurement:
     evaluation_peak_bytes: Amount | None = None
     new_shape_s: Sequence[Wait] = ()
     notes: Sequence[str] = ()
+    resident_bytes: Amount | None = None
     failed_rank: Amount | None = None
     ranks: Sequence[RankUse] = ()
 
@@ -185,6 +188,13 @@ class Measurement:
         if self.peak_reserved_bytes is None:
             return None
         return self.peak_reserved_bytes + (self.non_torch_bytes or 0)
+
+    @property
+    def least_held_bytes(self) -> int | None:
+        """What the plan holds at any micro-batch, non-torch bytes included; None: unknown."""
+        if self.resident_bytes is None:
+            return None
+        return self.resident_bytes + (self.non_torch_bytes or 0)
 
     @property
     def evaluation_held_bytes(self) -> int | None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import autofit
 from autofit.errors import InvalidArgument
+from autofit.searching.loader_batches import longest_batch
 from autofit.training.lengths import tokens_of_mix
 
 HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "64MiB", "strategies": []}
@@ -157,16 +158,25 @@ def test_a_loader_tells_three_lengths_and_is_left_as_it_was() -> None:
 
 
 def test_a_loader_that_never_ends_is_looked_at_for_a_while() -> None:
-    def endless() -> Iterator[torch.Tensor]:
-        for length in itertools.count(1):
-            yield tokens(length)
+    class Endless:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return map(tokens, itertools.count(1))
 
-    lengths = autofit.from_loader(endless(), 10)
+    lengths = autofit.from_loader(Endless(), 10)
     assert lengths.longest.shape == (4, 10)
     with pytest.raises(InvalidArgument, match="no batch"):
         autofit.from_loader([])
     with pytest.raises(InvalidArgument, match="DataLoader"):
         autofit.from_loader(7)
+
+
+def test_what_delivers_its_batches_once_is_refused_and_keeps_them() -> None:
+    batches = iter([tokens(length) for length in range(1, 40)])
+    with pytest.raises(InvalidArgument, match="iterator"):
+        autofit.from_loader(batches)
+    with pytest.raises(InvalidArgument, match="iterator"):
+        longest_batch(batches)
+    assert next(batches).shape == (4, 1)
 
 
 def test_samples_without_a_length_make_one_batch() -> None:

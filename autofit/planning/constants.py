@@ -84,6 +84,7 @@ NOISY = 0.1  # log step time: from this scatter on, a reader is told that it bou
 
 # What is believed beforehand.
 MEMORY_ERROR = 0.02  # log bytes that a probe holds around its line, where no segment is larger
+LEAST_GROWING = 0.02  # share of what a first probe holds, beside what is known to be fixed
 CEILING_MARGIN = 0.8  # of these deviations below the budget at a ceiling: 80 % of its probes fit
 LEAST_SPREAD = 0.01  # log step time around its line: kernels suit some sizes better than others
 SURE = 2.0  # standard errors by which residuals exceed noise before they are called departures

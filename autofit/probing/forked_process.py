@@ -344,17 +344,12 @@ atexit.register(_end_servers)
 
 
 def _flags() -> list[str]:
-    """Return Python's options for a server: those that decide where this process imports from.
+    """Return Python's options for a server: those of this process, as `multiprocessing` does.
 
     -P keeps the current directory off the path, where any json.py would be run; -u, because the
     last words of a worker count.
     """
-    given = {
-        "-I": sys.flags.isolated,
-        "-E": sys.flags.ignore_environment,
-        "-s": sys.flags.no_user_site,
-    }
-    return ["-u", "-P", *(flag for flag, is_set in given.items() if is_set)]
+    return ["-u", "-P", *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]  # typeshed lacks it
 
 
 def _path() -> list[str]:

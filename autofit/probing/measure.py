@@ -66,6 +66,7 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         peak_allocated_bytes=peak.peak_allocated_bytes,
         peak_reserved_bytes=peak.peak_reserved_bytes,
         non_torch_bytes=peak.non_torch_bytes,
+        resident_bytes=min(steps.update_bytes, default=None),
         allocator_retries=ran.retries,
         loss=steps.loss if math.isfinite(steps.loss) else None,
         losses=[loss for loss in steps.losses if math.isfinite(loss)],
@@ -254,6 +255,7 @@ class _Steps:
         as_run_s: of each length, the seconds with no more micro-batches than it ran.
         first_s: of each but the longest, those of its first step.
         end_bytes: allocated at the end of each step.
+        update_bytes: allocated where updates began, once the optimizer has its state.
         losses: one of each block of steps.
         loss: the last one.
         warm_up_steps: how many steps the warm-up took.
@@ -269,6 +271,7 @@ class _Steps:
     as_run_s: list[list[float]] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
     end_bytes: list[int] = field(default_factory=list)
+    update_bytes: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     loss: float = math.nan
     warm_up_steps: int = 0
@@ -279,7 +282,7 @@ class _Steps:
         for _ in warm_up(self.training):
             self._run_one(batch)
         self.warm_up_steps = len(self.end_bytes)
-        del self.end_bytes[:-WARM_UP_STEPS]
+        del self.end_bytes[:-WARM_UP_STEPS], self.update_bytes[: 1 - WARM_UP_STEPS]
 
     def meet_shorter(self) -> None:
         """Time the first step of each length but the longest: its shapes are new."""
@@ -337,7 +340,7 @@ class _Steps:
         return list(numbers) if ranks is None else ranks.largest(numbers)
 
     def _run_one(self, batch: Batch) -> None:
-        self.loss = float(_step(self.training, self.device, batch)[0])
+        self.loss = float(_step(self.training, self.device, batch, self.update_bytes)[0])
         self.end_bytes.append(self.device.allocated_bytes())
 
     def time(self, count: int) -> None:
@@ -418,11 +421,16 @@ def _scale(training: Training) -> float:
     return 1.0 if training.scaler is None else float(training.scaler.get_scale())
 
 
-def _step(training: Training, device: Device, batch: Batch) -> tuple[torch.Tensor, list[Any]]:
+def _step(
+    training: Training, device: Device, batch: Batch, update_bytes: list[int] | None = None
+) -> tuple[torch.Tensor, list[Any]]:
     """Run one optimizer step; return its loss and marks between which its parts lie.
 
     The parts are the micro-batches, and the update at the end. With a training_step, nobody knows
     where its update begins, and the whole step is one part.
+
+    Args:
+        update_bytes: takes the bytes that are allocated where the update begins.
     """
     marks = [device.mark()]
     if training.recipe.training_step is not None:
@@ -434,6 +442,8 @@ def _step(training: Training, device: Device, batch: Batch) -> tuple[torch.Tenso
     undo()
     del marks[1]  # what precedes the first micro-batch belongs to it
     marks.append(device.mark())
+    if update_bytes is not None:
+        update_bytes.append(device.allocated_bytes())
     training.optimizer_step()
     return loss, [*marks, device.mark()]
 

@@ -140,7 +140,11 @@ class RankChannel:
             joins = partial(_join, host=_HOST, port=self._store.port, name=name)
             budget = min(facts.total_bytes for facts in opened)
             deadline = Deadline.after(START_TIMEOUT_S, ends_at)
-            reply = self.call(Call(joins, budget), deadline, ignore_stage)
+            try:
+                reply = self.call(Call(joins, budget), deadline, ignore_stage)
+            except NoReply as lost:
+                self.drop()
+                raise WorkerFailed(f"the ranks' workers could not join: {lost.detail}") from None
             if reply.exception is not None:
                 self.drop()
                 raise WorkerFailed(f"the ranks' workers could not join: {reply.exception}")

@@ -79,8 +79,9 @@ def longest_samples(
         seconds: after so many the longest that were found are taken, with a warning.
 
     Raises:
-        InvalidArgument: it delivers nothing.
+        InvalidArgument: it delivers nothing, or only once: it is an iterator.
     """
+    _check_restarts(loader)
     with _random_states_kept():
         dataset, samples = _dataset_of(loader, batch_size)
         if dataset is None:
@@ -105,10 +106,11 @@ def from_loader(loader: Any, n: int = MOST_EXAMINED) -> Lengths:
         n: samples to look at, spread over the data set.
 
     Raises:
-        InvalidArgument: it is no loader, it delivers nothing, or n is no count.
+        InvalidArgument: it is no loader, it delivers nothing or only once, or n is no count.
     """
     if not isinstance(loader, Iterable):
         raise InvalidArgument(f"from_loader takes a DataLoader, got {kind_of(loader)}")
+    _check_restarts(loader)
     n = check_count("n", n)
     with _random_states_kept():
         three = _three_batches(loader, n)
@@ -118,6 +120,15 @@ def from_loader(loader: Any, n: int = MOST_EXAMINED) -> Lengths:
             merged[shapes] = weight + merged.get(shapes, (0.0, None))[0], each.given
     weights, distinct = zip(*merged.values(), strict=True)
     return Lengths(distinct, weights, collate_fn=three[-1].collate_fn)
+
+
+def _check_restarts(loader: Any) -> None:
+    """Refuse what delivers its batches once, such as a generator: the training would lack them."""
+    if isinstance(loader, Iterator) and iter(loader) is loader:
+        raise InvalidArgument(
+            f"{kind_of(loader)} delivers its batches once, and the training would lack those that "
+            "are looked at: pass the loader itself, not an iterator over it"
+        )
 
 
 def _three_batches(loader: Any, examine: int) -> list[LoaderBatch]:

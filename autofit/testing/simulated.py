@@ -31,6 +31,7 @@ class SimulatedProber:
         memory: plan -> bytes held at its peak.
         step_time: plan -> seconds of one optimizer step, all its micro-batches included.
         allocated: plan -> bytes in live tensors at its peak; None: all that it holds.
+        resident: plan -> bytes in live tensors as the optimizer begins to update; None: unknown.
         memory_noise: standard deviation of the log of the bytes held, from probe to probe.
         time_noise: standard deviation of the log of step times from probe to probe, or plan -> it:
             all steps of a probe are so much slower or faster, as on a machine that drifts.
@@ -60,6 +61,7 @@ class SimulatedProber:
         step_time: PlanFunction,
         *,
         allocated: PlanFunction | None = None,
+        resident: PlanFunction | None = None,
         memory_noise: float = 0.0,
         time_noise: PlanFunction | float = 0.0,
         step_noise: PlanFunction | float = 0.0,
@@ -71,7 +73,8 @@ class SimulatedProber:
         if vram_budget_bytes <= 0:
             raise InvalidArgument(f"vram_budget_bytes must be above zero, got {vram_budget_bytes}")
         self.vram_budget_bytes = vram_budget_bytes
-        self._memory, self._step_time, self._allocated = memory, step_time, allocated
+        self._memory, self._step_time = memory, step_time
+        self._allocated, self._resident = allocated, resident
         self._memory_noise = memory_noise
         self._time_noise = time_noise if callable(time_noise) else lambda plan: time_noise
         self._step_noise = step_noise if callable(step_noise) else lambda plan: step_noise
@@ -109,13 +112,14 @@ class SimulatedProber:
         held = math.ceil(self._memory(plan) * math.exp(noise.gauss(0.0, self._memory_noise)))
         if held > budget:
             return Measurement(Outcome.OOM, detail="the simulated budget ran out")
-        run, allocated = plan.accumulation_steps, self._allocated
+        run, allocated, resident = plan.accumulation_steps, self._allocated, self._resident
         return Measurement(
             Outcome.OK,
             step_times_s=self._steps(request, noise),
             peak_allocated_bytes=held if allocated is None else math.floor(allocated(plan)),
             peak_reserved_bytes=held,
             non_torch_bytes=0,
+            resident_bytes=None if resident is None else math.floor(resident(plan)),
             allocator_retries=0,
             micro_batches_run=run if request.full_accumulation else min(2, run),
         )

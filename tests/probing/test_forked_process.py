@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -156,3 +158,26 @@ def test_a_python_that_does_not_start_is_said_in_its_words(
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     with pytest.raises(WorkerFailed, match="encodings"):
         channel.open()
+
+
+def _options(session: Any) -> list[str]:
+    """Return what decides how this process runs its code."""
+    return [str(sys.flags.optimize), str(sys.flags.dont_write_bytecode), *sys.warnoptions]
+
+
+PROGRAM = """
+import torch
+from autofit.probing.prober import Target, open_prober
+from autofit.training.workload import Workload
+from tests.probing.test_forked_process import _options
+with open_prober(Workload(torch.nn.Linear(2, 2), torch.ones(2, 2)), (), Target("cpu")) as prober:
+    print(prober.run(_options))
+"""
+
+
+def test_workers_run_their_code_with_the_options_of_this_python() -> None:
+    given = ["-O", "-B", "-W", "ignore::BytesWarning", "-X", "utf8"]
+    ran = subprocess.run(
+        [sys.executable, *given, "-c", PROGRAM], capture_output=True, text=True, timeout=300
+    )
+    assert ran.stdout.strip() == "['1', '1', 'ignore::BytesWarning']", ran.stderr

@@ -388,3 +388,27 @@ def test_the_seconds_of_a_start_are_those_beyond_plain_steps() -> None:
     assert start_up_s(21.0, 5, [0.2, 0.1, 9.0]) == pytest.approx(21.0 - 5 * 0.2)
     assert start_up_s(2.0, 3, [1.0]) == 0.0
     assert start_up_s(2.0, 1, []) is None
+
+
+def test_what_is_resident_is_parameters_gradients_and_state_at_any_size() -> None:
+    weights = sum(p.numel() * p.element_size() for p in _net(2048).parameters())
+
+    def make() -> Workload:
+        return Workload(_net(2048), torch.randn(4, 64))
+
+    few, many = (_measured(make, Plan(size)).resident_bytes for size in (4, 256))
+    assert few == pytest.approx(4 * weights, rel=0.02)
+    assert many == pytest.approx(few, rel=0.02)
+    split = _measured(make, Plan(4, accumulation_steps=8, global_batch=32)).resident_bytes
+    assert split == pytest.approx(few, rel=0.02)
+
+
+def test_what_a_training_step_holds_between_is_unknown() -> None:
+    def step(training: Any, batch: Any) -> torch.Tensor:
+        training.optimizer.zero_grad()
+        loss = training.model(batch).square().mean()
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    assert _measured(_plain(training_step=step), Plan(4)).resident_bytes is None
