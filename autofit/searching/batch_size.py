@@ -27,7 +27,8 @@ class BatchSize:
         global_batch: samples of an optimizer step: the product of those two.
         peak_bytes: most bytes that the training held, non-torch bytes included; None: unknown.
         samples_per_second: at the median step time; None: nothing was timed.
-        report: of the search, with all that was tried.
+        report: of the search, with all that was tried, its warnings, and `is_decided`: where that
+            is false, this is the sample batch's own split.
     """
 
     micro_batch: int
@@ -83,13 +84,13 @@ def find_batch_size(
         progress=progress,
         options=_with_even_split(SearchOptions() if options is None else options),
     )
-    plan, best = report.plan, report.best
+    chosen = report.record.recommended
     return BatchSize(
-        plan.micro_batch,
-        plan.accumulation_steps,
-        plan.samples_per_step,
-        best.measurement.held_bytes,
-        best.samples_per_second,
+        chosen.plan.micro_batch,
+        chosen.plan.accumulation_steps,
+        chosen.plan.samples_per_step,
+        chosen.measurement.held_bytes,
+        chosen.samples_per_second,
         report,
     )
 
