@@ -2,8 +2,8 @@
 
 Exit codes: 0 done, fits; 1 nothing fits, does not fit; 2 usage; 3 the workload's own code failed;
 4 the device or the worker failed; 5 no answer (a check that can neither predict nor probe, a search
-whose timeout came before anything that fits was measured, or with --strict one that did not decide); 130 a search that Ctrl-C or SIGTERM
-ended, with what had been measured.
+whose timeout came before anything that fits was measured, one with --strict that told no plan from
+the baseline); 130 a search that Ctrl-C or SIGTERM ended, with what had been measured.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ def test_a_plan_can_be_taken_from_a_report(
 ) -> None:
     ran = here("probe", "models.py:small", *ON_CPU, "--plan-from", "report.json", "--json")
     assert ran.code == 0, ran.err
-    best = json.loads((folder / "report.json").read_text())["best"]
+    best = json.loads((folder / "report.json").read_text())["recommended"]
     assert ran.json["plan"] == best["plan"]
     assert ran.json["outcome"] == "ok"
     assert ran.json["micro_batches_run"] == best["plan"]["accumulation_steps"]
@@ -299,7 +299,7 @@ def test_a_level_means_the_modules_that_the_report_names(
     setting, payload = "checkpointing.level", {"units": ["nowhere"], "state": []}
     report["dimensions"][setting] = {"values": [0, 77], "payloads": [None, payload]}
     for trial in report["trials"]:
-        if trial["number"] == report["best"]["number"]:
+        if trial["number"] == report["recommended"]["number"]:
             trial["plan"]["settings"][setting] = 77
     (folder / "elsewhere.json").write_text(json.dumps(report))
     ran = here(*command, "elsewhere.json")

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from statistics import mean
 from types import MappingProxyType
 from typing import Any
 
@@ -16,9 +17,10 @@ from autofit.plan import Plan
 from autofit.planning.confirmation import answer_of, best_of, next_turn
 from autofit.planning.constants import MOST_ROUNDS
 from autofit.planning.posterior import Posterior
+from autofit.searching.engine import run_search
 from autofit.units import GIB
 from tests.planning.conftest import Searched
-from tests.simulated import HALF, LEVEL, PLAIN, SimulatedDevice
+from tests.simulated import HALF, LEVEL, PLAIN, Bursts, MakeDevice, SimulatedDevice
 
 
 def test_values_that_were_left_out_have_their_predicted_speed(searched: Searched) -> None:
@@ -59,6 +61,23 @@ def _compared(
         compared += _trials((CONFIRMED, plan, measured[plan], held.get(plan, 2)))
         assert len(compared) <= 5 * MOST_ROUNDS
     return compared
+
+
+@pytest.mark.parametrize("busy", [0.45, 0.7])
+def test_searches_beside_busy_loops_are_decided_and_right(
+    make_device: MakeDevice, busy: float
+) -> None:
+    """Bursts slow single steps or whole probes down by a factor of 1.5 to 2.5."""
+    device = make_device(global_batch=64, sample_batch_size=8)
+    found = [
+        run_search(device.prober(slowdown=Bursts(seed, busy), seed=seed), device.spec())
+        for seed in range(12)
+    ]
+    plain, decided = device.space.baseline, [each for each in found if each.is_decided]
+    assert len(decided) >= 10
+    assert all(device.speed(each.recommended.plan) > device.speed(plain) for each in decided)
+    assert {each.recommended.plan for each in found if not each.is_decided} <= {plain}
+    assert mean(each.probes for each in found) < 30
 
 
 def _best(device: SimulatedDevice, trials: list[Trial], **spec: Any) -> Plan:
