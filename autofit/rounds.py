@@ -11,7 +11,8 @@ disturbed all the same, and there are two accounts of that:
   that cancels, and their errors are symmetric, since either plan may be the one that was hit.
 
 How wide small errors are, how probable hits, and which account is right, is not known: all are
-integrated over, weighted by how well they explain the probes. Nothing is assumed of the speeds. So
+integrated over, weighted by how well they explain the probes. Of hits all probes of a search tell:
+as many as have steps that something delayed. Nothing is assumed of the speeds. So
 the interval of a ratio is narrow where probes agree; one that is far off hardly moves it; and what
 was seen once is believed only where no hit would explain it.
 """
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     Array: TypeAlias = NDArray[np.float64]
 
 LogSpeed: TypeAlias = Callable[[Trial], float]
+_Noise: TypeAlias = tuple[float, float, float]
+"""Width of small errors, probability of a hit, and how probable both are."""
 
 CONFIDENCE = 0.95
 """Of every interval: what lies outside of it is left out at either end alike."""
@@ -47,6 +50,10 @@ _HIT_BY = 0.45  # mean log of the factor by which a hit slows a probe down: 1.6 
 _QUANTILE = 0.1  # of step times. The least of few and of many steps are not alike
 # Probes of the search ran at other moments, and fewer micro-batches: they may err either way.
 _SEARCHED_WIDTH, _SEARCHED_HIT = 0.03, 0.3
+# A probe has delayed steps where its slow ones take longer than its fast ones by this factor. As
+# many probes again were delayed as a whole, which their steps do not show. It counts as few probes,
+# since some plans are unsteady by themselves.
+_SLOW_QUANTILE, _DELAYED, _AS_MANY = 0.85, 1.2, 8
 _STEP, _BELOW, _ABOVE = 0.005, -0.7, 2.5  # logs around a plan's fastest probe that are looked at
 
 
@@ -66,11 +73,15 @@ class Estimate:
 
 def steady_log_speed(trial: Trial) -> float:
     """Return the log of samples/s of a timed trial's steps that were hardly disturbed."""
+    return math.log(trial.plan.samples_per_step / _step_s(trial, _QUANTILE))
+
+
+def _step_s(trial: Trial, quantile: float) -> float:
+    """Return that quantile of the step times, between two of them in proportion."""
     ordered = sorted(trial.measurement.step_times_s)
-    place = _QUANTILE * (len(ordered) - 1)
+    place = quantile * (len(ordered) - 1)
     low, share = int(place), place - int(place)
-    seconds = (1 - share) * ordered[low] + share * ordered[min(low + 1, len(ordered) - 1)]
-    return math.log(trial.plan.samples_per_step / seconds)
+    return (1 - share) * ordered[low] + share * ordered[min(low + 1, len(ordered) - 1)]
 
 
 def rounds_of(trials: Iterable[Trial]) -> list[dict[Plan, Trial]]:
@@ -97,6 +108,7 @@ class Rounds:
 
     Attributes:
         plans: that had a turn, in the order of their first.
+        is_disturbed: whether a tenth of all probes or more have steps that something delayed.
     """
 
     def __init__(self, trials: Sequence[Trial], log_speed: LogSpeed = steady_log_speed) -> None:
@@ -106,18 +118,22 @@ class Rounds:
         ]
         searched = by_plan(trial for trial in ran if trial.kind is not TrialKind.CONFIRMATION)
         self._searched = {plan: median(map(log_speed, its)) for plan, its in searched.items()}
+        delayed = [_step_s(t, _SLOW_QUANTILE) > _DELAYED * _step_s(t, _QUANTILE) for t in ran]
+        self.is_disturbed = 10 * sum(delayed) > len(delayed)
+        self._noises = list(_noises(delayed))
         self._known: dict[tuple[Plan, Plan], Estimate] = {}
         self.plans = list(dict.fromkeys(plan for each in self._rounds for plan in each))
 
     def ahead(self, plan: Plan, other: Plan) -> Estimate:
         """Return the log by which a plan is faster than another, both of which ran."""
         if (plan, other) not in self._known:
-            self._known[plan, other] = _ahead(self._probes(plan), self._probes(other))
+            both = self._probes(plan), self._probes(other)
+            self._known[plan, other] = _ahead(*both, self._noises)
         return self._known[plan, other]
 
     def speed(self, plan: Plan) -> Estimate:
         """Return the log of the undisturbed samples/s of a plan that ran."""
-        return _speed(self._probes(plan))
+        return _speed(self._probes(plan), self._noises)
 
     def _probes(self, plan: Plan) -> _Probes:
         turns = {at: each[plan] for at, each in enumerate(self._rounds) if plan in each}
@@ -136,30 +152,32 @@ class _Probes:
         return max(self.turns.values()) if self.turns else self.searched or 0.0
 
 
-def _ahead(plan: _Probes, other: _Probes) -> Estimate:
+def _ahead(plan: _Probes, other: _Probes, noises: Sequence[_Noise]) -> Estimate:
     """Return the log by which one plan is faster."""
     import numpy as np  # on demand: a report that is only exported needs none of this
 
     fastest = plan.fastest - other.fastest
     apart = fastest + _STEP * np.arange(1 - _count(), _count())
     density = np.zeros_like(apart)
-    for width, hit, prior in _noises():
+    for width, hit, prior in noises:
         own, others = (_likelihood(each, width, hit) for each in (plan, other))
         density += prior * _STEP**2 * np.correlate(own, others, "full")
         density += prior * _STEP * _likelihood_of_ratios(plan, other, apart, width, hit)
     return _estimate(apart, density)
 
 
-def _speed(plan: _Probes) -> Estimate:
+def _speed(plan: _Probes, noises: Sequence[_Noise]) -> Estimate:
     grid = plan.fastest + _grid()
-    return _estimate(grid, sum(prior * _likelihood(plan, w, h) for w, h, prior in _noises()))
+    return _estimate(grid, sum(prior * _likelihood(plan, w, h) for w, h, prior in noises))
 
 
-def _noises() -> Iterable[tuple[float, float, float]]:
-    """Yield each width and probability of hits, with its prior."""
+def _noises(delayed: Sequence[bool]) -> Iterable[_Noise]:
+    """Yield each width and probability of hits with its prior, given which probes were delayed."""
+    count = min(_AS_MANY, len(delayed))
+    hits = count * min(1.0, 2 * sum(delayed) / max(1, len(delayed)))
     for width, of_width in _WIDTHS.items():
         for hit, of_hit in _HITS.items():
-            yield width, hit, of_width * of_hit
+            yield width, hit, of_width * of_hit * hit**hits * (1 - hit) ** (count - hits)
 
 
 def _count() -> int:

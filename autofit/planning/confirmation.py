@@ -4,8 +4,8 @@ The comparison has rounds. In each one the finalists run once, in fresh workers,
 accumulation, in random order: first the plan that is expected to be the fastest, the baseline, and
 the plans that the search cannot tell from it; later those that may still change the answer.
 `autofit.rounds` says what the rounds tell of each pair of plans. A round is the last one when the
-best plan is told from the baseline and no other plan may be faster by more than `MOST_LOST`, or
-when it is the fourth.
+best plan is told from the baseline and no other plan is likely to be faster by `MOST_LOST`, or when
+it is the fourth; one alone does not decide where the steps show that others disturb the machine.
 
 Measured speeds decide, never a line: the plan that is ahead of all others is the best. Plans within
 `MOST_GIVEN_UP` of it are tied with it. A tie goes to the plans with headroom, then to the baseline,
@@ -124,9 +124,13 @@ def _members(posterior: Posterior, rounds: Sequence[Mapping[Plan, Trial]]) -> li
     if not compared:
         return finalists
     ahead, baseline = comparison.winner(compared), posterior.spec.space.baseline
-    still = comparison.may_be_faster(ahead, [plan for plan in compared if plan != baseline])
-    if baseline in compared and ahead != baseline and not comparison.is_told_from(ahead, baseline):
-        still.insert(0, baseline)
+    if baseline in compared and ahead != baseline:
+        is_told = comparison.is_told_from(ahead, baseline)
+        is_last = is_told and not (comparison.is_disturbed and len(rounds) < 2)
+        still = [] if is_last else [baseline]
+        still += comparison.gains(ahead, [plan for plan in compared if plan != baseline])
+    else:
+        still = comparison.may_be_faster(ahead, compared)
     still += [plan for plan in finalists if plan not in comparison.turns]
     return [ahead, *still] if still else []
 
@@ -177,12 +181,13 @@ class _Comparison:
 
     Attributes:
         turns: the plans that had a turn.
+        is_disturbed: whether work of others shows in the steps of the probes.
     """
 
     def __init__(self, posterior: Posterior, trials: Sequence[Trial]) -> None:
         self._posterior, self._trials = posterior, by_plan(trials)
         self._rounds = Rounds(trials, self._log_speed)
-        self.turns = self._rounds.plans
+        self.turns, self.is_disturbed = self._rounds.plans, self._rounds.is_disturbed
 
     def winner(self, plans: Sequence[Plan]) -> Plan:
         """Return the plan ahead of the others, or that wins a tie with it."""
@@ -200,6 +205,15 @@ class _Comparison:
     def may_be_faster(self, best: Plan, plans: Sequence[Plan]) -> list[Plan]:
         """Return the plans that may be faster than the best by more than `MOST_LOST`."""
         return [plan for plan in plans if plan != best and self._ahead(plan, best).high > MOST_LOST]
+
+    def gains(self, best: Plan, plans: Sequence[Plan]) -> list[Plan]:
+        """Return the plans that an error of their estimate would make faster by `MOST_LOST`.
+
+        That is about half of the way to the end of its interval. They change by how much the answer
+        is faster than the baseline, and not whether it is.
+        """
+        found = ((plan, self._ahead(plan, best)) for plan in plans if plan != best)
+        return [plan for plan, ahead in found if (ahead.log + ahead.high) / 2 > MOST_LOST]
 
     def _ahead(self, plan: Plan, other: Plan) -> Estimate:
         return Estimate(0.0, 0.0, 0.0) if plan == other else self._rounds.ahead(plan, other)
