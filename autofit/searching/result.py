@@ -60,6 +60,7 @@ class SearchResult:
             enough, or something else ended the search.
         may_probe: whether the prober may be used any more: not after Ctrl-C, nor where the machine
             became ill or no worker could be started.
+        notes: for the reader, on what was left out after the search.
     """
 
     spec: SearchSpec
@@ -73,6 +74,7 @@ class SearchResult:
     undecided_because: Undecided | None = None
     with_more_time: Plan | None = None
     may_probe: bool = True
+    notes: Sequence[str] = ()
 
     @property
     def is_decided(self) -> bool:
@@ -198,6 +200,7 @@ def _notes_on(survey: Survey, result: SearchResult) -> Iterator[str]:
             f"{ACT}training_step never called training.micro_batches: unless it splits the batch "
             f"itself, all {plan.samples_per_step} samples of a step ran at once"
         )
+    yield from result.notes
     if survey.busy is not None:
         yield f"The machine was busy ({survey.busy}): small differences in speed are uncertain"
     if survey.environment.device == "cpu":
