@@ -1,6 +1,7 @@
 """How much a plan's optimizer step changes the parameters.
 
-A plan that never updates trains nothing. Equal gradients say nothing of what a strategy does to the update.
+A plan that never updates trains nothing, and equal gradients say nothing of what a strategy does to
+the update.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from autofit.plan import ResolvedPlan
 from autofit.training.training import TrainingBuilder
 
 MOST_STEPS = 20
-"""Without any change, after which none is expected: float16 leaves some out until its scale fits."""
+"""Without any change, before none is expected: float16 leaves some out until its scale fits."""
 
 
 def size_of_update(builder: TrainingBuilder, resolved: ResolvedPlan, samples: int) -> float:
