@@ -258,10 +258,15 @@ class Search:
     def _why_undecided(
         self, stop: Stop, answer: confirmation.Answer, *, has_compared: bool
     ) -> Undecided | None:
-        """Return why the answer is not decided; None: it is."""
-        if answer.is_decided:
+        """Return why the answer is not decided; None: it is.
+
+        A baseline beside which there was no time to run another plan is not.
+        """
+        is_alone = len({trial.plan for trial in self._posterior.probes}) == 1
+        is_cut = is_alone and not stop.is_exhausted and self._store.ended is None
+        if answer.is_decided and not is_cut:
             return None
-        if has_compared:
+        if has_compared and not is_cut:
             return Undecided.NOISE
         if not stop.may_probe:
             return Undecided.INTERRUPTED if stop.because == INTERRUPTED else Undecided.FAILED

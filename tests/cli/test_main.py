@@ -176,6 +176,15 @@ def test_a_search_prints_the_report_and_nothing_else(searched: Ran, folder: Path
     assert len(searched.out) < len(in_full.out)
 
 
+def test_strict_exits_with_5_where_nothing_was_decided(folder: Path) -> None:
+    command = ("search", "models.py:small", *ON_CPU, "--max-probes", "1", "--json")
+    for strict, code in (((), 0), (("--strict",), 5)):
+        ran = autofit(*command, *strict, cwd=folder)
+        assert ran.code == code, ran.err
+        assert ran.json["search"]["undecided_because"] == "max_probes"
+        assert ran.json["recommended"]["number"] == ran.json["baseline"]["number"]
+
+
 def run_each_line(ran: Ran, folder: Path) -> Iterator[Ran]:
     """Run the Python and the commands of a printed result, as a shell in that folder would."""
     lines = dict(re.findall(r"^(Apply|More|Page): +(.*)$", ran.out, re.MULTILINE))
