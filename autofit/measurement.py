@@ -431,9 +431,6 @@ BETWEEN = 0.01
 was repeated. It counts as one repetition."""
 
 _SIMILAR = 1.5  # step times within this factor of each other are assumed to be equally noisy
-_ENOUGH = 2  # repetitions in the final comparison from which they alone say how it scatters
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Standard errors of a 95 % interval by degrees of freedom, from 1 on (Student's t)."""
 
 
 class Noise:
@@ -452,12 +449,7 @@ class Noise:
             [(seconds_of(trial), trial.measurement.step_error) for trial in timed]
         )
         self.repeated = _repeated(timed)
-        compared = _repeated(trial for trial in timed if trial.kind is TrialKind.CONFIRMATION)
-        self._between, self._degrees = self._learned(self.repeated)
-        self._learned_compared = self._between, self._degrees
-        found = self._learned(compared)
-        if found[1] > _ENOUGH:
-            self._learned_compared = found
+        self._between = self._learned(self.repeated)
 
     def of(self, trial: Trial) -> float:
         """Return the error of a timed probe.
@@ -465,29 +457,10 @@ class Noise:
         That of its steps is the larger of its own and the median of all probes with similar step
         times: a few steps alone tell little.
         """
-        between, _ = self._learned_of([trial])
-        return math.hypot(self._of_steps(trial), between)
+        return math.hypot(self._of_steps(trial), self._between)
 
-    def of_all(self, trials: Sequence[Trial]) -> float:
-        """Return the error of the median of one plan's timed probes."""
-        return statistics.median(map(self.of, trials)) / math.sqrt(len(trials))
-
-    def significant(self, trials: Sequence[Trial]) -> float:
-        """Return how many errors a 95 % interval of those probes reaches to either side."""
-        _, degrees = self._learned_of(trials)
-        return _T[degrees - 1] if degrees <= len(_T) else 1.96 + 2.7 / degrees
-
-    def _learned_of(self, trials: Sequence[Trial]) -> tuple[float, int]:
-        """Return the deviation between such probes, and its degrees of freedom.
-
-        The blocks of the final comparison ran in turns and in full; once some were repeated, they
-        say it alone. The machine may have changed since the search.
-        """
-        if trials and all(trial.kind is TrialKind.CONFIRMATION for trial in trials):
-            return self._learned_compared
-        return self._between, self._degrees
-
-    def _learned(self, repeated: Iterable[Sequence[Trial]]) -> tuple[float, int]:
+    def _learned(self, repeated: Iterable[Sequence[Trial]]) -> float:
+        """Return the deviation between probes of one plan, beyond that of their steps."""
         squares, degrees = BETWEEN**2, 1
         for trials in repeated:
             logs = [math.log(seconds_of(trial)) for trial in trials]
@@ -495,7 +468,7 @@ class Noise:
             mean = statistics.fmean(logs)
             squares += sum((log - mean) ** 2 for log in logs) - explained * (len(logs) - 1)
             degrees += len(logs) - 1
-        return math.sqrt(max(squares, BETWEEN**2) / degrees), degrees
+        return math.sqrt(max(squares, BETWEEN**2) / degrees)
 
     def _of_steps(self, trial: Trial) -> float:
         return max(trial.measurement.step_error, self._usual[seconds_of(trial)])

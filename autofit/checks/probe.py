@@ -233,10 +233,10 @@ def soak(
     """
     if steps < 2 * QUARTER:
         raise InvalidArgument(f"a report is compared over {2 * QUARTER} steps or more, got {steps}")
-    resolved = record.resolve_best(remembered=strategies)
-    step_time_s = record.best.measurement.step_time_s
+    resolved = record.resolve_plan(remembered=strategies)
+    step_time_s = record.recommended.measurement.step_time_s
     trained = replace(workload, global_batch=record.workload["global_batch"])
-    ranks = record.best.plan.world_size
+    ranks = record.recommended.plan.world_size
     own = record.environment["device"]  # of several ranks that of rank 0
     where = device or (own if ranks == 1 else own.partition(":")[0])
     budget = record.vram_budget_bytes if vram_budget is None else vram_budget
@@ -261,7 +261,7 @@ def soak(
         return trial.measurement, busy, survey.vram_budget_bytes
 
     measured, busy, budget_bytes = owned_by_rank_0(lead, ranks=ranks)
-    best = record.best
+    best = record.recommended
     return SoakResult(
         number=0,
         kind=TrialKind.SEARCH,

@@ -56,7 +56,7 @@ class AskedPlan:
             check_arguments(workload, plan)
             return cls(plan)
         check_arguments(workload, None)
-        best = plan.record.best_plan_to_rerun
+        best = plan.record.plan_to_rerun
         return cls(best, plan.record.payloads(best.settings), plan.record)
 
     @property

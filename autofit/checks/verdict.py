@@ -216,7 +216,7 @@ def read_earlier(path: str | os.PathLike[str]) -> tuple[Verdict, Settings]:
             f"{os.fspath(path)} is neither a report nor output of `autofit check --json`: {error}"
         ) from error
 
-    best = record.best
+    best = record.recommended
     verdict = Verdict(
         True,
         best.plan,

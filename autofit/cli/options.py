@@ -139,6 +139,12 @@ Seed = Annotated[
     int,
     typer.Option(metavar="N", min=0, max=2**32 - 1, help="random seed", show_default=False),
 ]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict", help="exit with 5 where no plan was told from the baseline", show_default=False
+    ),
+]
 NumericsName = Annotated[
     str,
     typer.Option(

@@ -132,7 +132,7 @@ def divide(
             which no trainer makes; or the search weighed them, and the stack does not.
     """
     record = report.record
-    plan, defaults = record.best.plan, record.default_settings
+    plan, defaults = record.recommended.plan, record.default_settings
     check_even(plan)
     is_weighed = plan.accumulation_steps > 1 and "loss_weight" in record.functions_given
     if is_weighed and not weighs_losses:
@@ -141,7 +141,7 @@ def divide(
             "step by loss_weight, but this trainer averages their losses, which gives "
             "other gradients: train with report.apply(model, optimizer)"
         )
-    resolved = record.resolve_best(strategies, report.strategies)
+    resolved = record.resolve_plan(strategies, report.strategies)
     arguments: dict[str, Scalar] = {}
     rest: list[Strategy] = []
     for strategy, settings, _ in resolved.by_strategy():

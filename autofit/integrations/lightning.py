@@ -247,7 +247,7 @@ def arguments(
 
     Returns:
         precision (where the plan has one), accumulate_grad_batches and callbacks. The DataLoader
-        must make micro-batches of `report.best.plan.micro_batch` samples; of a DataModule the
+        must make micro-batches of `report.plan.micro_batch` samples; of a DataModule the
         attribute `batch_size` is set while the Trainer fits, where it has one.
 
     Raises:

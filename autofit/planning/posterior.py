@@ -197,6 +197,12 @@ class Posterior:
         fresh = Posterior(self.spec, trials, given=self.given)
         return self if fresh.probes == self.probes else fresh
 
+    @cached_property
+    def of_search(self) -> Posterior:
+        """The posterior without the turns of the final comparison."""
+        searched = [t for t in self.measured if t.kind is not TrialKind.CONFIRMATION]
+        return Posterior(self.spec, searched, given=self.given)
+
     def about(self, plans: Sequence[Plan]) -> Posterior:
         """Return the posterior with columns for these plans: this one if it has them."""
         if all(plan.variant in self.columns.index for plan in plans):

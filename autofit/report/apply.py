@@ -1,4 +1,4 @@
-"""Trains a report's best plan on the user's own model, in the user's process.
+"""Trains a report's recommended plan on the user's own model, in the user's process.
 
 A report remembers the functions of the search in the process that searched. A loaded one does not:
 they are passed again. torch is imported only inside `apply`.
@@ -43,7 +43,7 @@ def apply(
     remembered: Sequence[Strategy],
     workload: Workload | None,
 ) -> Training:
-    """Return a training of the best plan on that model and optimizer, as `Report.apply` says.
+    """Return a training of the recommended plan on model and optimizer, as `Report.apply` says.
 
     Args:
         record, workload: of the search; workload None: not known in this process.
@@ -64,7 +64,7 @@ def apply(
     recipe = _recipe(record, workload, functions)
     device = _device_of(model)
     _warn_of_another_size(record, model)
-    world = _world_of(record.best.plan)
+    world = _world_of(record.recommended.plan)
     has_training_step = recipe.training_step is not None
     made = _made_optimizer(optimizer, model, world, has_training_step=has_training_step)
     if any(training.holds(model, optimizer) for training in _TRAININGS):
@@ -76,11 +76,11 @@ def apply(
         model,
         made,
         recipe,
-        record.resolve_best(strategies, remembered),
+        record.resolve_plan(strategies, remembered),
         device=device,
         samples=samples,
         watch=BatchWatch(
-            record.best_plan_to_rerun.of_rank(world.rank),
+            record.plan_to_rerun.of_rank(world.rank),
             record.workload["sample_shapes"],
             sample_size=record.workload.get("described_size"),
             samples=samples,

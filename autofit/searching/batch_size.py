@@ -11,7 +11,7 @@ import torch
 from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.probing.torchrun import ranks_meant
 from autofit.report.report import Report
-from autofit.report.summary import is_sure, warnings_of
+from autofit.report.summary import warnings_of
 from autofit.searching.events import OnEvent
 from autofit.searching.options import SearchOptions
 from autofit.searching.search import search
@@ -29,7 +29,8 @@ class BatchSize:
         peak_bytes: most bytes that the training held, non-torch bytes included; None: unknown.
         samples_per_second: at the median step time; None: nothing was timed.
         largest_micro_batch: the largest that ran within the budget, which may not be the fastest.
-        is_decided: whether a comparison at the end told the speeds apart.
+        is_decided: whether the split was told from that of the sample batch; where it was not,
+            this is the latter.
         warnings: of the search, such as that split gradients differ from whole ones.
         report: of the search, with all that was tried.
     """
@@ -90,15 +91,15 @@ def find_batch_size(
         progress=progress,
         options=_with_even_split(SearchOptions() if options is None else options),
     )
-    plan, best = report.plan, report.best
+    chosen = report.record.recommended
     return BatchSize(
-        plan.micro_batch,
-        plan.accumulation_steps,
-        plan.samples_per_step,
-        best.measurement.held_bytes,
-        best.samples_per_second,
+        chosen.plan.micro_batch,
+        chosen.plan.accumulation_steps,
+        chosen.plan.samples_per_step,
+        chosen.measurement.held_bytes,
+        chosen.samples_per_second,
         max(trial.plan.micro_batch for trial in report.trials if trial.ok),
-        is_sure(report.record),
+        report.is_decided,
         tuple(warnings_of(report.record)),
         report,
     )

@@ -41,14 +41,14 @@ from autofit.measurement import (
 )
 from autofit.plan import Plan
 from autofit.planning import confirmation, planner
-from autofit.planning.constants import MOST_ACCIDENTS
+from autofit.planning.constants import COMPARED_LONGER, MOST_ACCIDENTS
 from autofit.planning.planner import believing
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.probing.prober import SupportsProbing
 from autofit.registry import resolve
-from autofit.report.record import Skipped
+from autofit.report.record import Skipped, Undecided
 from autofit.searching import events, result, trial_codec
 from autofit.searching.limits import COMPARED, Allowance
 from autofit.searching.result import INTERRUPTED, SearchResult
@@ -257,10 +257,10 @@ class Search:
             NoFeasiblePlan, WorkloadFailed: no plan can be returned.
             StudyError: the study has lost its baseline.
         """
-        best = confirmation.best_of(self._posterior)
-        if best is None and self._allowance.seconds_left == 0:
+        answer = confirmation.answer_of(self._posterior)
+        if answer is None and self._allowance.seconds_left == 0:
             raise self._allowance.too_short()
-        if best is None:
+        if answer is None:
             raise result.nothing_fits(self._posterior, self._trials)
         baseline = self._baseline
         if baseline is None:  # it is the first probe of any study that is whole
@@ -273,16 +273,34 @@ class Search:
         return SearchResult(
             self._spec,
             self._trials,
-            best,
+            answer.best,
+            answer.recommended,
             baseline,
             tuple(Skipped(*each) for each in confirmation.left_out(self._posterior)),
             because,
             comparison_ended=has_compared,
-            is_decided=confirmation.is_decided(self._posterior, best.plan),
-            is_factor_decided=confirmation.is_factor_decided(self._posterior, best.plan),
+            undecided_because=self._why_undecided(stop, answer, has_compared=has_compared),
             with_more_time=stop.with_more_time,
             may_probe=stop.may_probe,
         )
+
+    def _why_undecided(
+        self, stop: Stop, answer: confirmation.Answer, *, has_compared: bool
+    ) -> Undecided | None:
+        """Return why the answer is not decided; None: it is.
+
+        A baseline beside which there was no time to run another plan is not.
+        """
+        is_alone = len({trial.plan for trial in self._posterior.probes}) == 1
+        is_cut = is_alone and not stop.is_exhausted and self._store.ended is None
+        if answer.is_decided and not is_cut:
+            return None
+        if has_compared and not is_cut:
+            return Undecided.NOISE
+        if not stop.may_probe:
+            return Undecided.INTERRUPTED if stop.because == INTERRUPTED else Undecided.FAILED
+        no_probe_left = self._allowance.probes_left(self._trials) == 0
+        return Undecided.MAX_PROBES if no_probe_left else Undecided.TIMEOUT
 
     def _next_without_timeout(self) -> Plan | None:
         """Return the plan that would be next without the timeout; None: none, or unknown."""
@@ -608,7 +626,8 @@ class Search:
             full_accumulation=is_confirmation,
             expected_seconds=expected_seconds,
             seconds_left=seconds_left,
-            most_timed_seconds=self._spec.effort.most_timed_seconds,
+            most_timed_seconds=self._spec.effort.most_timed_seconds
+            * (COMPARED_LONGER if is_confirmation else 1.0),
         )
 
     def _seconds_left(self, kind: TrialKind) -> float | None:

@@ -31,13 +31,13 @@ from autofit.report.report import Report
 from autofit.searching import events
 from autofit.searching.engine import run_search
 from autofit.searching.events import Event, OnEvent
+from autofit.searching.faithful import judged
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
 from autofit.searching.options import SearchArguments, SearchOptions
 from autofit.searching.predicted_lines import most_seconds, predicted_lines
 from autofit.searching.result import (
     INTERRUPTED,
     SearchResult,
-    difference_of,
     memory_of,
     record_of,
     with_measured_need,
@@ -395,7 +395,7 @@ class _Course:
         try:
             if result.may_probe:
                 self._on_stage("comparing the answer's gradients with the baseline's")
-            difference = difference_of(prober, result)
+            result, difference = judged(prober, result)
             memory = memory_of(prober, result) if is_alone else {}
         except KeyboardInterrupt:
             result = replace(result, stopped_because=INTERRUPTED, may_probe=False)

@@ -179,6 +179,15 @@ def test_a_search_prints_the_report_and_nothing_else(searched: Ran, folder: Path
     assert len(searched.out) < len(in_full.out)
 
 
+def test_strict_exits_with_5_where_nothing_was_decided(folder: Path) -> None:
+    command = ("search", "models.py:small", *ON_CPU, "--max-probes", "1", "--json")
+    for strict, code in (((), 0), (("--strict",), 5)):
+        ran = autofit(*command, *strict, cwd=folder)
+        assert ran.code == code, ran.err
+        assert ran.json["search"]["undecided_because"] == "max_probes"
+        assert ran.json["recommended"]["number"] == ran.json["baseline"]["number"]
+
+
 def run_each_line(ran: Ran, folder: Path) -> Iterator[Ran]:
     """Run the Python and the commands of a printed result, as a shell in that folder would."""
     lines = dict(re.findall(r"^(Apply|More|Page): +(.*)$", ran.out, re.MULTILINE))
@@ -282,7 +291,7 @@ def test_a_plan_can_be_taken_from_a_report(
 ) -> None:
     ran = here("probe", "models.py:small", *ON_CPU, "--plan-from", "report.json", "--json")
     assert ran.code == 0, ran.err
-    best = json.loads((folder / "report.json").read_text())["best"]
+    best = json.loads((folder / "report.json").read_text())["recommended"]
     assert ran.json["plan"] == best["plan"]
     assert ran.json["outcome"] == "ok"
     assert ran.json["micro_batches_run"] == best["plan"]["accumulation_steps"]
@@ -304,7 +313,7 @@ def test_a_level_means_the_modules_that_the_report_names(
     setting, payload = "checkpointing.level", {"units": ["nowhere"], "state": []}
     report["dimensions"][setting] = {"values": [0, 77], "payloads": [None, payload]}
     for trial in report["trials"]:
-        if trial["number"] == report["best"]["number"]:
+        if trial["number"] == report["recommended"]["number"]:
             trial["plan"]["settings"][setting] = 77
     (folder / "elsewhere.json").write_text(json.dumps(report))
     ran = here(*command, "elsewhere.json")

@@ -32,6 +32,7 @@ from autofit.planning.constants import (
 )
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.messages import NoReply, ProbeRequest, ProbeResult
+from autofit.report.record import Undecided
 from autofit.searching import events
 from autofit.searching.engine import MOST_VETOES, run_search
 from autofit.searching.result import INTERRUPTED, SearchResult
@@ -105,6 +106,28 @@ def test_no_more_probes_than_allowed(device: SimulatedDevice, most: int) -> None
     assert (result.best.kind is TrialKind.CONFIRMATION) is is_enough
     assert result.best.plan != device.space.baseline or not is_enough
     assert result.comparison_ended is is_enough
+    if most == 1:
+        assert result.undecided_because is Undecided.MAX_PROBES
+        assert result.recommended == result.baseline
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), WorkerFailed("no worker starts")], ids=repr)
+def test_what_was_cut_short_says_why_and_recommends_the_baseline(
+    device: SimulatedDevice, end: BaseException
+) -> None:
+    """Beside a machine that is slow at times, one probe each tells nothing at 95 %."""
+    slow = device.prober()
+
+    def fault(plan: Plan) -> None:
+        if len(slow.probed) > 2:
+            raise end
+
+    slow = device.prober(fault, slowdown=lambda seconds: 2.2 if seconds < 1.5 else 1.0)
+    result = run_search(slow, device.spec())
+    assert result.best.plan != result.baseline.plan
+    assert result.recommended == result.baseline
+    expected = Undecided.INTERRUPTED if isinstance(end, KeyboardInterrupt) else Undecided.FAILED
+    assert result.undecided_because is expected
 
 
 def test_a_timeout_before_anything_was_measured_is_an_error(device: SimulatedDevice) -> None:
