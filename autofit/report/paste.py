@@ -37,7 +37,7 @@ def lines_by_hand(record: Record) -> Sequence[str]:
     if not record.was_read:
         return record.paste.get(record.recommended.number, ())
     try:
-        resolved = record.resolve_best()
+        resolved = record.resolve_plan()
     except InvalidArgument:
         return ()
     has_loss_weight = "loss_weight" in record.functions_given
