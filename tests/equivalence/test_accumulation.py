@@ -238,3 +238,67 @@ def test_wrappers_send_statistics_before_a_step_and_sharding_never(
         "zero1 once": [True, False, True, False],
         "fsdp2 once": [True, False, False, False],
     }
+
+
+def _tagger() -> nn.Module:
+    return nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 4))
+
+
+def _over_tokens(model: nn.Module, batch: Any) -> torch.Tensor:
+    ids, targets = batch
+    loss: torch.Tensor = nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+    return loss
+
+
+IDS = torch.arange(16 * 6).reshape(16, 6) % 20
+
+
+@pytest.mark.parametrize("ignored", [0, 2])
+def test_padding_that_is_only_possible_is_a_note_and_no_warning(ignored: int) -> None:
+    targets = IDS % 4
+    targets[:, 6 - ignored :] = -100  # the same share of each sample, so that splits agree
+    found = decided(_tagger, (IDS, targets), criterion=None, loss_fn=_over_tokens)
+    assert found.why_kept is None
+    (note,) = found.notes
+    assert "-100" in note
+    assert note.startswith(ACT) == bool(ignored)
+
+
+def test_batches_of_a_function_that_do_not_tell_their_samples_are_not_split() -> None:
+    def make(samples: int) -> Any:
+        return torch.randn(5, samples, 8), torch.zeros(5, samples, 1)  # time first
+
+    found = decided(lambda: nn.Linear(8, 1), make)
+    assert found.why_kept is not None
+    assert found.comparison is None
+    assert "collate_fn" in found.notes[0]
+
+
+def test_a_collate_fn_that_draws_is_said_to() -> None:
+    def collate(samples: list[Any]) -> Any:
+        return torch.stack(samples) + torch.randn(len(samples), 8), torch.zeros(len(samples), 1)
+
+    found = decided(lambda: nn.Linear(8, 1), list(X), collate_fn=collate)
+    assert found.why_kept is not None
+    assert "another batch" in found.why_kept
+
+
+def test_copies_of_one_sample_are_not_compared_through_collate_fn_either() -> None:
+    def collate(samples: list[Any]) -> Any:
+        return torch.stack(samples), torch.zeros(len(samples), 1)
+
+    found = decided(lambda: nn.Linear(8, 1), [X[0]] * 3, collate_fn=collate)
+    assert found.why_kept is not None
+    assert "copies of one sample" in found.why_kept
+
+
+def test_a_normalizing_model_is_found_through_collate_fn_too() -> None:
+    def collate(samples: list[Any]) -> Any:
+        return torch.stack(samples), torch.zeros(len(samples), 1)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    found = decided(build, list(X), collate_fn=collate)
+    assert found.comparison is not None
+    assert found.comparison.modules == ("1",)
