@@ -67,6 +67,10 @@ class Browser:
         wanted = {"name": "prefers-color-scheme", "value": scheme}
         self._ask("Emulation.setEmulatedMedia", features=[wanted])
 
+    def show_on(self, medium: str) -> None:
+        """Show the page as on "screen" or in "print"."""
+        self._ask("Emulation.setEmulatedMedia", media=medium)
+
     def run(self, script: str) -> Any:
         """Return what an expression is, as JSON has it; promises are awaited."""
         answer = self._ask(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import autofit
 
@@ -71,6 +72,16 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
     "optuna_sampler": tunes_settings_of_the_users_own,
     "optuna_fits": proposes_less_that_does_not_fit,
 }
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is of torch 2.13")
+def test_the_page_on_capacity_shows_what_its_example_prints(
+    tmp_path: Path, run_python: Any
+) -> None:
+    """A prediction is the same on any machine, unlike what a search measures."""
+    ran = run_python(ROOT / "examples" / "capacity.py", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout == (ROOT / "docs" / "outputs" / "capacity.txt").read_text()
 
 
 @pytest.mark.slow

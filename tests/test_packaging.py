@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -93,6 +94,25 @@ def test_every_package_of_the_repository_is_in_the_wheel_and_nothing_else(wheel:
     assert tops == {"autofit", next(top for top in tops if top.endswith(".dist-info"))}
     data = ("py.typed", "report/page.css")
     assert {Path("autofit", name) for name in data} <= names
+
+
+def test_the_source_distribution_has_no_tests_that_cannot_run(tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("autofit", "strategies", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    files = ("pyproject.toml", "setup.cfg", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
+    for name in files:
+        shutil.copy(ROOT / name, tmp_path)
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", ".", cwd=tmp_path)
+    (built,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        names = {Path(*Path(name).parts[1:]) for name in archive.getnames()}
+    assert not [path for path in names if path.parts[:1] == ("tests",)]
+    assert Path("CHANGELOG.md") in names
+    modules = [
+        p.relative_to(ROOT) for top in ("autofit", "strategies") for p in (ROOT / top).rglob("*.py")
+    ]
+    assert set(modules) <= names
 
 
 def test_its_metadata_say_what_it_is(wheel: Path) -> None:

@@ -442,6 +442,14 @@ def test_a_machine_that_becomes_busy_is_named_in_the_report(
     assert report.record.search.busy == f"load 99.0 on {os.cpu_count()} cores"
 
 
+def test_a_load_that_changes_is_told_with_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    report = search_here(model=on_a_machine_of(80.0), max_probes=1)
+    cores = os.cpu_count()
+    told = f"load 80.0 on {cores} cores at the start, load 99.0 on {cores} cores at the end"
+    assert report.record.search.busy == told
+
+
 def test_a_model_is_built_once_for_the_survey_and_once_for_each_probe_and_look(
     tmp_path: Path,
 ) -> None:

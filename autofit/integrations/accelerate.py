@@ -91,8 +91,7 @@ def applied(
     steps, before = division.plan.accumulation_steps, accelerator.gradient_accumulation_steps
     lines = [
         f"gradient_accumulation_steps={steps} (was {before})",
-        f"the DataLoader should have batch_size={division.plan.micro_batch}"
-        + f"; {division.whole_steps}" * (steps > 1),
+        *_of_loaders(division, accelerator),
         *division.lines("an Accelerator"),
     ]
     with ExitStack() as stack:
@@ -103,6 +102,19 @@ def applied(
         own = getattr(optimizer, "optimizer", optimizer)  # without accelerate's wrapper
         stack.enter_context(on_model(division.rest, unwrapped, own))
         yield Applied(tuple(lines), stack)
+
+
+def _of_loaders(division: Division, accelerator: Any) -> Iterator[str]:
+    """Yield what the loader should have, unless each that the Accelerator prepared has it."""
+    plan, loaders = division.plan, accelerator._dataloaders
+    sizes = {getattr(each, "total_batch_size", None) for each in loaders}
+    samples = [getattr(each, "total_dataset_length", None) or 1 for each in loaders]
+    asked = [f"the DataLoader should have batch_size={plan.micro_batch}"]
+    asked *= sizes != {plan.micro_batch}
+    has_short_step = not samples or any(number % plan.samples_per_step for number in samples)
+    asked += [division.whole_steps] * (plan.accumulation_steps > 1 and has_short_step)
+    if asked:
+        yield "; ".join(asked)
 
 
 @contextmanager

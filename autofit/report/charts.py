@@ -17,7 +17,7 @@ from typing import Any
 from autofit.measurement import Trial, probes_of
 from autofit.report.details import PLANS, outcome_words
 from autofit.report.record import Record, one_a_plan
-from autofit.report.summary import describe, plan_words, speed_words
+from autofit.report.summary import describe, is_sure, plan_words, speed_words
 from autofit.units import GIB, KIB, MIB, TIB, counted, format_bytes
 
 KINDS: Mapping[str, str] = {
@@ -61,7 +61,8 @@ class Chart:
 
 def frontier_chart(record: Record) -> Chart:
     """Return speed against memory of each plan that ran, and the budget."""
-    fits, budget = one_a_plan(record.trials), record.vram_budget_bytes
+    fits = one_a_plan(record.trials, is_compared=record.is_confirmed)
+    budget = record.vram_budget_bytes
     failed = sum(t.measurement.outcome.about_memory for t in probes_of(record.trials))
     most = max(map(_held, fits))
     is_near = budget <= _WIDE_BUDGET * most
@@ -74,7 +75,7 @@ def frontier_chart(record: Record) -> Chart:
     )
     plot.axes(f"memory, {unit}", "samples/s")
     edge = sorted((_held(t) / size, record.speed_of(t) or 0.0) for t in record.frontier)
-    plot.line(_steps(edge), "frontier")
+    plot.line(_steps(edge), "frontier" if is_sure(record) else "frontier undecided")
     if is_near:
         plot.upright(100 * _BUDGET_SHARE, "budget")
     words = f"VRAM budget {format_bytes(budget)}, {failed} did not fit"
@@ -82,7 +83,8 @@ def frontier_chart(record: Record) -> Chart:
     _draw_plans(plot, fits, size, record)
     return Chart(
         "Speed against memory",
-        "Each point is a plan that ran. The line is the frontier: more speed takes more memory.",
+        "Each point is a plan that ran, with the range of its speed. The line is the frontier: "
+        f"more speed takes more memory{'; dashed: not decided' * (not is_sure(record))}.",
         plot.drawn(),
     )
 
@@ -93,9 +95,19 @@ def _draw_plans(plot: Plot, fits: list[Trial], size: int, record: Record) -> Non
     for trial in sorted(fits, key=lambda each: (each.plan in names, each.plan == best)):
         x, y = _held(trial) / size, record.speed_of(trial) or 0.0
         kind = "best" if trial.plan == best else names.get(trial.plan, "tried")
+        plot.upright_between(x, *_seen(trial, record), "whisker")
         plot.dot(x, y, kind, _about(trial, record))
         if name := names.get(trial.plan):
             plot.label(x, y, name, f"{kind}-words", below=kind == "baseline")
+
+
+def _seen(trial: Trial, record: Record) -> tuple[float, float]:
+    """Return the range of a plan's speed; where no comparison ended, all that its probes saw."""
+    ran = [t for t in probes_of(record.trials) if t.plan == trial.plan and t.samples_per_second]
+    ranges = [record.speed_range(trial)]
+    if not record.is_confirmed:
+        ranges = [(t.samples_per_second_low, t.samples_per_second_high) for t in ran]
+    return min(low or 0.0 for low, _ in ranges), max(high or 0.0 for _, high in ranges)
 
 
 def _held(trial: Trial) -> int:
@@ -217,6 +229,12 @@ class Plot:
         """Draw a line from top to bottom."""
         x = f'x1="{percent:.2f}%" x2="{percent:.2f}%"'
         self._parts.append(f'<line class="{kind}" {x} y1="0" y2="{self.height}"/>')
+
+    def upright_between(self, x: float, low: float, high: float, kind: str) -> None:
+        """Draw a line from one value up to another."""
+        percent = f'x1="{self.across(x):.2f}%" x2="{self.across(x):.2f}%"'
+        ends = f'y1="{self.down(low):.1f}" y2="{self.down(high):.1f}"'
+        self._parts.append(f'<line class="{kind}" {percent} {ends}/>')
 
     def line(self, at: Iterable[Point], kind: str) -> None:
         """Draw a line through values."""

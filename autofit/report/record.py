@@ -360,7 +360,7 @@ class Record:
     @property
     def frontier(self) -> tuple[Trial, ...]:
         """Pareto frontier of speed and held bytes, the fastest trial first."""
-        return frontier(self.trials, self.speed_of)
+        return frontier(self.trials, self.speed_of, is_compared=self.is_confirmed)
 
     @property
     def finalists(self) -> list[tuple[Plan, float]]:
@@ -618,24 +618,30 @@ def _check_memory_use(use: Mapping[str, Any]) -> None:
         raise InvalidArgument("the memory over a step is not complete")
 
 
-def one_a_plan(trials: Iterable[Trial]) -> list[Trial]:
+def one_a_plan(trials: Iterable[Trial], *, is_compared: bool = True) -> list[Trial]:
     """Return a trial of each plan that fits: its fastest turn in the final comparison, if any.
 
-    Of a plan that was not in it, the last; a vetoed proposal only repeats an earlier result.
+    Of a plan that was not in it, the last; a vetoed proposal only repeats an earlier result. A
+    comparison that did not come to its end is none (`is_compared`): the median of all is taken.
     """
     ran = (t for t in trials if t.kind is not TrialKind.VETOED and t.ok and t.samples_per_second)
     of = by_plan(ran)
     turns = {plan: [t for t in its if t.kind is TrialKind.CONFIRMATION] for plan, its in of.items()}
     speed = attrgetter("samples_per_second")
+    if not is_compared:
+        return [sorted(its, key=speed)[len(its) // 2] for its in of.values()]
     return [max(turns[plan], key=speed) if turns[plan] else its[-1] for plan, its in of.items()]
 
 
 def frontier(
     trials: Iterable[Trial],
     speed_of: Callable[[Trial], float | None] = attrgetter("samples_per_second"),
+    *,
+    is_compared: bool = True,
 ) -> tuple[Trial, ...]:
     """Return the Pareto frontier of speed and held bytes of `one_a_plan`, the fastest first."""
-    by_speed = sorted(one_a_plan(trials), key=lambda trial: -(speed_of(trial) or 0.0))
+    found = one_a_plan(trials, is_compared=is_compared)
+    by_speed = sorted(found, key=lambda trial: -(speed_of(trial) or 0.0))
     kept: list[Trial] = []
     for trial in by_speed:
         held = trial.measurement.held_bytes

@@ -388,8 +388,9 @@ class _Course:
     ) -> None:
         """Keep the record of a result, and then what is found beside the answer."""
         self.trials = result.trials
-        if survey.busy is None and survey.environment.gpu is None:
-            survey = replace(survey, busy=load_of_others(own=os.cpu_count() or 1))
+        if survey.environment.gpu is None:
+            now = load_of_others(own=os.cpu_count() or 1)
+            survey = replace(survey, busy=_busy_words(survey.busy, now))
         difference: Mapping[str, Any] | None = None
         memory: Mapping[str, Any] = {}
         try:
@@ -437,3 +438,10 @@ def showing(progress: OnEvent | bool | None) -> Iterator[OnEvent]:
 
     with ProgressLine() as line:
         yield logged(line)
+
+
+def _busy_words(at_start: str | None, at_end: str | None) -> str | None:
+    """Return what others did on the machine, and when, where that changed; None: not much."""
+    if at_start is None or at_start == at_end:
+        return at_end
+    return f"{at_start} at the start, {at_end or 'idle'} at the end"

@@ -148,11 +148,12 @@ class EventWords:
                 max(took_s * each - waited_s, 0.0) for each in (fewest, longer * most)
             )
             if at_most_s is None or most_s + waited_s < at_most_s:
-                clocks = dict.fromkeys([format_clock(fewest_s), format_clock(most_s)])
-                return f"about {' to '.join(clocks)} left"
+                return _about(fewest_s, most_s, progress)
         if at_most_s is None:
             return None
-        return f"at most {format_clock(max(at_most_s - waited_s, 0.0))} left"
+        if at_most_s - waited_s < 1:
+            return "the time is over"
+        return f"at most {format_clock(at_most_s - waited_s)} left"
 
     def _probes_left(self, progress: Progress) -> tuple[int, int] | None:
         """Return the fewest and the most probes that are left; None: unknown."""
@@ -174,6 +175,19 @@ class EventWords:
 
     def _plan(self, plan: Plan) -> str:
         return str(plan.without(self._plain))
+
+
+def _about(fewest_s: float, most_s: float, progress: Progress) -> str | None:
+    """Return the time left; None: no time that is worth a clock.
+
+    A search that has run as many probes as are usual may end after any: no clock tells when.
+    """
+    if fewest_s < 1 and progress.probes_left is None and progress.usual_probes is not None:
+        return f"usually {progress.usual_probes[0]} to {progress.usual_probes[1]} probes"
+    if most_s < 1:
+        return None
+    clocks = dict.fromkeys([format_clock(fewest_s), format_clock(most_s)])
+    return f"about {' to '.join(clocks)} left"
 
 
 def _why(measured: Measurement) -> str:

@@ -157,9 +157,22 @@ def test_the_time_left_without_a_limit_is_by_the_usual_number_of_probes() -> Non
     words.learn(ProbeFinished(BASELINE, unlimited(1, 42.0)))
     assert "about 0:18 to 1:56 left" in words.standing(unlimited(1, 42.0))
     assert "about 0:10 to 1:48 left" in words.standing(unlimited(1, 42.0), waited_s=8.0)
-    assert "about 0:00 to 0:40 left" in words.standing(unlimited(20, 42.0))
+    assert "usually 10 to 30 probes" in words.standing(unlimited(20, 42.0))
     assert "at most 1:40 left" in words.standing(replace(unlimited(1, 42.0), seconds_left=100.0))
     assert not any("left" in part for part in words.standing(unlimited(30, 42.0)))
+
+
+def test_no_clock_stands_at_zero() -> None:
+    words = EventWords()
+    words.learn(ProbeStarted(BASELINE.plan, TrialKind.BASELINE, None, unlimited(0, 40.0)))
+    words.learn(ProbeFinished(BASELINE, unlimited(1, 42.0)))
+    for told in (
+        *(unlimited(probes, 42.0) for probes in range(1, 40)),
+        *(Progress(19, 0, BASELINE, 42.0, None, left) for left in range(3)),
+        *(Progress(19, 0, BASELINE, 42.0, left, None) for left in (0.0, 0.4, 30.0)),
+    ):
+        for waited_s in (0.0, 1.0, 1e3):
+            assert not any("0:00" in part for part in words.standing(told, waited_s))
 
 
 def unlimited(probes: int, elapsed_s: float) -> Progress:

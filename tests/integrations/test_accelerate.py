@@ -126,6 +126,30 @@ def test_what_was_set_is_told_and_given_back(make_report: Callable[..., Report])
     assert "forward" not in vars(model[1])  # type: ignore[index]  # likewise
 
 
+@pytest.mark.parametrize(
+    ("samples", "batch_size", "told"),
+    [
+        (24, 2, ()),
+        (24, 4, ("batch_size=2",)),
+        (23, 2, ("drop samples",)),
+        (None, 2, ("batch_size=2", "drop samples")),
+    ],
+)
+def test_what_the_loader_has_already_is_not_asked_for(
+    samples: int | None, batch_size: int, told: tuple[str, ...], make_report: Callable[..., Report]
+) -> None:
+    model = model_of()
+    report = make_report(workload_of(model), Plan(2, accumulation_steps=4))
+    accelerator = accelerate.Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if samples is not None:
+        accelerator.prepare(DataLoader(TensorDataset(torch.zeros(samples, 2)), batch_size))
+    with integration.applied(report, accelerator, model, optimizer) as applied:
+        shown = str(applied)
+    for words in ("batch_size=2", "drop samples"):
+        assert (words in shown) is (words in told)
+
+
 @pytest.mark.parametrize("has", ["no", "bf16"])
 def test_another_precision_than_the_plans_is_refused(
     has: str, make_report: Callable[..., Report]

@@ -178,6 +178,40 @@ def test_what_fits_is_drawn_inside_the_budget_and_what_does_not_is_counted(recor
     assert "VRAM budget 1.00 TiB" in far
 
 
+def test_a_comparison_that_did_not_end_counts_as_its_probes_do(record: Record) -> None:
+    """A plan that two probes measured at 156 and 73 samples/s is not drawn at the later one."""
+    first, last = record.trials[3], record.trials[6]
+    slow = replace(last, measurement=replace(last.measurement, step_times_s=[0.8, 0.8, 0.8]))
+    third = replace(first, number=8)
+    ended = replace(record, trials=(*record.trials[:6], slow, record.trials[7], third))
+    cut = replace(ended, search=replace(ended.search, comparison_ended=False))
+    for each, number in ((ended, 6), (cut, 3)):
+        (drawn,) = points_of(page(each), "best")
+        assert f"trial {number}:" in drawn[2] or f"trial {number + 5}:" in drawn[2]
+    assert {3, 8} & {trial.number for trial in cut.frontier}
+    assert 'class="frontier undecided"' in page(cut)
+    assert 'class="frontier"' in page(record)
+
+
+def test_each_point_has_the_range_of_its_speed(measured: Record) -> None:
+    html = page(measured)
+    lines = re.findall(r'class="whisker" x1="([\d.]+)%".* y1="([\d.]+)" y2="([\d.]+)"', html)
+    points = [point for kind in ("tried", "best", "baseline") for point in points_of(html, kind)]
+    assert len(lines) == len(points)
+    for x, y, _ in points:
+        assert any(
+            float(at) == x and float(low) >= y - 0.1 and y >= float(high) - 0.1
+            for at, low, high in lines
+        )
+
+
+def test_what_is_folded_is_printed(measured: Record) -> None:
+    html = page(measured)
+    printed = html.partition("@media print")[2]
+    assert html.count("<details>") > 3
+    assert re.search(r"details::details-content \{ content-visibility: visible", printed)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with browsers.opened() as tab:
@@ -220,6 +254,18 @@ class TestInABrowser:
             assert empty == 0, width
         assert tab.complaints == []
         assert tab.requests == [(tmp_path / "report.html").as_uri()]
+
+    def test_folded_parts_are_printed(self, browser: Any, measured: Record, tmp_path: Path) -> None:
+        tab = opened(browser, measured, tmp_path)
+
+        shown = "[...document.querySelectorAll('details pre')].map(e => e.checkVisibility())"
+
+        assert not any(tab.run(shown))
+        tab.show_on("print")
+        try:
+            assert all(tab.run(shown))
+        finally:
+            tab.show_on("screen")
 
     def test_hostile_names_are_shown_and_do_not_run(
         self, browser: Any, hostile: Record, tmp_path: Path
