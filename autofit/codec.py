@@ -10,9 +10,11 @@ only shown.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
@@ -84,6 +86,8 @@ def from_json(data: Any, kind: type[_Read], place: str) -> _Read:
         raise InvalidArgument(f"{place} holds what is too large: {error}") from error
 
 
+_OWN = re.compile("/dev/(fd/|stdin)|/proc/self/fd/")
+"""Descriptors of this process itself, whose other end its user has."""
 _MOST_CHARACTERS = 2**26
 """Of a file that is read: a report takes about 5,000 a trial."""
 
@@ -92,9 +96,12 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        InvalidArgument: it cannot be read, is no JSON, or holds what JSON has no form for.
+        InvalidArgument: it cannot be read, is no JSON, or holds what JSON has no form for; or it is
+            a pipe in a folder, for whose writer it would wait for ever.
     """
     try:
+        if stat.S_ISFIFO(os.stat(path).st_mode) and not _OWN.match(os.fspath(path)):
+            raise OSError(errno.EINVAL, "it is a pipe: give a file, or /dev/stdin")
         with open(path, encoding="utf-8") as file:
             text = file.read(_MOST_CHARACTERS + 1)
         if len(text) > _MOST_CHARACTERS:

@@ -9,12 +9,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
 _Result = TypeVar("_Result")
+_LOOK_S = 0.2
 
 
 @contextmanager
@@ -86,6 +87,35 @@ def interrupts_remembered() -> Iterator[Interrupts]:
                 signal.signal(number, _ANSWERS[number])
 
 
+@contextmanager
+def ended_after(seconds: float | None) -> Iterator[None]:
+    """End the body after so many seconds, where it runs in the main thread.
+
+    Raises:
+        TimeoutError: they were over; whatever the body made of that is its cause.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    over = TimeoutError(seconds)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise over
+
+    before, ends_at = signal.signal(signal.SIGALRM, end), time.monotonic() + seconds
+    # Again each second: a TimeoutError is an OSError, which the body may take for its own
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6), 1.0)
+    try:
+        yield
+    except BaseException as error:
+        if error is over or time.monotonic() < ends_at or isinstance(error, KeyboardInterrupt):
+            raise
+        raise over from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def interruptible(call: Callable[[], _Result]) -> _Result:
     """Return what a call returns that lets signals wait, such as one into a library of C.
 
@@ -101,6 +131,9 @@ def interruptible(call: Callable[[], _Result]) -> _Result:
 
     # Of an executor the interpreter would wait for the thread at its end
     threading.Thread(target=run, daemon=True).start()
+    # With an end: a signal just before a wait without one begins does not end it
+    while wait([answer], _LOOK_S).not_done:
+        pass
     return answer.result()
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -187,3 +189,19 @@ def test_no_digit_is_shown_that_the_spread_hides(value: float, spread: float, te
 )
 def test_figures_as_text(shown: str, text: str) -> None:
     assert shown == text
+
+
+@pytest.mark.parametrize("has_writer", [False, True])
+def test_a_pipe_in_a_folder_is_refused_and_one_that_this_process_has_is_read(
+    tmp_path: Path, has_writer: bool
+) -> None:
+    if not has_writer:
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(InvalidArgument, match="pipe"):
+            read_json(tmp_path / "pipe")
+        return
+    read, write = os.pipe()
+    os.write(write, b'{"a": 1}')
+    os.close(write)
+    assert read_json(f"/dev/fd/{read}") == {"a": 1}
+    os.close(read)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 
 import pytest
 
 from autofit.errors import InvalidArgument
-from autofit.interrupts import interruptible
+from autofit.interrupts import ended_after, interruptible
 from autofit.probing import torchrun
 from autofit.strategy import World
 
@@ -35,6 +36,33 @@ def test_ctrl_c_leaves_it_alone() -> None:
     with pytest.raises(KeyboardInterrupt):
         interruptible(wait)
     never.set()
+
+
+def test_what_takes_too_long_is_ended_however_often_it_goes_on() -> None:
+    swallowed = 0
+
+    def wait_twice() -> None:
+        nonlocal swallowed
+        while swallowed < 2:
+            try:
+                time.sleep(60)
+            except OSError:  # as of a server that does not answer
+                swallowed += 1
+        raise LookupError("another error for it")
+
+    with pytest.raises(TimeoutError) as raised, ended_after(0.1):
+        wait_twice()
+    assert isinstance(raised.value.__cause__, LookupError)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_what_is_quick_enough_is_not_ended() -> None:
+    with pytest.raises(TimeoutError, match="its own"), ended_after(1000.0):
+        raise TimeoutError("its own")
+    for seconds in (None, 1000.0):
+        with ended_after(seconds):
+            pass
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_store_that_does_not_answer_is_given_up_when_the_search_ends() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,7 +31,6 @@ from autofit.cli.console import (
     show_report,
     stdout_for_results_only,
 )
-from autofit.cli.monitor import monitor
 from autofit.cli.options import (
     AccumulationChange,
     AsJson,
@@ -65,8 +65,8 @@ from autofit.cli.options import (
 )
 from autofit.cli.predict_and_check import check, predict
 from autofit.codec import to_json
-from autofit.errors import InvalidArgument
-from autofit.interrupts import ended_like_interrupted, interrupts_remembered
+from autofit.errors import InvalidArgument, SearchTimedOut
+from autofit.interrupts import ended_after, ended_like_interrupted, interrupts_remembered
 from autofit.plan import Plan
 from autofit.report.report import Report, load
 from autofit.streams import lossy_standard_streams
@@ -139,12 +139,12 @@ def search(
         report = _searched(
             target,
             global_batch,
+            timeout,
             vram_budget=read_budget(vram_budget),
             device=device,
             strategies=strategies,
             numerics=numerics,
             max_probes=max_probes,
-            timeout=timeout,
             planned_steps=planned_steps,
             study=study,
             seed=seed,
@@ -161,19 +161,33 @@ def search(
             raise typer.Exit(5)
 
 
-def _searched(target: str, global_batch: int | None, **arguments: Any) -> Report:
+def _searched(
+    target: str, global_batch: int | None, timeout: float | None, **arguments: Any
+) -> Report:
     """Load a workload and search it, with its progress shown; the report names the target."""
     from autofit.cli.progress import ProgressLine
 
     with stdout_for_results_only(), ProgressLine() if leads() else nullcontext() as progress:
         if progress is not None:
             progress.show_stage(f"loading {target}")
-        workload = load_target(target)  # before the slow imports: it may be mistyped
-        from autofit.searching.search import search as run
+        began = time.monotonic()
+        try:
+            with ended_after(timeout):
+                workload = load_target(target)  # before the slow imports: it may be mistyped
+        except TimeoutError as over:
+            if timeout is None or time.monotonic() - began < timeout:  # it is the user's own
+                raise
+            words = f"the timeout of {timeout:g} s was over before {target} was loaded"
+            raise SearchTimedOut(f"{words}: give a longer one") from over
+        from autofit.searching.options import SearchArguments
+        from autofit.searching.search import search_as_asked
 
         if global_batch is not None:
             workload = replace(workload, global_batch=global_batch)
-        report = run(workload, progress=progress or False, **arguments)
+        asked = SearchArguments(
+            progress=progress or False, timeout=timeout, began=began, **arguments
+        )
+        report = search_as_asked(asked, workload)
     facts = {**report.record.workload, "target": target}
     return replace(report, record=replace(report.record, workload=facts))
 
@@ -270,7 +284,6 @@ def doctor(device: DeviceName = None, as_json: AsJson = False) -> None:
 
 for command in (search, probe, predict, check, report, doctor):
     app.command()(command)
-app.command(context_settings={"allow_interspersed_args": False})(monitor)
 
 
 def main(run: Callable[[], Any] = app) -> None:

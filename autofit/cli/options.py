@@ -381,6 +381,13 @@ def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
         return ()
 
 
+# What is imported after the target, which would be found in its place.
+_NEEDED = {
+    "cloudpickle", "msgspec", "numpy", "optuna", "pynvml", "rich", "sqlalchemy", "sympy", "torch",
+    *sys.stdlib_module_names - {"test"},
+}  # fmt: skip
+
+
 def _import(place: str) -> ModuleType:
     if not place.endswith(".py"):
         if not all(part.isidentifier() for part in place.split(".")):
@@ -395,12 +402,13 @@ def _import(place: str) -> ModuleType:
     path = Path(os.path.realpath(place))
     if not os.path.isfile(path):  # unlike a Path's own, it takes any name
         raise InvalidArgument(f"file {place} does not exist")
-    sys.path.insert(0, str(path.parent))
     loaded = sys.modules.get(path.stem)
-    if loaded is not None and getattr(loaded, "__file__", None) != str(path):
+    is_other = loaded is not None and getattr(loaded, "__file__", None) != str(path)
+    if is_other or path.stem in _NEEDED:
         raise InvalidArgument(
             f"{place} has the name of a module that is in use ({path.stem!r}): rename the file"
         )
+    sys.path.insert(0, str(path.parent))
     return importlib.import_module(path.stem) if "." not in path.stem else _import_file(path)
 
 

@@ -39,11 +39,6 @@ class Nvml:
         rates = self._ask(lambda nvml: nvml.nvmlDeviceGetUtilizationRates(self._handle))
         return rates and int(rates.gpu)
 
-    def name(self) -> str | None:
-        """Return the device's name, such as "NVIDIA H200"."""
-        name = self._ask(lambda nvml: nvml.nvmlDeviceGetName(self._handle))
-        return name and str(name)
-
     def driver(self) -> str | None:
         """Return the driver's version."""
         version = self._ask(lambda nvml: nvml.nvmlSystemGetDriverVersion())
@@ -59,18 +54,6 @@ class Nvml:
             return question(pynvml)
         except Exception:  # not always an NVMLError: driver and bindings may differ in age
             return None
-
-
-def all_devices() -> list[Nvml]:
-    """Return the devices that NVML lists, in its order, that of the PCI bus; [] without NVML."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return [Nvml(str(pynvml.nvmlDeviceGetUUID(handle))) for handle in handles]
-    except Exception:  # NVML is missing or refuses
-        return []
 
 
 def device_uuid(index: int) -> str:

@@ -360,6 +360,11 @@ def _write(contents: Any, path: Path, what: str) -> None:
         raise
     except Exception as error:  # likewise
         disk = next((link for link in chain_of(error) if isinstance(link, OSError)), None)
+        if isinstance(disk, FileNotFoundError) and not path.parent.is_dir():
+            raise WorkerFailed(
+                f"there is no {path.parent}, by which a worker process opens the workload's file: "
+                "mount /proc, to which it leads"
+            ) from error
         if disk is not None:  # torch's writer answers a full disk with a RuntimeError of its own
             raise _no_room(path, disk) from error
         raise InvalidArgument(

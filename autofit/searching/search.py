@@ -117,11 +117,13 @@ def search(
         progress, SearchOptions() if options is None else options,
     )  # fmt: skip
     given = {"criterion": criterion, "loss_fn": loss_fn, "optimizer": optimizer}
-    return _searched(asked, workload_of(model, sample_batch, **given, global_batch=global_batch))
+    return search_as_asked(
+        asked, workload_of(model, sample_batch, **given, global_batch=global_batch)
+    )
 
 
-def _searched(asked: SearchArguments, workload: Workload) -> Report:
-    """Search with these arguments."""
+def search_as_asked(asked: SearchArguments, workload: Workload) -> Report:
+    """Search with these arguments; for the errors see `search`."""
     options, level = asked.options, numerics_level(asked.numerics)
     size = ranks_meant(options.ranks)
     chosen = load_strategies(asked.strategies, numerics=level, world_size=size)

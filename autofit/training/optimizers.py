@@ -101,9 +101,27 @@ def build_optimizer(
         wrappers: each is put around a function of parameters before that is called.
 
     Raises:
-        InvalidArgument: a function made no optimizer, or its key names no submodule.
+        InvalidArgument: a function made no optimizer, its key names no submodule, or the model has
+            no parameters.
         Unsupported: a live optimizer would have to be wrapped.
     """
+    try:
+        return _built(chosen, model, place, wrappers)
+    except ValueError as error:
+        if isinstance(error, InvalidArgument) or any(True for _ in model.parameters()):
+            raise
+        raise InvalidArgument(
+            f"{type(model).__name__} has no parameters, so there is nothing to train ({error}): "
+            "pass the model that holds them"
+        ) from error
+
+
+def _built(
+    chosen: OptimizerChoice,
+    model: torch.nn.Module,
+    place: Place | None,
+    wrappers: Sequence[FactoryWrapper],
+) -> Optimizers:
     if isinstance(chosen, Mapping):
         return {
             name: _optimizer_for(entry, _submodule(model, name, entry), place, wrappers)

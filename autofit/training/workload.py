@@ -364,6 +364,11 @@ class Workload:
         """
         if isinstance(self.model, torch.nn.Module):
             return _checked(self.model)
+        if not callable(self.model):  # as its own __reduce__ had it, in a worker
+            raise InvalidArgument(
+                f"the model arrived in the worker process as {kind_of(self.model)}: its pickle "
+                "makes another object (__reduce__, copyreg). Pass a function that builds the model"
+            )
         with users_code():
             built = self.model()
         if not isinstance(built, torch.nn.Module):

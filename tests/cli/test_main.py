@@ -396,7 +396,6 @@ def test_what_cannot_be_meant_is_refused_before_torch_is_imported(folder: Path) 
         )),
         ["predict", target, "--gpu", "L5"], ["predict", target, "--gpu", "L4,L5"],
         ["doctor", "--device", "tpu"],
-        *(["monitor", "--every", endless] for endless in ("inf", "1e300", "nan")),
         ["search", "gone.py:small"], ["search", "models"], ["check", "no-module:x", "--gpu", "L4"],
     ]  # fmt: skip
     program = [sys.executable, "-c", REFUSED_AT_ONCE.format(cases=cases)]
@@ -600,7 +599,7 @@ def ends_with_a_report(
     assert report["search"]["stopped_because"] == "interrupted"
 
 
-COMMANDS = ("search", "probe", "predict", "check", "report", "doctor", "monitor")
+COMMANDS = ("search", "probe", "predict", "check", "report", "doctor")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -612,7 +611,7 @@ def test_help_cuts_no_word_and_fits_a_screen(command: str) -> None:
     assert len(shown.output.splitlines()) <= 40
 
 
-def test_there_are_seven_commands_and_at_most_62_options() -> None:
+def test_there_are_six_commands_and_at_most_62_options() -> None:
     group: Any = get_command(app)
     assert list(group.commands) == list(COMMANDS)
     options = [

@@ -90,11 +90,18 @@ def test_a_module_whose_own_import_fails_is_not_said_to_be_missing(
         load_target("my_models:make")
 
 
-def test_a_file_with_the_name_of_a_module_in_use_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "json.py"
+@pytest.mark.parametrize("name", ["json", "autofit", "torch", "optuna", "sympy", "profile"])
+def test_a_file_with_the_name_of_a_module_in_use_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """So is one that is imported later: it would be found in the place of that module."""
+    path = tmp_path / f"{name}.py"
     path.write_text(SOURCE)
-    with pytest.raises(InvalidArgument, match=r"'json'.*rename"):
+    if name != "autofit":
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(InvalidArgument, match=rf"'{name}'.*rename"):
         load_target(f"{path}:make")
+    assert str(tmp_path) not in sys.path
 
 
 def test_a_file_whose_name_is_no_module_name_is_read_all_the_same(tmp_path: Path) -> None:

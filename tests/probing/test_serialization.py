@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from autofit.errors import InvalidArgument
+from autofit.errors import InvalidArgument, WorkerFailed
 from autofit.probing.serialization import Payload, read_payload, write_payload
 from autofit.snapshot.snapshot import differences, digest
 from autofit.training.workload import Workload
@@ -230,3 +230,27 @@ def test_a_compiled_function_travels_by_value_and_is_compiled_there(tmp_path: Pa
     assert not COMPILED
     assert torch.equal(copy.loss_fn(copy.model, X), 2 * model(X).sum())
     assert COMPILED
+
+
+class Lying(nn.Linear):
+    """Its pickle makes something else."""
+
+    def __reduce__(self) -> Any:
+        return dict, ()
+
+
+def test_a_model_whose_pickle_is_no_model_is_named_as_the_cause(tmp_path: Path) -> None:
+    path = tmp_path / "payload"
+    batch = torch.ones(2, 2)
+    write_payload(Payload(Workload(Lying(2, 2), batch, loss_fn=lambda m, b: m(b).sum()), ()), path)
+    with pytest.raises(InvalidArgument, match="pickle"):
+        read_payload(path).workload.build_model()
+
+
+def test_where_descriptors_have_no_paths_it_is_said(tmp_path: Path) -> None:
+    """As without /proc, to which /dev/fd leads."""
+    payload = Payload(
+        Workload(nn.Linear(2, 2), torch.ones(2, 2), loss_fn=lambda m, b: m(b).sum()), ()
+    )
+    with pytest.raises(WorkerFailed, match="proc"):
+        write_payload(payload, tmp_path / "fd" / "7")

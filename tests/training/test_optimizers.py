@@ -129,3 +129,8 @@ def test_an_optimizer_that_calls_a_closure_needs_a_training_step() -> None:
 
     own = Training(model, optimizer, Recipe(training_step=step), ResolvedPlan(Plan(4)), device=cpu)
     assert own.step(X) > own.step(X)
+
+
+def test_a_model_without_parameters_has_nothing_to_train() -> None:
+    with pytest.raises(InvalidArgument, match="no parameters"):
+        Workload(nn.Identity(), X).build_optimizer(nn.Identity())
