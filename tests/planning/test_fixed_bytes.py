@@ -155,7 +155,11 @@ def test_a_variant_that_holds_less_is_measured_for_itself() -> None:
 
 def test_the_baselines_oom_makes_no_further_one_dearer() -> None:
     spec = SearchSpec(Space({}, 64), GIB)
-    held = {"step_times_s": [0.01] * 3, "peak_reserved_bytes": GIB // 2, "non_torch_bytes": 0}
+    held: dict[str, Any] = {
+        "step_times_s": [0.01] * 3,
+        "peak_reserved_bytes": GIB // 2,
+        "non_torch_bytes": 0,
+    }
     fits = make_trial(1, Plan(8), **held)
     risk = np.array([0.1])
     alone = oom_cost(Posterior(spec, [fits]), risk)
