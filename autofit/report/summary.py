@@ -461,7 +461,11 @@ def validity(record: Record) -> Iterator[str]:
     ]
     more = f" and {len(named) - _MOST_SHAPES} more" if len(named) > _MOST_SHAPES else ""
     yield f"For samples up to {', '.join(named[:_MOST_SHAPES])}{more}"
-    if record.difference is not None:
+    if recommends_baseline(record):
+        return
+    if record.difference is None and record.baseline_beside_best.ok:
+        yield "Gradients were not compared with the baseline's"
+    elif record.difference is not None:
         gradient = record.difference["gradient"]
         if gradient <= _EQUAL:
             yield f"Gradients match the baseline to {gradient:.0e}"
