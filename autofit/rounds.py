@@ -156,19 +156,23 @@ def _ahead(plan: _Probes, other: _Probes, noises: Sequence[_Noise]) -> Estimate:
     """Return the log by which one plan is faster."""
     import numpy as np  # on demand: a report that is only exported needs none of this
 
-    fastest = plan.fastest - other.fastest
-    apart = fastest + _STEP * np.arange(1 - _count(), _count())
-    density = np.zeros_like(apart)
+    fastest, count = plan.fastest - other.fastest, _count()
+    apart: Array = fastest + _STEP * np.arange(1 - count, count, dtype=np.float64)
+    density: Array = np.zeros(len(apart))
     for width, hit, prior in noises:
         own, others = (_likelihood(each, width, hit) for each in (plan, other))
-        density += prior * _STEP**2 * np.correlate(own, others, "full")
-        density += prior * _STEP * _likelihood_of_ratios(plan, other, apart, width, hit)
+        by_itself: Array = _STEP**2 * np.correlate(own, others, "full")
+        with_round = _STEP * _likelihood_of_ratios(plan, other, apart, width, hit)
+        density = density + prior * (by_itself + with_round)
     return _estimate(apart, density)
 
 
 def _speed(plan: _Probes, noises: Sequence[_Noise]) -> Estimate:
     grid = plan.fastest + _grid()
-    return _estimate(grid, sum(prior * _likelihood(plan, w, h) for w, h, prior in noises))
+    density = 0.0 * grid
+    for width, hit, prior in noises:
+        density = density + prior * _likelihood(plan, width, hit)
+    return _estimate(grid, density)
 
 
 def _noises(delayed: Sequence[bool]) -> Iterable[_Noise]:
@@ -187,7 +191,8 @@ def _count() -> int:
 def _grid() -> Array:
     import numpy as np
 
-    return _BELOW + _STEP * np.arange(_count())
+    grid: Array = _BELOW + _STEP * np.arange(_count(), dtype=np.float64)
+    return grid
 
 
 def _likelihood(probes: _Probes, width: float, hit: float) -> Array:

@@ -97,7 +97,10 @@ def answer_of(posterior: Posterior) -> Answer | None:
 
     has_baseline = baseline in compared
     if has_baseline and best != baseline:
-        is_decided = comparison.is_told_from(best, baseline)
+        told = [plan for plan in compared if comparison.is_told_from(plan, baseline)]
+        is_decided = bool(told)
+        if told and best not in told:  # it won a tie, with fewer turns
+            best = comparison.winner(told)
         if not is_decided and not comparison.may_be_faster(baseline, compared):
             best, is_decided = baseline, True
     else:

@@ -375,24 +375,24 @@ def undecided_words(record: Record) -> str:
 def sizes_that_failed(record: Record) -> Iterator[str]:
     """Yield that no micro-batch above those that ran could run, or none below, and why.
 
-    Where it is not for lack of memory: then no plan of another size could win.
+    Where it is not for lack of memory: then no plan of another size could win. The plan is named
+    where it is of settings that ran at no other size, which may be to blame.
     """
     probes = probes_of(record.trials)
-    ran = [trial.plan.micro_batch for trial in probes if trial.measurement.outcome.ran]
-    variants = {trial.plan.variant for trial in probes if trial.measurement.outcome.ran}
-    raised = [trial for trial in probes if trial.measurement.outcome in _OF_THE_CODE]
-    for side, beyond in (("above", max(ran)), ("below", min(ran))):
-        failed = [
-            trial
-            for trial in raised
-            if (trial.plan.micro_batch > beyond) == (side == "above")
-            and trial.plan.micro_batch != beyond
-        ]
-        # A variant that runs at another size has failed for its size
-        failed.sort(key=lambda trial: trial.plan.variant not in variants)
-        if failed:
-            lines = (failed[0].measurement.detail or failed[0].measurement.outcome.value).strip()
-            yield f"No micro-batch {side} {beyond} ran: {lines.splitlines()[0]}"
+    ran = [trial for trial in probes if trial.measurement.outcome.ran]
+    sizes, variants = [t.plan.micro_batch for t in ran], {t.plan.variant for t in ran}
+    if not ran:
+        return
+    above = [trial for trial in probes if trial.plan.micro_batch > max(sizes)]
+    below = [trial for trial in probes if trial.plan.micro_batch < min(sizes)]
+    for side, beyond, its in (("above", max(sizes), above), ("below", min(sizes), below)):
+        failed = [trial for trial in its if trial.measurement.outcome in _OF_THE_CODE]
+        if not failed or any(trial.measurement.outcome.about_memory for trial in its):
+            continue
+        first = min(failed, key=lambda trial: trial.plan.variant not in variants)
+        why = (first.measurement.detail or first.measurement.outcome.value).strip().splitlines()[0]
+        named = "" if first.plan.variant in variants else f"{describe(first.plan, record)}: "
+        yield f"No micro-batch {side} {beyond} ran: {named}{why}"
 
 
 def _remarks(record: Record) -> Iterator[str]:
@@ -464,7 +464,11 @@ def validity(record: Record) -> Iterator[str]:
     yield f"For samples up to {_listed(held)}" + f"; constant: {_listed(constant)}" * bool(constant)
     if how := _BATCHES.get(record.workload.get("samples", "")):
         yield how
-    if record.difference is not None:
+    if recommends_baseline(record):
+        return
+    if record.difference is None and record.baseline_beside_best.ok:
+        yield "Gradients were not compared with the baseline's"
+    elif record.difference is not None:
         gradient = record.difference["gradient"]
         if gradient <= _EQUAL:
             yield f"Gradients match the baseline to {gradient:.0e}"

@@ -88,9 +88,9 @@ def _fault_of(
     space, budget = result.spec.space, result.spec.vram_budget_bytes
     samples = min(result.baseline.plan.samples_per_step, plan.samples_per_step)
     try:
-        both = [resolve(each, space, prober.strategies) for each in (plain, plan)]
+        first, second = (resolve(each, space, prober.strategies) for each in (plain, plan))
         if gradients:
-            found = prober.compare(*both, samples, budget).to_dict()
+            found = prober.compare(first, second, samples, budget).to_dict()
             if math.isfinite(found["gradient"]) and _is_over(found):
                 return (
                     f"its gradients differ from plain training's by {found['gradient']:.0%}, where "
@@ -101,7 +101,8 @@ def _fault_of(
     except (Exception, SystemExit):  # a training_step hides them
         pass
     try:
-        sizes = prober.run(partial(_updates, plans=both, samples=samples), budget)
+        look = partial(_updates, plans=[first, second], samples=samples)
+        sizes = prober.run(look, budget)
     except (Exception, SystemExit):  # what fails only now is no reason to leave out what ran
         return None
     if not sizes[0] or not math.isfinite(sizes[0] + sizes[1]):

@@ -52,11 +52,11 @@ def test_a_healthy_plan_holds_its_peak(report: autofit.Report, workload: autofit
     endured = soak(report.record, workload, steps=STEPS)
     assert endured.measurement.ok
     assert endured.steps == STEPS
-    told = report.best.measurement
+    told = report.record.recommended.measurement
     assert endured.measurement.peak_allocated_bytes == told.peak_allocated_bytes
     assert not any("peak" in line or "loss" in line for line in endured.deviations)
     assert soak(report.record, workload, steps=8).steps == 8
-    assert endured.to_dict()["plan"] == to_json(report.best.plan)
+    assert endured.to_dict()["plan"] == to_json(report.plan)
     (note,) = (note for note in report.record.notes if "VRAM budget" in note)
     assert "process" in note
 
@@ -67,7 +67,7 @@ def test_a_probe_of_a_report_is_compared_with_it(
     held = autofit.probe(workload, plan=report, steps=8)
     assert held.ok
     assert held.plan == report.plan
-    assert held.expected == report.best
+    assert held.expected == report.record.recommended
     report.save(tmp_path / "report.json")
     loaded = autofit.load(tmp_path / "report.json")
     assert autofit.probe(workload, plan=loaded, steps=8).steps == 8
@@ -244,7 +244,7 @@ def test_no_speed_is_compared_with_that_of_a_search_on_a_busy_machine(
     assert endured.busy == "load 7.0 on 2 cores"
     assert endured.was_busy
     assert "in the search" in str(endured)
-    best = record.trial(record.best_number).measurement
+    best = record.recommended.measurement
     assert any("median step" in line for line in compare(best, endured.measurement))
     assert not any("step" in line for line in endured.deviations)
 

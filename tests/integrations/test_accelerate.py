@@ -55,7 +55,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def losses_of(report: Report, accelerator: Any, model: nn.Module, make: Any) -> list[float]:
     optimizer = make(model)
-    loader = DataLoader(TensorDataset(INPUTS, TARGETS), report.best.plan.micro_batch)
+    loader = DataLoader(TensorDataset(INPUTS, TARGETS), report.plan.micro_batch)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
     with integration.applied(report, accelerator, model, optimizer):
@@ -66,7 +66,7 @@ def losses_of(report: Report, accelerator: Any, model: nn.Module, make: Any) -> 
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item())
-    steps = report.best.plan.accumulation_steps
+    steps = report.plan.accumulation_steps
     return [sum(losses[at : at + steps]) / steps for at in range(0, len(losses), steps)]
 
 

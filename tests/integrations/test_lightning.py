@@ -189,7 +189,7 @@ def test_a_search_keeps_the_trainers_mixed_precision() -> None:
         module, Data(), trainer=own, vram_budget="64MiB", max_probes=2, options=QUICK
     )
     assert report.best.ok
-    assert "precision.dtype" not in report.best.plan.settings
+    assert "precision.dtype" not in report.plan.settings
     assert "precision='bf16-mixed' of the Trainer asks for it" in " ".join(report.record.notes)
     assert module._trainer is None
     assert module.losses == [], "the copies in the worker were trained"
@@ -200,7 +200,7 @@ def test_a_search_keeps_the_trainers_mixed_precision() -> None:
         "Trainer(max_epochs=1, accelerator='cpu', logger=False, enable_checkpointing=False, **",
     )
     exec(pasted, scope)
-    assert len(module.losses) == len(Numbers()) // report.best.plan.micro_batch
+    assert len(module.losses) == len(Numbers()) // report.plan.micro_batch
 
 
 def test_what_cannot_be_searched_is_said(make_report: Callable[..., Report]) -> None:

@@ -293,7 +293,7 @@ def by_accelerate(case: Case, batch: Any, micro_batch: int = 4) -> Steps:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, **arguments(report))
     model = model_of(case)
-    loader = loader_of(case, batch, report.best.plan.micro_batch)
+    loader = loader_of(case, batch, report.plan.micro_batch)
     prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0), loader)
     model, optimizer, loader = prepared
     seen: Steps = []
@@ -340,7 +340,7 @@ def by_lightning(case: Case, batch: Any, micro_batch: int = 4) -> Steps:
         enable_model_summary=False,
         **arguments(report),
     )
-    trainer.fit(Module(), loader_of(case, batch, report.best.plan.micro_batch))
+    trainer.fit(Module(), loader_of(case, batch, report.plan.micro_batch))
     return seen
 
 
