@@ -157,8 +157,8 @@ def use(path: Path, workload: autofit.Workload) -> None:
     assert report.speedup is None or report.speedup > 0
     record = report.record
     record.payloads(report.best.plan.settings)
-    in_words(record.resolve_best, path)
-    plan = record.best_plan_to_rerun
+    in_words(record.resolve_plan, path)
+    plan = record.plan_to_rerun
     if str(plan) not in PREDICTED:
         PREDICTED.add(str(plan))
         in_words(lambda: autofit.predict(workload, plan=plan, gpu="1GiB"), path)

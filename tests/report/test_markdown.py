@@ -9,7 +9,7 @@ import pytest
 
 from autofit.measurement import ACT
 from autofit.report.details import changes
-from autofit.report.record import Record
+from autofit.report.record import Record, Undecided
 from autofit.report.summary import ratio_words, summary
 from autofit.report.text import markdown, plain
 
@@ -83,7 +83,7 @@ def test_plan_speed_memory_and_what_else_differs_stand_in_a_table(
 def test_speeds_of_other_workloads_or_undecided_searches_give_no_factor(record: Record) -> None:
     other = replace(record, workload={**record.workload, "fingerprint": "beef"})
     assert rows_of(record, other)["speedup"] == ("", "not comparable")
-    noisy = replace(record, search=replace(record.search, is_decided=False))
+    noisy = replace(record, search=replace(record.search, undecided_because=Undecided.NOISE))
     for before, after in ((record, noisy), (noisy, record)):
         assert rows_of(before, after)["speedup"] == ("", "not decided")
 
