@@ -40,7 +40,12 @@ from autofit.training.lengths import Tokens, tokens_of_mix
 from autofit.training.loss import LossSource
 from autofit.training.samples import Rows, SamplesKind, rows_of
 from autofit.training.training import Training, TrainingBuilder
-from autofit.training.workload import Workload, compiled_in_place, compiled_part
+from autofit.training.workload import (
+    Workload,
+    compiled_in_place,
+    compiled_part,
+    first_size,
+)
 from autofit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -68,6 +73,7 @@ class Survey:
         samples: what the samples are: rows, what collate_fn takes, or what a function makes.
         batched: the places of those that hold samples; None: they are not told apart.
         described_size: samples of the batch with those shapes.
+        chose_size: whether the sample batch has a size, which its user chose.
         global_batch: samples per optimizer step to keep.
         split_gradients: how split and whole gradients compare; None: not asked, or failed.
         may_change_accumulation: whether the accumulation steps may change.
@@ -102,6 +108,7 @@ class Survey:
     accumulation_kept: str | None = None
     allow_accumulation_change: bool = False
     tokens: Tokens | None = None
+    chose_size: bool = True
 
     def space(self, max_micro_batch: int | None = None, *, even: bool = False) -> Space:
         """Return the search space that these facts leave."""
@@ -111,7 +118,7 @@ class Survey:
         fixed = {name: d.values[0] for name, d in self.dimensions.items() if name not in choices}
         return Space(
             choices,
-            self.sample_batch_size,
+            first_size(self.sample_batch_size, max_micro_batch, is_chosen=self.chose_size),
             global_batch=self.global_batch,
             may_change_accumulation=self.may_change_accumulation,
             max_micro_batch=max_micro_batch,
@@ -292,6 +299,7 @@ def take_survey(
         world_size=world.size,
         accumulation_kept=compared.why_kept,
         tokens=_tokens(workload),
+        chose_size=workload.chose_size,
     )
 
 

@@ -48,7 +48,7 @@ from autofit.searching.study import Store
 from autofit.searching.wording import logged
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
-from autofit.training.workload import Workload, workload_of
+from autofit.training.workload import Workload, first_size, workload_of
 from autofit.units import counted
 
 # Of what is left of the timeout after the baseline, for what strategies look at before any of their
@@ -129,7 +129,9 @@ def search_as_asked(asked: SearchArguments, workload: Workload) -> Report:
     chosen = load_strategies(asked.strategies, numerics=level, world_size=size)
     Space(  # refuses what leaves no baseline, before anything is started
         {},
-        workload.sample_batch_size,
+        first_size(
+            workload.sample_batch_size, options.max_micro_batch, is_chosen=workload.chose_size
+        ),
         global_batch=workload.global_batch,
         max_micro_batch=options.max_micro_batch,
         even_split=options.even_split,

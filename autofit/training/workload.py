@@ -387,6 +387,11 @@ class Workload:
         return build_optimizer(self.optimizer, model, place, wrappers)
 
 
+def first_size(samples: int, max_micro_batch: int | None, *, is_chosen: bool) -> int:
+    """Return the micro-batch of a baseline: no larger than allowed, unless the user chose it."""
+    return samples if is_chosen or max_micro_batch is None else min(samples, max_micro_batch)
+
+
 def workload_of(model: Any, sample_batch: Any, **given: Any) -> Workload:
     """Return the Workload that stands for the model, or one of what was given.
 
