@@ -23,7 +23,7 @@ class LossyStream(io.TextIOBase):
         error: the last for which text was dropped; None: there was none.
     """
 
-    def __init__(self, stream: IO[str] | None) -> None:
+    def __init__(self, stream: IO[str] | LossyStream | None) -> None:
         self._stream: Any = stream._stream if isinstance(stream, LossyStream) else stream
         self.error: OSError | ValueError | None = None
 

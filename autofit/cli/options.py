@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
@@ -392,7 +393,8 @@ def _import(place: str) -> ModuleType:
     if not place.endswith(".py"):
         if not all(part.isidentifier() for part in place.split(".")):
             raise InvalidArgument(f"{place!r} is neither a .py file nor the name of a module")
-        sys.path.insert(0, os.getcwd())
+        with suppress(FileNotFoundError):  # it may have been removed
+            sys.path.insert(0, os.getcwd())
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:

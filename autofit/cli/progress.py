@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import IO
+from typing import IO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -35,7 +35,8 @@ class ProgressLine:
     """
 
     def __init__(self, stream: IO[str] | None = None) -> None:
-        shown = LossyStream(stream or sys.stderr)  # rich ends the program at a broken pipe
+        # Rich itself ends the program at a broken pipe
+        shown = cast("IO[str]", LossyStream(stream or sys.stderr))
         self._console = Console(file=shown, highlight=False, force_jupyter=False)
         self._live: Live | None = None
         self._cell = ChangingLine() if stream is None and in_notebook() else None

@@ -90,6 +90,17 @@ def test_a_module_whose_own_import_fails_is_not_said_to_be_missing(
         load_target("my_models:make")
 
 
+def test_a_folder_that_was_removed_is_no_fault_of_the_users_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(InvalidArgument, match="not on the path"):
+        load_target("no_such_module:make")
+
+
 @pytest.mark.parametrize("name", ["json", "autofit", "torch", "optuna", "sympy", "profile"])
 def test_a_file_with_the_name_of_a_module_in_use_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
