@@ -77,6 +77,7 @@ class Survey:
             may change.
         allow_accumulation_change: whether they may change all the same, since the user said so.
         tokens: of the sample batch; None: it has none.
+        chose_size: whether the sample batch has a size, which its user chose.
     """
 
     environment: Environment
@@ -100,6 +101,7 @@ class Survey:
     accumulation_kept: str | None = None
     allow_accumulation_change: bool = False
     tokens: Tokens | None = None
+    chose_size: bool = True
 
     def space(self, max_micro_batch: int | None = None, *, even: bool = False) -> Space:
         """Return the search space that these facts leave."""
@@ -107,9 +109,12 @@ class Survey:
         fewest = 2 if self.world_size == 1 else 1
         choices = {name: d for name, d in self.dimensions.items() if len(d.values) >= fewest}
         fixed = {name: d.values[0] for name, d in self.dimensions.items() if name not in choices}
+        size = self.sample_batch_size
+        if not self.chose_size and max_micro_batch is not None:
+            size = min(size, max_micro_batch)
         return Space(
             choices,
-            self.sample_batch_size,
+            size,
             global_batch=self.global_batch,
             may_change_accumulation=self.may_change_accumulation,
             max_micro_batch=max_micro_batch,
@@ -273,6 +278,7 @@ def take_survey(
         samples=workload.samples.kind,
         batched=_batched(workload),
         described_size=workload.described_size,
+        chose_size=workload.chose_size,
         global_batch=workload.global_batch,
         split_gradients=compared.comparison,
         may_change_accumulation=compared.why_kept is None,

@@ -358,6 +358,11 @@ def _remarks(record: Record) -> Iterator[str]:
         yield evaluation_words(record)
     tried = [note for note in record.notes if note.startswith(NOT_TRIED)]
     yield ". ".join([*validity(record), *tried])
+    line = samples_words(record)
+    if line is not None and set(record.workload["sample_shapes"]) - set(
+        record.workload.get("batched") or ()
+    ):
+        yield line
 
 
 def evaluation_words(record: Record) -> str:
@@ -400,8 +405,6 @@ def validity(record: Record) -> Iterator[str]:
     ]
     more = f" and {len(named) - _MOST_SHAPES} more" if len(named) > _MOST_SHAPES else ""
     yield f"Valid up to {', '.join(named[:_MOST_SHAPES])}{more}"
-    if line := samples_words(record):
-        yield line
     if record.difference is not None:
         gradient = record.difference["gradient"]
         if gradient <= _EQUAL:

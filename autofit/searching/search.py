@@ -120,7 +120,7 @@ def _searched(asked: SearchArguments, workload: Workload) -> Report:
     chosen = load_strategies(asked.strategies, numerics=level, world_size=size)
     Space(  # refuses what leaves no baseline, before anything is started
         {},
-        workload.sample_batch_size,
+        workload.sample_batch_size if workload.chose_size else 1,
         global_batch=workload.global_batch,
         max_micro_batch=options.max_micro_batch,
         even_split=options.even_split,
