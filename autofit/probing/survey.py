@@ -285,6 +285,7 @@ def take_survey(
         samples=workload.samples.kind,
         batched=_batched(workload),
         described_size=workload.described_size,
+        chose_size=workload.chose_size,
         global_batch=workload.global_batch,
         split_gradients=compared.comparison,
         may_change_accumulation=compared.why_kept is None,
@@ -299,7 +300,6 @@ def take_survey(
         world_size=world.size,
         accumulation_kept=compared.why_kept,
         tokens=_tokens(workload),
-        chose_size=workload.chose_size,
     )
 
 

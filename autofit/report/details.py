@@ -22,6 +22,7 @@ from autofit.report.summary import (
     plan_words,
     range_words,
     ratio_words,
+    samples_words,
     settings_words,
     speed_words,
     written,
@@ -247,6 +248,7 @@ def environment_rows(record: Record) -> Mapping[str, str]:
         "sample batch": ", ".join(
             f"{name}: {shape}" for name, shape in workload["sample_shapes"].items()
         ),
+        "samples": samples_words(record),
         "fingerprint": workload["fingerprint"],
     }
     return {label: str(value) for label, value in known.items() if value is not None}

@@ -483,6 +483,17 @@ _BATCHES = {
 """How samples become batches, where they are no rows."""
 
 
+def samples_words(record: Record) -> str | None:
+    """Return what holds the samples of a batch: "Samples: ids, labels; constant: positions"."""
+    shapes, batched = record.workload["sample_shapes"], record.workload.get("batched")
+    how = _BATCHES.get(record.workload.get("samples", ""))
+    if how is not None or batched is None:
+        return how
+    constant = [_shown_name(name).strip() or name for name in shapes if name not in batched]
+    held = [_shown_name(name).strip() or name for name in shapes if name in batched]
+    return f"Samples: {_listed(held)}" + f"; constant: {_listed(constant)}" * bool(constant)
+
+
 def _listed(words: Sequence[str]) -> str:
     more = f" and {len(words) - _MOST_SHAPES} more" if len(words) > _MOST_SHAPES else ""
     return f"{', '.join(words[:_MOST_SHAPES])}{more}"

@@ -141,6 +141,16 @@ def places_in_turn(count: int, sizes: Collection[int]) -> list[int]:
     return places
 
 
+def _index_in_turn(count: int, sizes: Collection[int], device: torch.device) -> torch.Tensor:
+    """Return those places as a tensor, which has no values where the device has none."""
+    parts, first = [], 0
+    for size in sizes:
+        part = torch.arange(first, first + size, device=device).remainder_(count)
+        parts.append(part.sort().values)
+        first += size
+    return torch.cat(parts)
+
+
 def resize(batch: Batch, *sizes: int, places: Collection[int] | None = None) -> Batch:
     """A batch for micro-batches of these sizes, made of this batch's own samples in turn.
 
@@ -155,11 +165,14 @@ def resize(batch: Batch, *sizes: int, places: Collection[int] | None = None) -> 
     if places is None:
         named = enumerate(tensors_of(batch))
         places = frozenset(at for at, t in named if t.dim() > 0 and t.shape[0] == size)
-    chosen = torch.tensor(places_in_turn(size, sizes))
+    chosen: dict[torch.device, torch.Tensor] = {}
 
     def grow(tensor: torch.Tensor) -> torch.Tensor:
+        device = tensor.device
+        if device not in chosen:
+            chosen[device] = _index_in_turn(size, sizes, device)
         # A leaf again where it was one: a graph that begins before the batch serves one backward
-        grown = tensor.detach().index_select(0, chosen.to(tensor.device))
+        grown = tensor.detach().index_select(0, chosen[device])
         return grown.requires_grad_(tensor.requires_grad)
 
     return map_batched(grow, batch, places)
