@@ -23,7 +23,6 @@ from autofit.measurement import (
     Outcome,
     Trial,
     TrialKind,
-    oom_probes_of,
     seconds_of,
 )
 from autofit.plan import Plan, Settings, VariantKey, variant_key
@@ -266,11 +265,6 @@ class Posterior:
             and trial.plan.micro_batch >= self.exclusions.least(trial.plan.settings)
             and self.exclusions.why(trial.plan.settings) is None
         ]
-
-    @cached_property
-    def oom_probes(self) -> int:
-        """How many probes ran out of memory."""
-        return oom_probes_of(self.probes)
 
     @cached_property
     def largest(self) -> MicroBatches:

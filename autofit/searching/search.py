@@ -52,7 +52,7 @@ from autofit.training.workload import Workload, first_size, workload_of
 from autofit.units import counted
 
 # Of what is left of the timeout after the baseline, for what strategies look at before any of their
-# settings is tried: probes need the rest. They take a tenth of a minute for most models.
+# settings is tried: probes need the rest.
 SHARE_FOR_LOOKS = 1 / 3
 
 _OF_RANKS = "Where memory goes and what bounds a step was not measured: there are several ranks"
