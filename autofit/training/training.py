@@ -143,7 +143,8 @@ class Training(AbstractContextManager["Training"]):
         self.plan = resolved.plan
         self.device = device
         self.recipe = recipe
-        self._place = place or (lambda tensor: tensor.to(device, non_blocking=True))
+        # A copy to the host that nobody waits for would be read too early.
+        self._place = place or partial(_to_device, device)
         self._samples = samples
         self._watch = watch
         self.in_host_memory = in_host_memory
@@ -572,6 +573,10 @@ class Training(AbstractContextManager["Training"]):
             )
         self._loss_scale.adapt(self._optimizers(None))
         return self._over_ranks(loss.detach().clone())  # a compiled model may write over this one
+
+
+def _to_device(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 @dataclass(frozen=True)
