@@ -178,7 +178,8 @@ def _is_transformed(tensors: Iterable[Tensor]) -> bool:
     """Return whether `torch.func` or forward-mode differentiation follows what is computed."""
     if torch._C._are_functorch_transforms_active():
         return True
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    unpacked: Any = forward_ad.unpack_dual  # torch does not annotate it
+    return any(unpacked(tensor).tangent is not None for tensor in tensors)
 
 
 def _is_cast(hidden: Tensor) -> bool:
@@ -387,7 +388,8 @@ def _keep_out_of_compiled_code() -> None:
 
     Not before there is a compiler: to import it takes a second.
     """
-    DeferredLogits._answer = staticmethod(torch.compiler.disable(DeferredLogits._answer))  # type: ignore[method-assign]  # the same
+    disable: Any = torch.compiler.disable  # torch does not annotate it
+    DeferredLogits._answer = staticmethod(disable(DeferredLogits._answer))  # type: ignore[method-assign]  # the same
 
 
 _Change = tuple[DeferredLogits, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
@@ -501,7 +503,7 @@ _NATIVE = {
 _OF_GRADIENTS = {
     Tensor.register_hook,
     Tensor.retain_grad,
-    Tensor.grad_fn.__get__,
+    getattr(Tensor, "grad_fn").__get__,  # noqa: B009  # torch annotates it as of a tensor
     torch.autograd.grad,
 }
 """What uses the gradient of logits, or their place in the graph."""
