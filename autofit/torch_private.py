@@ -197,6 +197,11 @@ USES = {
         "settings that hold logits in part are left out: a tensor could not stand for them",
         optional=True,
     ),
+    "casts of weights": Use(
+        ("torch.ops.aten._to_copy", "torch.ops.aten.add.Tensor._schema"),
+        "autocast never keeps its casts of weights: whether it may could not be seen",
+        optional=True,
+    ),
     "compiled modules": Use(
         (
             "torch._dynamo.utils.counters",

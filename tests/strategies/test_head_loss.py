@@ -342,13 +342,13 @@ def by_a_fused_kernel(logits: Tensor, targets: Tensor) -> Any:
     return Overwriting.apply(logits.view(-1, CLASSES), targets.reshape(-1))  # type: ignore[no-untyped-call]  # torch's
 
 
-def changed_in_place_before_a_function(logits: Tensor, targets: Tensor) -> Any:
+def changed_in_place_before_a_function(logits: Any, targets: Tensor) -> Any:
     logits.mul_(0.5)
     logits.register_hook(lambda gradient: gradient * 2)
     return of_a_function(logits, targets)
 
 
-def hooked_before_a_function(logits: Tensor, targets: Tensor) -> Any:
+def hooked_before_a_function(logits: Any, targets: Tensor) -> Any:
     logits.register_hook(lambda gradient: gradient * 2)
     return of_a_function(logits, targets)
 
@@ -483,7 +483,7 @@ def of_a_changed_view(made: Language, hidden: Tensor) -> None:
 
 def of_a_changed_bias(made: Language, hidden: Tensor) -> None:
     with torch.no_grad():
-        made.head.bias += 1
+        made.head.bias.add_(1)
 
 
 def of_a_changed_weight(made: Language, hidden: Tensor) -> None:
@@ -519,7 +519,7 @@ def test_a_weight_that_is_replaced_after_the_head_ran_is_not_used() -> None:
     torch.testing.assert_close(value, wanted)
 
 
-def by_a_late_hook(loss: Tensor, logits: Tensor) -> None:
+def by_a_late_hook(loss: Tensor, logits: Any) -> None:
     logits.register_hook(lambda gradient: gradient * 2)
 
 

@@ -462,14 +462,14 @@ def _by_hand(training: Any, batch: torch.Tensor) -> torch.Tensor:
     loss.backward()
     training.optimizer.step()
     training.optimizer.zero_grad()
-    return loss  # type: ignore[no-any-return]  # a tensor
+    return loss
 
 
 def _by_closure(training: Any, batch: torch.Tensor) -> torch.Tensor:
     def closure() -> torch.Tensor:
         loss: Any = _island_loss(training.model, batch)
         loss.backward()
-        return loss  # type: ignore[no-any-return]  # a tensor
+        return loss
 
     loss: torch.Tensor = training.optimizer.step(closure)
     training.optimizer.zero_grad()
@@ -538,12 +538,12 @@ def test_autocast_of_the_users_own_around_a_backward_stays() -> None:
     seen: list[bool] = []
 
     def training_step(training: Any, batch: torch.Tensor) -> torch.Tensor:
-        loss = _island_loss(training.model, batch)
+        loss: Any = _island_loss(training.model, batch)
         loss.register_hook(lambda gradient: seen.append(torch.is_autocast_enabled("cpu")))
         with torch.autocast("cpu", dtype=torch.float16):
             training.backward(loss)
         assert torch.is_autocast_enabled("cpu")
-        return loss
+        return torch.as_tensor(loss)
 
     model = _Island()
     optimizer = torch.optim.SGD(model.parameters())
@@ -563,7 +563,7 @@ def test_float16_steps_optimizers_without_a_gradient(clip: float | None, is_spar
 
     def training_step(training: Training, batch: Any) -> torch.Tensor:
         names = next(turns)
-        loss: torch.Tensor = sum(  # type: ignore[assignment]  # of tensors
+        loss: torch.Tensor = sum(
             model[name](batch if name == "a" else torch.ones(2, 4)).square().mean()
             for name in names
         ) + torch.zeros((), requires_grad=True)
