@@ -44,6 +44,7 @@ USES = {
             "torch.utils._python_dispatch.is_traceable_wrapper_subclass_type",
             "torch.nn.modules.batchnorm._NormBase",
             "torch.nn.modules.instancenorm._InstanceNorm",
+            "torch.autograd._engine_run_backward",
             "torch.nn.Module._apply",
             "torch.nn.Identity()._buffers",
             "torch.nn.Identity()._forward_hooks",
@@ -191,8 +192,19 @@ USES = {
         optional=True,
     ),
     "logits that are held in part": Use(
-        ("torch.Tensor._make_wrapper_subclass",),
+        (
+            "torch.Tensor._make_wrapper_subclass",
+            "torch.Tensor._version",
+            "torch._C.DisableTorchFunctionSubclass",
+            "torch._C._are_functorch_transforms_active",
+            "torch.utils._python_dispatch._disable_current_modes",
+        ),
         "settings that hold logits in part are left out: a tensor could not stand for them",
+        optional=True,
+    ),
+    "casts of weights": Use(
+        ("torch.ops.aten._to_copy", "torch.ops.aten.add.Tensor._schema"),
+        "autocast never keeps its casts of weights: whether it may could not be seen",
         optional=True,
     ),
     "compiled modules": Use(
