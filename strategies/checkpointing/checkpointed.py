@@ -198,7 +198,7 @@ def recomputed(
         if not holder.__dict__[_KEEPS]:
             return nullcontext(), _Again(holder, state)
         products = Products()
-        return around_products(products.keep), _Again(holder, state, products.begin)
+        return products.first(), _Again(holder, state, products.again)
 
     return checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts)
 
