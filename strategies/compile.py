@@ -36,7 +36,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.errors import Unsupported
 from autofit.plan import Dimension
-from autofit.strategy import Context, Numerics, Phase, TrainingView, attributes_kept
+from autofit.strategy import (
+    COMPILED_CALL,
+    Context,
+    Numerics,
+    Phase,
+    TrainingView,
+    attributes_kept,
+    calls_watched,
+)
 
 from .calls import run_step
 from .one_setting import OneSetting
@@ -54,8 +62,6 @@ _SAMPLES = 2
 # ResNet-50.
 _CPU_COST_S = (15.0, 0.07)
 _CUDA_COST_S = (10.0, 0.03)
-# The attribute of a module that `Module.__call__` prefers to its own call.
-_CALL = "_compiled_call_impl"
 _MARKS = "_dynamo"
 _MOST_REASONS = 3
 
@@ -121,12 +127,10 @@ def _operators(training: TrainingView, batch: Any) -> int | None:
     """Return how many operators a step runs; None: it does not call the model as a whole."""
     calls: list[nn.Module] = []
     count: Any = _Count()  # type: ignore[no-untyped-call]  # torch does not annotate it
-    note = training.model.register_forward_pre_hook(lambda module, _: calls.append(module))
-    try:
-        with count:
-            run_step(training, batch)
-    finally:
-        note.remove()
+    model = training.model
+    note = calls_watched(model, [model], lambda own, *_: calls.append(own), lambda *_: None)
+    with count, note:
+        run_step(training, batch)
     return count.operators if calls else None
 
 
@@ -134,6 +138,12 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Counts the operators that run."""
 
     operators = 0
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: the user's own compiled functions stay compiled while this counts."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators += 1
@@ -155,8 +165,8 @@ def _compiled(training: TrainingView, mode: str) -> Iterator[None]:
         # A code object of its own: what is compiled, and how often, is counted by code object
         code = template.__code__.replace()
         call = FunctionType(code, _globals(model), "call", None, template.__closure__)
-        stack.enter_context(attributes_kept(model, _CALL))
-        vars(model)[_CALL] = torch.compile(call, mode=mode, dynamic=False)
+        stack.enter_context(attributes_kept(model, COMPILED_CALL))
+        vars(model)[COMPILED_CALL] = torch.compile(call, mode=mode, dynamic=False)
         stack.callback(training.add_notes(notes.lines))
         yield
 
@@ -324,7 +334,7 @@ def _line(reason: str) -> str:
 def _is_compiled(module: torch.nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):  # by TorchScript, which dynamo does not enter
         return True
-    return vars(module).get(_CALL) is not None or type(module).__name__ == "OptimizedModule"
+    return vars(module).get(COMPILED_CALL) is not None or type(module).__name__ == "OptimizedModule"
 
 
 def _lacks(device_type: str) -> str | None:

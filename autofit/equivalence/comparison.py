@@ -21,11 +21,10 @@ from statistics import median
 from typing import Any, TypeAlias
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook
 
 from autofit.errors import InvalidArgument, release_exception
 from autofit.plan import ResolvedPlan
-from autofit.strategy import Comparison, attributes_kept
+from autofit.strategy import Comparison, attributes_kept, calls_watched
 from autofit.torch_private import InstanceNorm, NormBase
 from autofit.training.batch import Batch, tensors_of
 from autofit.training.evaluation import modes_kept
@@ -353,7 +352,7 @@ def accumulated(training: Training, batch: Batch, *, seed: int, calm: bool = Tru
     """
     model = training.model
     within = _calm(model) if calm else nullcontext()
-    with modes_kept(model), within, _types_of_outputs() as types:
+    with modes_kept(model), within, _types_of_outputs(model) as types:
         loss = _accumulate_in_range(training, training.share_of(batch), seed)
         normalizing = tuple(batch_normalizing(model))
     scale = 1.0 if training.scaler is None else float(training.scaler.get_scale())
@@ -413,18 +412,15 @@ def _as_it_is(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
 
 
 @contextmanager
-def _types_of_outputs() -> Iterator[set[torch.dtype]]:
+def _types_of_outputs(model: torch.nn.Module) -> Iterator[set[torch.dtype]]:
     """Collect the types that modules return: under the user's autocast not the parameters' own."""
     types: set[torch.dtype] = set()
 
-    def note(module: Any, inputs: Any, output: Any) -> None:
+    def note(module: torch.nn.Module, output: Any) -> None:
         types.update(tensor.dtype for tensor in tensors_of(output))
 
-    handle = register_module_forward_hook(note)
-    try:
+    with calls_watched(model, model.modules(), lambda *_: None, note):
         yield types
-    finally:
-        handle.remove()
 
 
 def _rounding(dtype: torch.dtype, device_type: str) -> float:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from autofit.errors import InvalidArgument
 from autofit.strategy import NUMPY, PYTHON, attributes_kept
 
-from .products import Products, around_products
+from .products import Products
 from .saved_tensors import put_tensors, take_tensors
 from .units import Unit
 

@@ -187,9 +187,9 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         call = partial(op, *args, **(kwargs or {}))
         if torch._C._current_graph_task_id() != self._pass_under_way:
             return call()
-        if torch.is_grad_enabled() and isinstance(op, torch._ops.OpOverload):
-            if is_product(op, args, kwargs or {}):
-                return self._run(op, call)
+        is_torchs = torch.is_grad_enabled() and isinstance(op, torch._ops.OpOverload)
+        if is_torchs and is_product(op, args, kwargs or {}):
+            return self._run(op, call)
         made = call()
         if self._seen is not None:
             self._seen(call, made)

@@ -28,7 +28,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autofit.errors import is_users_class
-from autofit.strategy import TrainingView, undone
+from autofit.strategy import TrainingView, calls_watched, undone
 
 from .products import around_products
 
@@ -253,19 +253,12 @@ class Recorder:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record what runs in the body, and leave no hook behind."""
-        handles: list[Any] = []
         with (
             saving_by(self._training, self._pack, self._unpack),
             around_products(lambda op, run: self._note_product(run())),
+            calls_watched(self._training.model, self._names, self._enter, self._leave),
         ):
-            try:
-                for module in self._names:
-                    handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-                    handles.append(module.register_forward_hook(self._leave, always_call=True))
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
+            yield
 
     def timeline(self) -> Timeline:
         """Return the recorded savings and calls."""
@@ -295,7 +288,7 @@ class Recorder:
             self._given += ((name, counter, counter._version) for counter in counters)
         self._stack.append(_Open(name, self._position, known, observed, len(self._products)))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, output: Any) -> None:
         if not self._stack:
             return
         if self._is_new_from_checkpoint(take_tensors(output)[0]):
