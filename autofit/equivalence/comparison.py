@@ -43,6 +43,9 @@ MOST_ROUNDINGS = 8
 """Largest relative difference, in roundings of the data types, between two equal steps on a device
 that repeats to the bit: some kernels round by where in memory their operands lie."""
 
+WIDENED = 2**20
+"""Numbers that are compared in float64 at a time: no more memory than a few of them, 8 MiB each."""
+
 
 class NotRepeatable(Exception):
     """Two runs of the same step from the same state differ by more than the device's noise."""
@@ -265,6 +268,11 @@ def _distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
         return math.inf
     if first.dtype == second.dtype and torch.equal(first, second):
         return 0.0
+    pairs = zip(_parts(first), _parts(second), strict=True)
+    return math.hypot(*(_part_distance(one, other) for one, other in pairs))
+
+
+def _part_distance(first: torch.Tensor, second: torch.Tensor) -> float:
     one, other = _wide(first), _wide(second)
     difference = one - other
     if not math.isfinite(norm := float(torch.linalg.vector_norm(difference))):
@@ -275,10 +283,23 @@ def _distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
 
 def _norm(tensor: torch.Tensor) -> float:
     """Return the norm of the finite values."""
+    return math.hypot(*map(_part_norm, _parts(tensor)))
+
+
+def _part_norm(tensor: torch.Tensor) -> float:
     wide = _wide(tensor)
     if not math.isfinite(norm := float(torch.linalg.vector_norm(wide))):
         norm = float(torch.linalg.vector_norm(wide.masked_fill(~wide.isfinite(), 0)))
     return norm
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return views of a tensor that may be widened at little cost in memory."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dim()
+    if not is_plain or tensor.layout is not torch.strided:
+        return [tensor]
+    longest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
+    return tensor.split(max(1, WIDENED * tensor.shape[longest] // max(1, tensor.numel())), longest)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

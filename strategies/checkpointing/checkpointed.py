@@ -200,7 +200,21 @@ def recomputed(
         products = Products()
         return products.first(), _Again(holder, state, products.again)
 
-    return checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts)
+    marks = _marks_of_devices(holder, tensors)
+    return checkpoint(run, *tensors, *marks, use_reentrant=False, context_fn=contexts)
+
+
+def _marks_of_devices(holder: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return an empty tensor on each device that the holder draws on and no argument lies on.
+
+    torch keeps the random states of the devices of the arguments.
+    """
+    used = {tensor.device for tensor in (*holder.parameters(), *holder.buffers())}
+    used |= {torch.get_default_device()}
+    if torch.cuda.is_initialized():
+        used.add(torch.device("cuda", torch.cuda.current_device()))
+    missing = used - {tensor.device for tensor in tensors}
+    return [torch.empty(0, device=each) for each in missing if each.type not in ("cpu", "meta")]
 
 
 def _hooks_allowed() -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -431,6 +431,11 @@ _Leaf = Callable[[Any], Any]
 _Known = dict[int, tuple[Any, Any]]
 
 
+# Where the first items of a container are this many without a tensor, the others are data (a
+# vocabulary, an index): copying them, at each call of each unit, would take longer than to train.
+MANY = 64
+
+
 @dataclass(frozen=True)
 class _Slot:
     index: int
@@ -482,6 +487,8 @@ def _rebuilt(value: Any, leaf: _Leaf, known: _Known) -> Any:
 def _copied(value: Any, leaf: _Leaf, known: _Known) -> Any:
     if hasattr(type(value), "__del__"):  # which would run for the copy, too
         return value
+    if isinstance(value, tuple | list | dict) and _is_data(value):
+        return value if isinstance(value, tuple) else copy.copy(value)
     if isinstance(value, tuple):
         each = [_rebuilt(item, leaf, known) for item in value]
         return value._make(each) if hasattr(value, "_make") else type(value)(each)
@@ -499,6 +506,19 @@ def _copied(value: Any, leaf: _Leaf, known: _Known) -> Any:
     if isinstance(value, type) or not (dataclasses.is_dataclass(value) or is_helper(value)):
         return value
     return _copied_object(value, leaf, known)
+
+
+def _is_data(value: Any) -> bool:
+    """Return whether this holds many items, and no tensor among the first of them."""
+    if len(value) <= MANY:
+        return False
+    found: list[Any] = []
+    items = value.values() if isinstance(value, dict) else value
+    for item in islice(items, MANY):
+        _rebuilt(item, found.append, {})
+        if found:
+            break
+    return not found
 
 
 def _copied_object(value: Any, leaf: _Leaf, known: _Known) -> Any:
