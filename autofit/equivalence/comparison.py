@@ -299,7 +299,8 @@ def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     if not is_plain or tensor.layout is not torch.strided:
         return [tensor]
     longest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
-    return tensor.split(max(1, WIDENED * tensor.shape[longest] // max(1, tensor.numel())), longest)
+    rows = max(1, WIDENED * tensor.shape[longest] // max(1, tensor.numel()))
+    return torch.split(tensor, rows, longest)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -210,7 +210,7 @@ def _marks_of_devices(holder: nn.Module, tensors: Sequence[torch.Tensor]) -> lis
     torch keeps the random states of the devices of the arguments.
     """
     used = {tensor.device for tensor in (*holder.parameters(), *holder.buffers())}
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not annotate it
         used.add(torch.device("cuda", torch.cuda.current_device()))
     missing = used - {tensor.device for tensor in tensors}
     return [torch.empty(0, device=each) for each in missing if each.type not in ("cpu", "meta")]

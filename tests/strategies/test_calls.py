@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from autofit.strategies.calls import Calls
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -16,6 +17,7 @@ from autofit.strategy import calls_watched
 from autofit.testing import PlainContext
 from autofit.training.workload import Workload
 
+Calls = importlib.import_module(f"{type(load_strategies(['attention'])[0]).__module__}").Calls
 Ran = list[int]
 
 
@@ -68,8 +70,8 @@ def of_compiled_blocks(backend: Any) -> nn.Module:
 
 
 def of_wrapped_blocks(backend: Any) -> nn.Module:
-    blocks = (torch.compile(Block(gated), backend=backend, fullgraph=True) for _ in range(4))
-    return nn.Sequential(*blocks)
+    compiled: Any = partial(torch.compile, backend=backend, fullgraph=True)
+    return nn.Sequential(*(compiled(Block(gated)) for _ in range(4)))
 
 
 def of_compiled_forwards(backend: Any) -> nn.Module:

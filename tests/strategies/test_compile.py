@@ -237,11 +237,11 @@ class Sentence:
 
 
 class OfSentences(Watched):
-    def forward(self, sentence: Sentence) -> torch.Tensor:
-        return super().forward(sentence.words)
+    def forward(self, x: Any) -> torch.Tensor:
+        return super().forward(x.words)
 
 
-SHAPES = {
+SHAPES: dict[str, list[tuple[int, ...]]] = {
     "lengths": [(4, 2 + length, 8) for length in range(32)],
     "sizes": [(2 + size, 8) for size in range(20)],
     "lengths and sizes": [(2 + number % 5, 2 + number, 8) for number in range(20)],
