@@ -88,8 +88,12 @@ def step(model: nn.Module) -> None:
     model(torch.ones(2, 4, 16)).square().mean().backward()
 
 
-@pytest.mark.parametrize("name", [n for n in installed_names() if n != "parallel"])
-@pytest.mark.parametrize("make", MODELS)
+LOOKS = [(name, of_a_function) for name in installed_names() if name != "parallel"]
+
+
+@pytest.mark.parametrize(
+    ("name", "make"), [*LOOKS, *(("checkpointing", each) for each in MODELS[1:])]
+)
 def test_a_look_leaves_what_is_compiled_compiled(
     name: str, make: Callable[[Any], nn.Module], backend: Any
 ) -> None:
