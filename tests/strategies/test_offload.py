@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -266,22 +264,15 @@ def test_graphs_may_be_used_more_than_once(backward: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(gradients(), plain, strict=True))
 
 
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[Any]:
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
+@pytest.mark.usefixtures("one_rank")
+def test_weights_that_are_gathered_for_a_call_stay() -> None:
+    from torch.distributed.fsdp import fully_shard
 
-
-def test_weights_that_are_gathered_for_a_call_stay(one_rank: None) -> None:
-    """And are freed after it, as the sharding library does: they need not be held twice."""
     wide, sizes = 256, list[torch.Size]()
     model = nn.Sequential(nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, wide))
     model[0].requires_grad_(False)
     for part in (model[0], model[2], model):
-        torch.distributed.fsdp.fully_shard(part)
+        fully_shard(part)
     pack, unpack = offload._packing(offload._Host(), model)
 
     def noted(tensor: torch.Tensor) -> Any:
