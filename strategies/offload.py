@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from autofit.errors import release_exception, with_type
 from autofit.plan import Dimension
 from autofit.strategy import Context, Numerics, Phase, TrainingView, undone
 
@@ -58,12 +59,19 @@ class Offload(OneSetting):
         """Return a dimension if a forward saves activations that are worth moving."""
         samples = context.samples_per_step
         looked_at = min(_SAMPLES, samples)
-        moved: int = context.with_training(partial(_moved_bytes, samples / looked_at), looked_at)
+        why = (
+            f"a forward of {samples} samples saves no activation of {LEAST_BYTES // 2**10} KiB "
+            "or more"
+        )
+        try:
+            look = partial(_moved_bytes, samples / looked_at)
+            moved: int = context.with_training(look, looked_at)
+        except RuntimeError as error:  # torch.func.grad, for one, takes no hooks
+            release_exception(error)
+            moved, why = 0, f"a step with it raised {with_type(error)}"
+            context.with_training(run_step, looked_at)  # raises if it is no matter of hooks
         if not moved:
-            context.note(
-                f"{SETTING} skipped: a forward of {samples} samples saves no activation of "
-                f"{LEAST_BYTES // 2**10} KiB or more"
-            )
+            context.note(f"{SETTING} skipped: {why}")
             return {SETTING: Dimension([False])}
         return {
             SETTING: Dimension(
