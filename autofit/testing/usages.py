@@ -366,8 +366,8 @@ def retain_graph() -> Workload:
         features = model.features(batch[0])
         first = loss_of(model.head(features), batch[1])
         second = model.aux(features).float().square().mean()
-        sizes = [
-            torch.autograd.grad(each, features, retain_graph=True)[0].norm()
+        sizes = [  # of gradients that float16 can hold
+            torch.autograd.grad(each * 2**8, features, retain_graph=True)[0].norm()
             for each in (first, second)
         ]
         return first + second * (sizes[0] / sizes[1]).detach()
