@@ -115,6 +115,11 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 _WORD = re.compile(r"[\w.+-]*")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """What moves a cursor or turns the direction of writing; not newlines and tabs."""
+_IN_A_NAME = re.compile(r"[\n\t]")
+"""Controls that a text may hold, and a name may not."""
+_COMMAND = re.compile(r"(?m)^\s*:(?=:)|#(?=#\w*\[)")
+"""What a CI runner takes for a command when it reads a log: `::error::`, `##[error]`, `##vso[`,
+`##teamcity[`."""
 _COLOR = re.compile(r"(\x1b\[[\d;]*m)")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What a spreadsheet takes for the beginning of a formula (OWASP, CSV Injection)."""
@@ -146,7 +151,7 @@ def without_controls(value: Any) -> Any:
     if isinstance(value, str):
         return _shown(value)
     if isinstance(value, Mapping):
-        return {_shown(name): without_controls(each) for name, each in value.items()}
+        return {_shown_name(name): without_controls(each) for name, each in value.items()}
     return [without_controls(each) for each in value] if isinstance(value, list) else value
 
 
@@ -156,13 +161,25 @@ def in_a_table(value: Any) -> Any:
 
 
 def for_terminal(text: str) -> str:
-    """Return a text that may move no cursor and set no title, but may have colours."""
-    parts = _COLOR.split(text)
+    """Return a text that moves no cursor, sets no title and commands no CI runner.
+
+    It may have colours.
+    """
+    parts = _COLOR.split(without_commands(text))
     return "".join(part if _COLOR.match(part) else _shown(part) for part in parts)
+
+
+def without_commands(text: str) -> str:
+    """Return a text no line of which is a command to a CI runner that reads it in a log."""
+    return _COMMAND.sub(r"\g<0>\\", text)
 
 
 def _shown(text: str) -> str:
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def _shown_name(name: str) -> str:
+    return _IN_A_NAME.sub(lambda found: repr(found[0])[1:-1], _shown(name))
 
 
 def _bare(values: Iterable[Any]) -> Iterator[str]:

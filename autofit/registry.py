@@ -6,14 +6,25 @@ it and its origin. No strategy is known by name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from itertools import pairwise
 from typing import Any
 
+from autofit.codec import check_are_words, from_json, to_json
 from autofit.errors import InvalidArgument
-from autofit.plan import Dimension, Plan, ResolvedPlan, payloads_of, settings_of
+from autofit.plan import (
+    Dimension,
+    DimensionForm,
+    Plan,
+    ResolvedPlan,
+    dimensions_of,
+    forms_of,
+    payloads_of,
+    settings_of,
+)
 from autofit.space import Space
 from autofit.strategy import Context, Numerics, Phase, Strategy
 
@@ -326,6 +337,27 @@ def _check_dimensions(strategy: Strategy, offered: object) -> None:
             )
         if not isinstance(dimension, Dimension):
             raise InvalidArgument(f"{who} offers {name} as {dimension!r}, which is not a Dimension")
+        try:
+            _check_readable(name, dimension)
+        except (InvalidArgument, TypeError, ValueError, RecursionError) as error:
+            raise InvalidArgument(
+                f"{who} offers {name!r} with what no report or study could be read with again: "
+                f"{error}"
+            ) from error
+
+
+def _check_readable(name: str, dimension: Dimension) -> None:
+    """Write a dimension as a study and a report do, and read it again.
+
+    Raises:
+        InvalidArgument, TypeError, ValueError, RecursionError: it cannot be read, or is another.
+    """
+    written = to_json(forms_of({name: dimension}))
+    json.dumps(written, ensure_ascii=False, allow_nan=False).encode()
+    read = from_json(written, dict[str, DimensionForm], "its dimension")
+    check_are_words(read, ())
+    if to_json(forms_of(dimensions_of(read))) != written:
+        raise InvalidArgument("JSON gives its values or payloads back as others")
 
 
 def _origin(entry: EntryPoint) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint
@@ -156,6 +157,16 @@ def test_a_broken_plugin_is_named(
         ({"twice.on": Dimension([0, 1])}, "'twice.on'"),
         ({"doubling.on": [0, 1]}, "Dimension"),
         ([], "mapping"),
+        ({"doubling.on": Dimension(["default", "max autotune"])}, "'max autotune'"),
+        ({"doubling.on": Dimension(["default", "a/b"])}, "'a/b'"),
+        ({"doubling.a\nprint(1)": Dimension([0, 1])}, "no name"),
+        ({"doubling.on": Dimension([(0, 1), (1, 0)])}, "doubling.on"),  # type: ignore[list-item]
+        ({"doubling.on": Dimension([0.0, math.nan])}, "doubling.on"),
+        ({"doubling.on": Dimension([0, 10**30])}, "doubling.on"),
+        ({"doubling.on": Dimension([0, 1], payloads={1: object()})}, "doubling.on.*object"),
+        ({"doubling.on": Dimension([0, 1], payloads={1: [math.inf]})}, "doubling.on"),
+        ({"doubling.on": Dimension([0, 1], payloads={1: {"a;b": 1}})}, "'a;b'"),
+        ({"doubling.on": Dimension([0, 1], payloads={1: "\ud800"})}, "doubling.on"),
     ],
 )
 def test_broken_dimensions_are_refused(offered: Any, message: str) -> None:

@@ -16,13 +16,17 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
+import math
 import sys
+import traceback
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -44,12 +48,6 @@ if TYPE_CHECKING:
     from autofit.searching.options import SearchOptions
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-_APPLY = (
-    "from autofit.integrations import lightning as tuning",
-    "from lightning.pytorch import Trainer",
-    "trainer = Trainer(**tuning.arguments(report))  # and your own arguments",
-    "trainer.fit(module, data)",
-)
 _MIXED = {"bfloat16": "bf16-mixed", "float16": "16-mixed"}
 # Where Lightning's own hooks are, which do nothing.
 _HOOKS = ("lightning.pytorch.core.", "pytorch_lightning.core.")
@@ -96,14 +94,16 @@ def workload(
     if sample_batch is None:
         sample_batch = longest_of(_train_loader(data), examine)
     sample_batch = module.on_before_batch_transfer(sample_batch, 0)
-    loss = ModuleLoss(precision=_own_precision(trainer))
+    schedule = None if trainer is None else Schedule.of(trainer, data)
+    loss = ModuleLoss(precision=_own_precision(trainer), schedule=schedule)
     given: dict[str, Any] = {
         "loss_fn": loss,
         "global_batch": batch_size(sample_batch) * getattr(trainer, "accumulate_grad_batches", 1),
         **_clipping(trainer),
     }
     if "optimizer" not in more:
-        given["optimizer"] = _optimizer(module)
+        with attached(module, schedule):
+            given["optimizer"] = _optimizer(module)
     if _validates(module, data, trainer) and not {"eval_step", "eval_batch"} & more.keys():
         evaluated = longest_of(data.val_dataloader(), examine)
         if evaluated is not None:
@@ -223,7 +223,7 @@ def search(
         numerics=numerics,
         asked_by=f"precision={trainer.precision!r} of the Trainer" if own else "",
         notes=(),
-        apply=_APPLY,
+        trainer="lightning",
         progress=progress,
         options=options,
         **device | more,
@@ -262,14 +262,92 @@ def arguments(
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """How long a Trainer trains, which a module may ask it for.
+
+    Attributes:
+        max_epochs, max_steps, accumulate_grad_batches: of the Trainer.
+        micro_batches: of an epoch; infinite: not known.
+    """
+
+    max_epochs: int | None
+    max_steps: int
+    accumulate_grad_batches: int
+    micro_batches: float
+
+    @classmethod
+    def of(cls, trainer: Any, data: Any) -> Schedule:
+        """Return that of a Trainer on the data of a DataModule, or of a loader."""
+        loader = None if data is None else _train_loader(data)
+        try:
+            micro_batches: float = len(loader)
+        except TypeError:  # it streams
+            micro_batches = math.inf
+        return cls(
+            trainer.max_epochs, trainer.max_steps, trainer.accumulate_grad_batches, micro_batches
+        )
+
+
+@contextmanager
+def attached(module: Any, schedule: Schedule | None) -> Iterator[None]:
+    """Attach a module to a Trainer of that schedule; None: to none.
+
+    It has trained no step, runs no callback and logs nothing.
+    """
+    if schedule is None or getattr(module, "_trainer", None) is not None:
+        yield
+        return
+    if module not in _TRAINERS:
+        _TRAINERS[module] = _bare_trainer(module, schedule)
+    module.trainer = _TRAINERS[module]
+    try:
+        with warnings.catch_warnings():  # of each `self.log`
+            warnings.filterwarnings("ignore", r".*Trainer\(barebones=True\)")
+            yield
+    finally:
+        module.trainer = None
+
+
+_TRAINERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""By module. A Trainer refers to the module weakly, by its optimizers' parameters alone."""
+
+
+def _bare_trainer(module: Any, schedule: Schedule) -> Any:
+    """Return a Trainer that only answers questions, with the optimizers of the module."""
+    base: Any = library(*_packages()).Trainer
+
+    class Answering(base):  # type: ignore[misc]  # a class of a library that is optional
+        num_training_batches = schedule.micro_batches
+        train_dataloader = ()  # else it would be set up to count its batches
+
+    with _quiet():
+        trainer = Answering(
+            accelerator="cpu",
+            devices=1,
+            barebones=True,
+            max_epochs=schedule.max_epochs,
+            max_steps=schedule.max_steps,
+            accumulate_grad_batches=schedule.accumulate_grad_batches,
+        )
+    module.trainer = trainer
+    with suppress(Exception):  # the search may be given another optimizer because it fails
+        trainer.strategy.connect(module)
+        trainer.strategy.setup_optimizers(trainer)
+    trainer.strategy._lightning_module = module.trainer = None  # else it would outlive its probe
+    return trainer
+
+
+@dataclass(frozen=True)
 class ModuleLoss:
     """(module, batch) -> the loss of a LightningModule's `training_step`.
 
     Attributes:
         precision: the type of autocast that the Trainer has; None: none.
+        schedule: of the Trainer; None: there is no Trainer, and the step may not ask for one.
     """
 
     precision: str | None = None
+    schedule: Schedule | None = None
 
     def __call__(self, module: Any, batch: Any) -> torch.Tensor:
         output = self._run(module, "training_step", batch)
@@ -288,8 +366,11 @@ class ModuleLoss:
         """Return what a step of the module returns for a batch on its device."""
         batch, step = module.on_after_batch_transfer(batch, 0), getattr(module, name)
         asks_for_index = len(inspect.signature(step).parameters) > 1
-        with own_autocast(module, self.precision):
-            return step(batch, *(0,) * asks_for_index)
+        with own_autocast(module, self.precision), attached(module, self.schedule):
+            try:
+                return step(batch, *(0,) * asks_for_index)
+            except RuntimeError as error:
+                raise _asks_for_trainer(error, f"{name} of {kind_of(module)}") from error
 
 
 def _set_up(data: Any, trainer: Any) -> Any:
@@ -371,12 +452,8 @@ def _optimizer(module: Any) -> Any:
     try:
         made = module.configure_optimizers()
     except RuntimeError as error:
-        if "not attached to a `Trainer`" not in str(error):
-            raise
-        raise InvalidArgument(
-            f"configure_optimizers of {kind_of(module)} needs its Trainer, which a "
-            "search does not have: pass optimizer=parameters -> Optimizer"
-        ) from error
+        what = f"configure_optimizers of {kind_of(module)}"
+        raise _asks_for_trainer(error, what, ", or optimizer=parameters -> Optimizer") from error
     if isinstance(made, Mapping):
         made = made["optimizer"]
     while isinstance(made, (tuple, list)) and made:  # [optimizers], [schedulers]
@@ -393,10 +470,51 @@ def _optimizer(module: Any) -> Any:
     return made
 
 
+def _asks_for_trainer(error: RuntimeError, what: str, advice: str = "") -> Exception:
+    """Return the error to raise for one of a module's code: in words where it lacks a Trainer."""
+    if "not attached to a `Trainer`" not in str(error):
+        return error
+    own = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)
+    ]
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return InvalidArgument(
+        f"{what} asks for its Trainer{where}, and none was given: pass trainer=, the Trainer that "
+        f"you would train with{advice}"
+    )
+
+
+def _is_users(path: str) -> bool:
+    return not any(
+        f"/{package.replace('.', '/')}/" in path for package in (*_PACKAGES, "autofit", "torch")
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what Lightning logs and warns of a Trainer that it makes."""
+    names = ("lightning.pytorch.utilities.rank_zero", "pytorch_lightning.utilities.rank_zero")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.disabled for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+def _packages() -> list[str]:
+    """Return the names of Lightning, that which is imported first."""
+    return [*(name for name in _PACKAGES if name in sys.modules), *_PACKAGES]
+
+
 def _callback(division: Division) -> Any:
     """Return a callback that applies what a Trainer has no argument for, while it fits."""
-    used = [name for name in _PACKAGES if name in sys.modules]
-    base: Any = library(*used, *_PACKAGES).Callback
+    base: Any = library(*_packages()).Callback
 
     class ApplyPlan(base):  # type: ignore[misc]  # a class of a library that is optional
         """Applies a plan to module, optimizer and DataModule while a Trainer fits."""

@@ -42,13 +42,6 @@ if TYPE_CHECKING:
     from autofit.searching.options import SearchOptions
 
 
-_APPLY = (
-    "from autofit.integrations import transformers as tuning",
-    "print(tuning.apply(report, trainer))  # sets its arguments",
-    "trainer.train()",
-)
-
-
 def workload(
     trainer: Any,
     *,
@@ -198,7 +191,7 @@ def search(
             numerics=numerics,
             asked_by=asks[own] if own else "",
             notes=_notes(trainer.args),
-            apply=_APPLY,
+            trainer="transformers",
             progress=progress,
             options=options,
             **{"device": str(trainer.args.device)} | more,

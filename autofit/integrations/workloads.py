@@ -5,7 +5,7 @@ The baseline of such a search is the training as it is, its own mixed precision 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ def search_workload(
     strategies: Iterable[str | Strategy] | None,
     numerics: Any,
     notes: Iterable[str],
-    apply: Sequence[str],
+    trainer: str,
     options: SearchOptions | None,
     **more: Any,
 ) -> Report:
@@ -67,7 +67,7 @@ def search_workload(
         asked_by: what asks for that precision.
         strategies, numerics, options, more: as for `autofit.search`.
         notes: for the reader of the report.
-        apply: lines of code that train by the report.
+        trainer: the name of the integration in `autofit.report.paste.LINES_OF_TRAINER`.
     """
     from autofit.searching.options import SearchOptions
     from autofit.searching.search import search
@@ -87,6 +87,6 @@ def search_workload(
         )
         notes = [note, *notes]
     record = report.record
-    facts = {**record.workload, "apply": list(apply)}
+    facts = {**record.workload, "trainer": trainer}
     told = replace(record, notes=(*record.notes, *notes), workload=facts)
     return replace(report, record=told)

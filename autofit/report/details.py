@@ -8,6 +8,7 @@ from textwrap import shorten
 from typing import Any
 
 from autofit.measurement import ACT, BOUNDS, Trial, TrialKind, spread_of
+from autofit.report.paste import lines_of_best, lines_of_trainer
 from autofit.report.rates import rate_rows
 from autofit.report.record import Record
 from autofit.report.summary import (
@@ -63,7 +64,7 @@ def sections(record: Record, place: Place = IN_PYTHON) -> Iterator[Section]:
     """Yield the parts, those first that most readers want."""
     yield Section("Best plan and baseline", table=[("", "best", "baseline"), *figures(record)])
     yield Section("Train by the plan", list(training_lines(record, place)), is_code=True)
-    if by_hand := record.paste.get(record.best.number):
+    if by_hand := lines_of_best(record):
         yield Section("The same in a loop of your own", by_hand, is_code=True)
     if notes := list(_notes(record)):
         yield Section("Notes", notes)
@@ -159,7 +160,7 @@ def _figures(trial: Trial, record: Record) -> dict[str, str]:
 
 def training_lines(record: Record, place: Place) -> Iterator[str]:
     """Yield code that trains by the report: by the trainer that was searched, or by a loop."""
-    if by_trainer := record.workload.get("apply"):
+    if by_trainer := lines_of_trainer(record):
         if place.report != "report":
             yield f"report = {place.report}"
         yield from by_trainer

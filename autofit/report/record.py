@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, get_args
 
 from autofit.codec import (
     Amount,
@@ -52,6 +52,12 @@ from autofit.space import Space
 from autofit.strategy import Strategy
 
 SCHEMA = 1
+
+_Function: TypeAlias = Literal[
+    "loss_fn", "criterion", "loss_weight", "before_step", "training_step"
+]
+FUNCTIONS: tuple[str, ...] = get_args(_Function)
+"""Arguments that are functions: a report names those that were given, and holds no code."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +173,7 @@ class Record:
         calibration: constants of the device for later predictions.
         findings: what was found beside the answer: the largest evaluation, the loader, and what
             bounds a step.
+        was_read: whether all this comes from a file, which may be anybody's: its code is not shown.
 
     Raises:
         InvalidArgument: the best trial or the baseline is not among the trials.
@@ -189,6 +196,7 @@ class Record:
     memory: Mapping[str, Any] = field(default_factory=dict)
     calibration: Mapping[str, Any] = field(default_factory=dict)
     findings: Mapping[str, Any] = field(default_factory=dict)
+    was_read: bool = False
 
     def __post_init__(self) -> None:
         numbers = {trial.number for trial in self.trials}
@@ -236,11 +244,13 @@ class Record:
             strategies, remembered: see `autofit.registry.strategies_of`.
 
         Raises:
-            InvalidArgument: a strategy that the plan needs is not installed.
+            InvalidArgument: a strategy that the plan needs is not installed, or cannot read a
+                payload of it.
         """
         plan = self.best.plan if self.best.plan.world_size > 1 else self.best_plan_to_rerun
         needed = strategies_of(plan, strategies, remembered)
-        return resolve(self.best.plan, Space(self.dimensions, 1), needed)
+        best = self.best.plan
+        return resolve(best, Space(self.dimensions, 1), needed, self.payloads(best.settings))
 
     @property
     def baseline_beside_best(self) -> Trial:
@@ -407,10 +417,10 @@ class _Workload(TypedDict):
     lacks_loss: NotRequired[bool]
     batched: NotRequired[list[str]]
     tokens: NotRequired[_Tokens]
-    given: NotRequired[list[str]]
+    given: NotRequired[list[_Function]]
     clip_grad_norm: NotRequired[Number | None]
     target: NotRequired[str]
-    apply: NotRequired[list[str]]
+    trainer: NotRequired[Literal["transformers", "lightning"]]
 
 
 class _Numbered(TypedDict):
@@ -548,6 +558,7 @@ def _record_in(data: Mapping[str, Any]) -> Record:
         memory=data.get("memory", {}),
         calibration=data.get("calibration", {}),
         findings=data.get("findings", {}),
+        was_read=True,
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from autofit.measurement import ACT, NOT_TRIED, Outcome, RankUse, Trial, probes_of, spread_of
 from autofit.plan import Plan, Settings, unlike
+from autofit.report.paste import lines_of_trainer
 from autofit.report.rates import rate_line
 from autofit.report.record import Record
 from autofit.space import Space
@@ -236,7 +237,7 @@ def shown_memory(held: int | None, budget: int | None = None) -> str:
 
 def apply_line(record: Record, place: Place) -> str:
     """Return one line of Python that trains by the best plan, by the trainer that was searched."""
-    if by_trainer := record.workload.get("apply"):
+    if by_trainer := lines_of_trainer(record):
         lines = "; ".join(line.partition("  #")[0] for line in by_trainer)
         return lines if place.report == "report" else f"report = {place.report}; {lines}"
     optimizer = "optimizer" if record.best.plan.world_size == 1 else "make_optimizer"

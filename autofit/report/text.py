@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autofit.codec import without_commands
 from autofit.measurement import ACT
 from autofit.report.details import TRIAL_TITLES, Section, sections
 from autofit.report.record import Record
@@ -79,7 +80,8 @@ def laid_out(parts: Iterable[Part], width: int, *, color: bool = False) -> str:
             console.print(Padding(Text(part[indent:]), (0, 0, 0, indent)))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
-    return "".join(f"{_AT_END.sub(lambda end: end[0].replace(' ', ''), line)}\n" for line in lines)
+    kept = (_AT_END.sub(lambda end: end[0].replace(" ", ""), line) for line in lines)
+    return without_commands("".join(f"{line}\n" for line in kept))
 
 
 def table(
@@ -159,7 +161,7 @@ def markdown(record: Record, place: Place = IN_PYTHON) -> str:
     for section in sections(record, place):
         lines += ["", f"<details><summary>{escape(section.title)}</summary>", ""]
         lines += [*in_markdown(section), "", "</details>"]
-    return "\n".join(lines) + "\n"
+    return without_commands("\n".join(lines) + "\n")
 
 
 def plain(text: str) -> str:

@@ -20,7 +20,8 @@ from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober
 from autofit.probing.survey import Survey
 from autofit.registry import resolve
-from autofit.report.record import Record, SearchSummary, Skipped, lines_of
+from autofit.report.paste import paste_lines
+from autofit.report.record import FUNCTIONS, Record, SearchSummary, Skipped
 from autofit.strategy import Strategy
 from autofit.training.batch import describe
 from autofit.training.lengths import Lengths
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 INTERRUPTED = "interrupted"
 
 _COSTLY_TO_WATCH = "its memory is not recorded: the plan is costly to run again"
-
-# Arguments that are functions: a report names those that were given, and holds no code.
-_FUNCTIONS = ("loss_fn", "criterion", "loss_weight", "before_step", "training_step")
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ def _workload_facts(workload: Workload, survey: Survey) -> dict[str, Any]:
         "allow_accumulation_change": survey.allow_accumulation_change,
         "loss": survey.loss,
         "lacks_loss": survey.loss == LossSource.STAND_IN,
-        "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],
+        "given": [name for name in FUNCTIONS if getattr(workload, name) is not None],
         "clip_grad_norm": workload.clip_grad_norm,
         "sample_shapes": dict(survey.sample_shapes),
         "batched": survey.batched,
@@ -210,71 +208,6 @@ def _of_lengths(workload: Workload, best: Trial) -> Iterator[str]:
     if new_shape_s := best.measurement.new_shape_s:
         seconds = format_seconds(max(new_shape_s))
         yield f"The first step of another length took up to {seconds} more than later ones"
-
-
-def paste_lines(resolved: ResolvedPlan, *, has_loss_weight: bool = False) -> list[str]:
-    """Return code for batch geometry, then that of each strategy, which runs as it stands.
-
-    Imports come first. A strategy's last line may open a block (`with ...:`), in which all that
-    follows lies, as strategies are applied inside one another; the last block holds a place for the
-    training.
-
-    Args:
-        resolved: the plan.
-        has_loss_weight: whether the workload says what the loss of a micro-batch is a mean over.
-    """
-    plan = resolved.plan
-    code = [f"micro_batch = {plan.micro_batch}  # samples in one forward and backward"]
-    if plan.world_size > 1:
-        code += _lines_of_ranks(plan, has_loss_weight=has_loss_weight)
-    elif plan.accumulation_steps > 1:
-        factor = "its share of the samples"
-        if has_loss_weight:
-            factor = "loss_weight(micro_batch) / the sum of these over the step's micro-batches"
-        code.append(
-            f"accumulation_steps = {plan.accumulation_steps}  # micro-batches in one "
-            f"optimizer step of {plan.samples_per_step} samples; multiply each loss by {factor}"
-        )
-    imports: dict[str, None] = {}
-    indent = ""
-    for strategy, settings, payloads in resolved.by_strategy():
-        lines = lines_of(strategy.describe(settings, payloads))
-        own = [line for line in lines if line.startswith(("import ", "from "))]
-        imports |= dict.fromkeys(own)
-        code += [indent + line for line in lines if line not in own]
-        if lines and lines[-1].partition("  #")[0].rstrip().endswith(":"):
-            indent += "    "
-    if indent:
-        code.append(f"{indent}...  # your training, as the comments above place it")
-    return [*imports, *code]
-
-
-def _lines_of_ranks(plan: Plan, *, has_loss_weight: bool) -> list[str]:
-    """Return how ranks split and weight their samples, of which wrappers know nothing.
-
-    Both `DistributedDataParallel` and `fully_shard` divide the sum of gradients by the ranks, so
-    each loss takes a weight whose mean over the ranks adds up to one, as in `Training`.
-    """
-    ranks, samples, steps = plan.world_size, plan.samples_per_step, plan.accumulation_steps
-    shares = [sum(plan.micro_batch_sizes_of(rank)) for rank in (0, ranks - 1)]
-    share = " or ".join(map(str, dict.fromkeys(shares)))
-    geometry = (
-        f"accumulation_steps = {steps}  # micro-batches of each rank, the same number on all: "
-        f"its {share} of {samples} samples, cut by tensor_split(accumulation_steps)"
-    )
-    if has_loss_weight:
-        return [
-            geometry,
-            f"# multiply each loss by {ranks} * loss_weight(micro_batch) / the sum of these over "
-            f"all micro-batches of all ranks: gradients are averaged over the {ranks} ranks",
-        ]
-    return [
-        geometry,
-        f"loss_factor = {ranks} / {samples}  # multiply each loss by this and by the samples of "
-        f"its micro-batch: gradients are averaged over the {ranks} ranks",
-        "# a loss that is a mean over something else (valid tokens, see loss_weight): multiply by "
-        f"{ranks} * that / its sum over all micro-batches of all ranks",
-    ]
 
 
 def difference_of(prober: Prober, result: SearchResult) -> Mapping[str, Any] | None:

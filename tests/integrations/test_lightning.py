@@ -321,3 +321,52 @@ def test_an_optimizer_that_asks_for_the_trainer_may_be_given() -> None:
         integration.workload(Scheduled(), Data())
     given = integration.workload(Scheduled(), Data(), optimizer=torch.optim.SGD)
     assert given.optimizer is torch.optim.SGD
+
+
+class Scheduled(Classifier):
+    """Asks its Trainer for the length of the training, its optimizer and its schedule."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps = self.trainer.estimated_stepping_batches
+        (rate,) = self.lr_schedulers().get_last_lr()
+        assert self.optimizers().param_groups[0]["lr"] == rate
+        self.log("rate", rate)
+        assert not self.trainer.is_last_batch
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule}}
+
+
+def test_a_module_may_ask_the_trainer_that_was_passed() -> None:
+    module, data = Scheduled(), Data()
+    trainer = trainer_of(max_epochs=3, accumulate_grad_batches=2)
+    workload = integration.workload(module, data, trainer=trainer)
+    assert isinstance(workload.optimizer, torch.optim.AdamW)
+    loss = workload.loss_fn(module, workload.batch(4))
+    assert loss.requires_grad
+    assert module.steps == 9  # 24 samples in micro-batches of 4, two a step, three times
+    assert module._trainer is None
+    assert trainer.train_dataloader is None
+
+
+def test_the_worker_asks_it_too() -> None:
+    trainer = trainer_of(max_epochs=3)
+    prediction = integration.predict(Scheduled(), Data(), trainer=trainer, gpu="L4")
+    assert prediction.required_bytes > 0
+
+
+def test_what_a_module_asks_a_missing_trainer_for_is_named() -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"configure_optimizers of a Scheduled .*pass trainer="
+    ):
+        integration.workload(Scheduled(), Data())
+    module = Scheduled()
+    workload = integration.workload(module, Data(), optimizer=torch.optim.AdamW)
+    with pytest.raises(
+        InvalidArgument, match=r"training_step of a Scheduled .*test_lightning.py:\d"
+    ):
+        workload.loss_fn(module, workload.batch(4))

@@ -12,7 +12,7 @@ import torch
 
 from autofit.plan import Plan, ResolvedPlan, Scalar
 from autofit.registry import load_strategies
-from autofit.searching.result import paste_lines
+from autofit.report.paste import paste_lines
 from tests.plugin import Plugin
 
 
@@ -75,7 +75,7 @@ from torch import nn
 
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
-from autofit.searching.result import paste_lines
+from autofit.report.paste import paste_lines
 from autofit.training.loss import Recipe
 from autofit.training.optimizers import build_optimizer
 from autofit.training.training import Training

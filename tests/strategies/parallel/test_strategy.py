@@ -111,7 +111,7 @@ from torch import nn
 
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
-from autofit.searching.result import paste_lines
+from autofit.report.paste import paste_lines
 
 store = torch.distributed.HashStore()
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
