@@ -186,7 +186,13 @@ USES = {
         optional=True,
     ),
     "logits that are held in part": Use(
-        ("torch.Tensor._make_wrapper_subclass",),
+        (
+            "torch.Tensor._make_wrapper_subclass",
+            "torch.Tensor._version",
+            "torch._C.DisableTorchFunctionSubclass",
+            "torch._C._are_functorch_transforms_active",
+            "torch.utils._python_dispatch._disable_current_modes",
+        ),
         "settings that hold logits in part are left out: a tensor could not stand for them",
         optional=True,
     ),

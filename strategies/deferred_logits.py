@@ -6,6 +6,10 @@ them are remembered too; `cross_entropy` of them computes the loss and its gradi
 rows, in the three matrix products that plain training takes. Whatever else uses them gets the
 logits that the head would have returned, made once.
 
+To autograd they are the head's output: a node with the backward of `linear` returned them, and
+views of them are views. So gradients also reach the head from what sees no torch function, such as
+an `autograd.Function`, a backward hook of a module, `vmap` or a scripted loss.
+
 The chunks follow Liger Kernel's fused linear cross entropy (Hsu et al., "Liger Kernel: Efficient
 Triton Kernels for LLM Training", 2024), without kernels and without a line of the model's.
 """
@@ -14,20 +18,30 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 _CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
 _LESS = 2.0**-5
 """Of the input, in products that add up rows: a class that most of 2,048 rows have adds up to more
 than float16 holds (65,504) where the input is 32. A power of two, so that no other type rounds."""
+
+
+class LogitsLost(RuntimeError):
+    """Something is asked for that only logits in memory have."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}: set head_loss.rows=0, which keeps the logits")
 
 
 @dataclass(eq=False)
@@ -39,9 +53,11 @@ class Run:
         weight, bias: its parameters, (classes, width) and (classes) or None.
         rows: of logits to hold at once.
         dtype: in which the head multiplies, autocast's where that is on.
-        version: of the weight, when the head ran.
-        logits: (..., classes), once something has asked for them.
+        logits: (..., classes), without a graph, once something has asked for them.
         chunked_rows: how many rows a loss took by chunks; 0: none has.
+        is_watched: whether something uses the gradient of the logits, which chunks do not give.
+        derives: whether what operators make of the logits is deferred, too.
+        versions: of hidden, weight and bias, when the head ran.
     """
 
     hidden: Tensor
@@ -49,27 +65,53 @@ class Run:
     bias: Tensor | None
     rows: int
     dtype: torch.dtype
-    version: int
     logits: Tensor | None = None
     chunked_rows: int = 0
+    is_watched: bool = False
+    derives: bool = False
+    versions: list[int] = field(init=False)
 
-    def made(self) -> Tensor:
-        """Return the logits, with the graph of plain training.
+    def __post_init__(self) -> None:
+        self.versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        given = (self.hidden, self.weight, self.bias)
+        return [tensor._version for tensor in given if tensor is not None]
+
+    def check_unchanged(self) -> None:
+        """Refuse to compute with what the head was not given.
 
         Raises:
-            RuntimeError: the weight has changed since the head ran.
+            LogitsLost: its input or a parameter has been changed in place since it ran.
+        """
+        if self.versions != self._versions_now():
+            raise LogitsLost(
+                "logits are used after the input, weight or bias of their head was changed in place"
+            )
+
+    def watch(self) -> None:
+        """Have the logits made where a loss takes them, since their gradient is used.
+
+        Raises:
+            LogitsLost: a loss has taken them by chunks.
+        """
+        if self.chunked_rows:
+            raise LogitsLost("the gradient of logits is asked for after a loss was computed")
+        self.is_watched = True
+
+    def made(self) -> Tensor:
+        """Return the logits, without a graph.
+
+        Raises:
+            LogitsLost: they can no longer be made.
         """
         if self.logits is None:
-            if self.weight._version != self.version:
-                raise RuntimeError(
-                    "logits are asked for after the head's weight has changed, and head_loss.rows "
-                    "keeps none: look at them before the optimizer steps, or set head_loss.rows=0"
-                )
-            with torch.enable_grad(), torch.autocast(self.hidden.device.type, enabled=False):
-                self.logits = functional.linear(*self.cast())
+            self.check_unchanged()
+            with torch.no_grad(), torch.autocast(self.hidden.device.type, enabled=False):
+                self.logits = functional.linear(*self._cast())
         return self.logits
 
-    def cast(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _cast(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return input, weight and bias as the head multiplies them."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return self.hidden.to(self.dtype), self.weight.to(self.dtype), bias
@@ -81,7 +123,8 @@ def deferred(
 ) -> Iterator[None]:
     """Have these heads return deferred logits.
 
-    Where gradients are off, or a compiler traces the model, a head returns its logits as before.
+    Where nothing has gradients, or a compiler or a transform of `torch.func` follows the head, it
+    returns its logits as before.
 
     Args:
         heads: modules that compute as `nn.Linear` does.
@@ -106,31 +149,89 @@ def deferred(
 def _run(
     head: nn.Linear, rows: int, on_run: Callable[[Run], object] | None, hidden: Tensor
 ) -> Tensor:
+    given = hidden, head.weight, head.bias
+    if hidden.dim() < 2 or not _can_wait(given):
+        return functional.linear(*given)
     device = hidden.device.type
-    weight, bias = head.weight, head.bias
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or hidden.dim() < 2:
-        return functional.linear(hidden, weight, bias)
-    is_cast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if is_cast else hidden.dtype
-    run = Run(hidden, weight, bias, rows, dtype, weight._version)
+    run = Run(*given, rows, torch.get_autocast_dtype(device) if _is_cast(hidden) else hidden.dtype)
     if on_run is not None:
         on_run(run)
-    return DeferredLogits(run, _Rows(hidden, (*hidden.shape[:-1], weight.shape[0]), dtype))
+    if "torch._dynamo" in sys.modules:
+        _keep_out_of_compiled_code()
+    logits: DeferredLogits = _Head.apply(*given, run)  # type: ignore[no-untyped-call]  # torch does not annotate it
+    return logits
+
+
+def _can_wait(given: Sequence[Tensor | None]) -> bool:
+    """Return whether the product of this input, weight and bias may be computed later."""
+    tensors = [tensor for tensor in given if tensor is not None]
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_transformed(tensors):
+        return False
+    if not all(type(each) in (Tensor, nn.Parameter) for each in tensors):
+        return False
+    types_agree = _is_cast(tensors[0]) or len({each.dtype for each in tensors}) == 1
+    has_versions = not any(each.is_inference() for each in tensors)
+    return types_agree and has_versions and any(each.requires_grad for each in tensors)
+
+
+def _is_transformed(tensors: Iterable[Tensor]) -> bool:
+    """Return whether `torch.func` or forward-mode differentiation follows what is computed."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def _is_cast(hidden: Tensor) -> bool:
+    """Return whether autocast chooses the type in which a head multiplies it."""
+    return torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
+
+
+class _Head(torch.autograd.Function):
+    """A linear head whose product waits; its backward is that of `linear`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:
+        """Return deferred logits, (..., classes).
+
+        Args:
+            ctx: keeps what the gradients need.
+            hidden: (..., width).
+            weight, bias: (classes, width), and (classes) or None.
+            run: remembers them.
+        """
+        of_hidden, of_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(hidden if of_weight else None, weight if of_hidden else None)
+        ctx.types = [None if each is None else each.dtype for each in (hidden, weight, bias)]
+        logits = DeferredLogits(run, (*hidden.shape[:-1], len(weight)), run.dtype)
+        logits.rows = _Rows(run.hidden)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of input, weight and bias."""
+        (gradient,), (hidden, weight) = outer, ctx.saved_tensors
+        of_hidden = of_weight = of_bias = None
+        with torch.autocast(gradient.device.type, enabled=False):
+            rows = gradient.flatten(0, -2)
+            if weight is not None:
+                of_hidden = (gradient @ weight.to(rows.dtype)).to(ctx.types[0])
+            if hidden is not None:
+                of_weight = (rows.t() @ hidden.flatten(0, -2).to(rows.dtype)).to(ctx.types[1])
+            if ctx.needs_input_grad[2]:
+                of_bias = rows.sum(0).to(ctx.types[2])
+        return of_hidden, of_weight, of_bias, None
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Which logits they are.
+    """Which logits of a run they are.
 
     Attributes:
         hidden: the rows of the head's input that they belong to, (..., width).
-        shape, dtype: of the logits.
         is_transposed: whether the classes lie in dimension 1 of three.
     """
 
     hidden: Tensor
-    shape: Sequence[int]
-    dtype: torch.dtype
     is_transposed: bool = False
 
 
@@ -140,7 +241,7 @@ class DeferredLogits(Tensor):
     Attributes:
         run: of the head.
         rows: which logits they are.
-        change: the logits that these were made from, by which function, and its other arguments;
+        change: the logits that these are made from, by which operator, and its other arguments;
             None: they are the head's own.
     """
 
@@ -150,27 +251,49 @@ class DeferredLogits(Tensor):
     _logits: Tensor | None
 
     @staticmethod
-    def __new__(cls, run: Run, rows: _Rows, change: _Change | None = None) -> DeferredLogits:
-        """Return deferred logits; see the class for the arguments."""
+    def __new__(
+        cls,
+        run: Run,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        strides: Sequence[int] | None = None,
+        storage_offset: int | None = None,
+        change: _Change | None = None,
+    ) -> DeferredLogits:
+        """Return deferred logits; without strides they are contiguous. See the class."""
         made: DeferredLogits = Tensor._make_wrapper_subclass(
             cls,
-            tuple(rows.shape),
-            dtype=rows.dtype,
-            device=rows.hidden.device,
-            requires_grad=True,
+            tuple(shape),
+            strides=strides,
+            storage_offset=storage_offset,
+            dtype=dtype,
+            device=run.hidden.device,
         )
-        made.run, made.rows, made.change, made._logits = run, rows, change, None
+        made.run, made.change, made._logits = run, change, None
         return made
 
     def made(self) -> Tensor:
-        """Return the logits, made once; views of the head's, where these are such views."""
+        """Return the logits without a graph, made once; views of the head's, as these are views.
+
+        Raises:
+            LogitsLost: what they are made from has changed.
+        """
         if self._logits is None and self.change is None:
             self._logits = self.run.made()
         elif self._logits is None and self.change is not None:
-            before, function, args, kwargs = self.change
-            self._logits = function(before.made(), *args, **kwargs)
+            before, operator, others, kwargs = self.change
+            if before._version != self._version:  # which views share
+                raise LogitsLost("logits were changed in place before a copy of them was used")
+            with torch.no_grad():
+                self._logits = operator(before.made(), *others, **kwargs)
         assert self._logits is not None
         return self._logits
+
+    def plain(self) -> Tensor:
+        """Return a view of these that is a tensor as any other."""
+        self.made()  # here, where dispatch modes see it
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.view_as(self)
 
     @classmethod
     def __torch_function__(
@@ -181,22 +304,58 @@ class DeferredLogits(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Answer for shapes and types, remember views, take a loss by chunks; else be made."""
-        kwargs = kwargs or {}
-        if func in _FACTS:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's own hook
+        return cls._answer(func, args, kwargs or {})
+
+    @staticmethod
+    def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if func in _OF_GRADIENTS:
+            _replaced((args, kwargs), DeferredLogits._watched)
+        if func in _NATIVE or func in _OF_GRADIENTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         logits = args[0] if args else None
-        if isinstance(logits, cls) and logits.run.logits is None:
-            if func in _VIEWS:
-                rows = None
-                with suppress(TypeError):  # given by another name: those logits are made
-                    rows = _VIEWS[func](logits.rows, *args[1:], **kwargs)
-                if rows is not None:
-                    return cls(logits.run, rows, (logits, func, args[1:], kwargs))
+        if isinstance(logits, DeferredLogits) and logits._can_be_chunked():
+            if func in _VIEWS and torch.is_grad_enabled():
+                derived = logits._derived(func, args[1:], kwargs)
+                if derived is not None:
+                    return derived
             if func is functional.cross_entropy:
                 loss = _loss(logits, _CROSS_ENTROPY.bind(*args, **kwargs))
                 if loss is not None:
                     return loss
-        return func(*_made(args), **_made(kwargs))
+        plain = _replaced(args, DeferredLogits.plain)
+        result = func(*plain, **_replaced(kwargs, DeferredLogits.plain))
+        return logits if plain and result is plain[0] else result  # what changes it in place
+
+    def _watched(self) -> Tensor:
+        self.run.watch()
+        return self
+
+    def _can_be_chunked(self) -> bool:
+        is_open = self.run.logits is None and not self.run.is_watched
+        return is_open and self.requires_grad and not _is_transformed([])
+
+    def _derived(
+        self, func: Callable[..., Any], others: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Tensor | None:
+        """Return the rows that such a function makes of these, deferred; None: not rows alone."""
+        rows = None
+        with suppress(TypeError, RuntimeError):  # given by another name, or of a wrong shape
+            rows = _VIEWS[func](self, *others, **kwargs)
+        if rows is None:
+            return None
+        self.run.derives = True
+        try:
+            with (
+                torch._C.DisableTorchFunctionSubclass(),
+                torch.utils._python_dispatch._disable_current_modes(),  # nothing is computed
+            ):
+                derived: Tensor = func(self, *others, **kwargs)
+        finally:
+            self.run.derives = False
+        if isinstance(derived, DeferredLogits):
+            derived.rows = rows
+        return derived
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as a static method
@@ -206,84 +365,100 @@ class DeferredLogits(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[Any, Any] | None = None,
     ) -> Any:
-        """Compute with the logits, for what calls an operator directly."""
-        return func(*_made(args), **_made(kwargs or {}))
+        """Compute with the logits; while rows are derived, return what stands for the result."""
+        kwargs = kwargs or {}
+        logits = args[0] if args else None
+        if not (isinstance(logits, cls) and logits.run.derives):
+            return func(*_replaced(args, cls.made), **_replaced(kwargs, cls.made))
+        alike = torch.empty_strided(
+            logits.shape, logits.stride(), dtype=logits.dtype, device="meta"
+        )
+        made = func(alike, *args[1:], **kwargs)
+        change = (logits, func, args[1:], kwargs)
+        return cls(logits.run, made.shape, made.dtype, made.stride(), made.storage_offset(), change)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # a tensor's has an option
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+@cache
+def _keep_out_of_compiled_code() -> None:
+    """Have compiled code stop where it uses deferred logits, whose values it cannot trace.
+
+    Not before there is a compiler: to import it takes a second.
+    """
+    DeferredLogits._answer = staticmethod(torch.compiler.disable(DeferredLogits._answer))  # type: ignore[method-assign]  # the same
+
+
 _Change = tuple[DeferredLogits, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 
-def _made(values: Any) -> Any:
-    """Return a function's arguments with the logits made, also those in lists."""
+def _replaced(values: Any, by: Callable[[DeferredLogits], Tensor]) -> Any:
+    """Return a function's arguments with others in place of deferred logits, also in lists."""
     if isinstance(values, DeferredLogits):
-        return values.made()
+        return by(values)
     if type(values) in (list, tuple):
-        return type(values)(map(_made, values))
+        return type(values)(_replaced(value, by) for value in values)
     if type(values) is dict:
-        return {name: _made(value) for name, value in values.items()}
+        return {name: _replaced(value, by) for name, value in values.items()}
     return values
 
 
-# What functions that change no value make of rows; None: not of rows alone.
+# Which rows of the head's input belong to what functions make of logits that change no value;
+# None: not rows alone.
 
 
-def _shaped(rows: _Rows, *to: Any) -> _Rows | None:
+def _shaped(logits: DeferredLogits, *to: Any) -> _Rows | None:
     """`view` and `reshape`, where a row stays a row."""
     sizes = to[0] if len(to) == 1 and isinstance(to[0], Sequence) else to
+    rows, classes = logits.rows, logits.shape[-1]
     if rows.is_transposed or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
-    classes = rows.shape[-1]
     if sizes[-1] not in (classes, -1):
         return None
     hidden = rows.hidden
     if sizes[-1] == -1 and math.prod(sizes[:-1]) * hidden.shape[-1] != hidden.numel():
         return None  # the last dimension would not be the classes
-    hidden = hidden.reshape(*sizes[:-1], hidden.shape[-1])
-    return replace(rows, hidden=hidden, shape=(*hidden.shape[:-1], classes))
+    return _Rows(hidden.reshape(*sizes[:-1], hidden.shape[-1]))
 
 
-def _flattened(rows: _Rows, start_dim: int = 0, end_dim: int = -1) -> _Rows | None:
-    dims = len(rows.shape)
-    if rows.is_transposed or end_dim % dims == dims - 1:
+def _flattened(logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> _Rows | None:
+    dims = logits.dim()
+    if logits.rows.is_transposed or end_dim % dims == dims - 1:
         return None
-    hidden = rows.hidden.flatten(start_dim % dims, end_dim % dims)
-    return replace(rows, hidden=hidden, shape=(*hidden.shape[:-1], rows.shape[-1]))
+    return _Rows(logits.rows.hidden.flatten(start_dim % dims, end_dim % dims))
 
 
-def _sliced(rows: _Rows, index: Any) -> _Rows | None:
+def _sliced(logits: DeferredLogits, index: Any) -> _Rows | None:
     """Slices of rows, such as `logits[..., :-1, :]`."""
-    dims = len(rows.shape)
+    dims = logits.dim()
     index = index if isinstance(index, tuple) else (index,)
-    if rows.is_transposed or not all(isinstance(each, slice) or each is ... for each in index):
+    if logits.rows.is_transposed or not all(isinstance(i, slice) or i is ... for i in index):
         return None
     if ... in index:
         at = index.index(...)
         index = (*index[:at], *[slice(None)] * (dims + 1 - len(index)), *index[at + 1 :])
     if len(index) == dims and index[-1] != slice(None):
         return None
-    hidden = rows.hidden[index[: dims - 1]]
-    return replace(rows, hidden=hidden, shape=(*hidden.shape[:-1], rows.shape[-1]))
+    return _Rows(logits.rows.hidden[index[: dims - 1]])
 
 
-def _cast(rows: _Rows, *to: Any, **others: Any) -> _Rows | None:
+def _cast(logits: DeferredLogits, *to: Any, **others: Any) -> _Rows | None:
     """`to(dtype)`; other conversions need the logits."""
     if others or len(to) != 1 or not isinstance(to[0], torch.dtype) or not to[0].is_floating_point:
         return None
-    return replace(rows, dtype=to[0])
+    return logits.rows
 
 
-def _transposed(rows: _Rows, *dims: Any) -> _Rows | None:
+def _transposed(logits: DeferredLogits, *dims: Any) -> _Rows | None:
     """What puts the classes of (n, m, classes) into dimension 1."""
     order = dims[0] if len(dims) == 1 and isinstance(dims[0], Sequence) else dims
-    if rows.is_transposed or len(rows.shape) != 3 or not all(isinstance(d, int) for d in order):
+    rows = logits.rows
+    if rows.is_transposed or logits.dim() != 3 or not all(isinstance(d, int) for d in order):
         return None
     if [dim % 3 for dim in order] not in ([0, 2, 1], [1, 2], [2, 1]):
         return None
-    samples, length, classes = rows.shape
-    return replace(rows, shape=(samples, classes, length), is_transposed=True)
+    return replace(rows, is_transposed=True)
 
 
 _VIEWS: Mapping[Callable[..., Any], Callable[..., _Rows | None]] = {
@@ -293,16 +468,20 @@ _VIEWS: Mapping[Callable[..., Any], Callable[..., _Rows | None]] = {
     Tensor.flatten: _flattened,
     torch.flatten: _flattened,
     Tensor.__getitem__: _sliced,
-    Tensor.contiguous: lambda rows: rows,
-    Tensor.float: lambda rows: replace(rows, dtype=torch.float32),
+    Tensor.contiguous: lambda logits: logits.rows,
+    Tensor.float: lambda logits: logits.rows,
     Tensor.to: _cast,
     Tensor.transpose: _transposed,
     torch.transpose: _transposed,
     Tensor.permute: _transposed,
     torch.permute: _transposed,
 }
-_FACTS = {
+_NATIVE = {
     Tensor.size,
+    Tensor.stride,
+    Tensor.storage_offset,
+    Tensor.untyped_storage,
+    Tensor.is_contiguous,
     Tensor.dim,
     Tensor.ndimension,
     Tensor.numel,
@@ -314,8 +493,18 @@ _FACTS = {
     Tensor.__len__,
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
     *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "requires_grad")),
+    *(getattr(Tensor, name).__get__ for name in ("grad", "is_leaf", "_version")),
+    Tensor.backward,
+    torch.autograd.backward,
 }
-"""What needs no values."""
+"""What needs no values: facts, and backward passes, which may run where gradients are off."""
+_OF_GRADIENTS = {
+    Tensor.register_hook,
+    Tensor.retain_grad,
+    Tensor.grad_fn.__get__,
+    torch.autograd.grad,
+}
+"""What uses the gradient of logits, or their place in the graph."""
 
 
 def _loss(logits: DeferredLogits, given: inspect.BoundArguments) -> Tensor | None:
@@ -334,6 +523,7 @@ def _loss(logits: DeferredLogits, given: inspect.BoundArguments) -> Tensor | Non
     run, ignored = logits.run, given.arguments["ignore_index"]
     hidden = logits.rows.hidden.reshape(-1, logits.rows.hidden.shape[-1])
     target = target.reshape(-1)
+    run.check_unchanged()
     run.chunked_rows = len(target)
     rule = _Rule(run.rows, run.dtype, weight, ignored, given.arguments["label_smoothing"])
     loss: Tensor = _Chunked.apply(hidden, run.weight, run.bias, target, rule)  # type: ignore[no-untyped-call]  # torch does not annotate it

@@ -21,7 +21,12 @@ from torch import nn
 from autofit.plan import Dimension
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
-from .deferred_logits import DeferredLogits as DeferredLogits, Run, deferred as deferred
+from .deferred_logits import (
+    DeferredLogits as DeferredLogits,
+    LogitsLost as LogitsLost,
+    Run,
+    deferred as deferred,
+)
 from .one_setting import OneSetting
 
 SETTING = "head_loss.rows"
@@ -51,7 +56,11 @@ class HeadLoss(OneSetting):
         """Return the sizes of chunks where a head feeds cross entropy, and nothing elsewhere."""
         if not _candidates(context.model):
             return {}
-        heads = context.with_training(_heads, _SAMPLES)
+        try:
+            heads = context.with_training(_heads, _SAMPLES)
+        except LogitsLost as lost:
+            context.note(f"{SETTING} skipped: {lost}")
+            return {}
         if not heads:
             return {}
         payload = {"heads": heads}

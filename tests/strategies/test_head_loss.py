@@ -25,7 +25,7 @@ from autofit.training.workload import Workload
 
 head_loss: Any = import_module("autofit.strategies.head_loss")  # lies elsewhere in the tree
 deferred, DeferredLogits = head_loss.deferred, head_loss.DeferredLogits
-HeadLoss = head_loss.HeadLoss
+HeadLoss, LogitsLost = head_loss.HeadLoss, head_loss.LogitsLost
 
 CLASSES, WIDTH, LENGTH = 4096, 16, 24
 Loss = Callable[[Tensor, Tensor], Any]
@@ -267,6 +267,278 @@ def test_metrics_and_hooks_see_the_logits() -> None:
     assert made.head.weight.grad is not None
 
 
+# What sees no torch function: gradients reach the model as in plain training.
+
+
+class Scaled(torch.autograd.Function):
+    """Half of its input, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits * 0.5
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Tensor:
+        return outer[0] * 0.5
+
+
+class Reversed(torch.autograd.Function):
+    """Returns its very input, and the opposite of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Tensor:
+        return -outer[0]
+
+
+class Halved(torch.autograd.Function):
+    """Halves its input in place."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.mark_dirty(logits.mul_(0.5))
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Tensor:
+        return outer[0] * 0.5
+
+
+class Overwriting(torch.autograd.Function):
+    """A loss that writes its gradient over the logits, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        with torch.enable_grad():
+            rows = logits.detach().clone().requires_grad_()
+            loss = functional.cross_entropy(rows, targets)
+            (gradient,) = torch.autograd.grad(loss, rows)
+        ctx.save_for_backward(logits.detach().copy_(gradient))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0] * outer[0], None
+
+
+def of_a_function(logits: Tensor, targets: Tensor) -> Any:
+    return flat(Scaled.apply(logits.view(-1, CLASSES).float()), targets)  # type: ignore[no-untyped-call]  # torch's
+
+
+def of_reversed_gradients(logits: Tensor, targets: Tensor) -> Any:
+    return flat(Reversed.apply(logits), targets)  # type: ignore[no-untyped-call]  # torch's
+
+
+def of_logits_marked_dirty(logits: Tensor, targets: Tensor) -> Any:
+    rows = logits.view(-1, CLASSES)
+    Halved.apply(logits)  # type: ignore[no-untyped-call]  # torch's
+    return flat(rows, targets)
+
+
+def by_a_fused_kernel(logits: Tensor, targets: Tensor) -> Any:
+    return Overwriting.apply(logits.view(-1, CLASSES), targets.reshape(-1))  # type: ignore[no-untyped-call]  # torch's
+
+
+def changed_in_place_before_a_function(logits: Tensor, targets: Tensor) -> Any:
+    logits.mul_(0.5)
+    logits.register_hook(lambda gradient: gradient * 2)
+    return of_a_function(logits, targets)
+
+
+def hooked_before_a_function(logits: Tensor, targets: Tensor) -> Any:
+    logits.register_hook(lambda gradient: gradient * 2)
+    return of_a_function(logits, targets)
+
+
+def of_each_sample_by_vmap(logits: Tensor, targets: Tensor) -> Any:
+    return torch.vmap(functional.cross_entropy)(logits, targets.clamp(min=0)).mean()
+
+
+def in_a_reentrant_checkpoint(logits: Tensor, targets: Tensor) -> Any:
+    return checkpoint(flat, logits, targets, use_reentrant=True)
+
+
+@torch.jit.script
+def _scripted(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.view(-1, logits.size(-1)) * 0.5, targets.view(-1))
+
+
+def scripted(logits: Tensor, targets: Tensor) -> Any:
+    return _scripted(logits, targets.contiguous())
+
+
+@torch.compile(backend="aot_eager")
+def _compiled(rows: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(rows * 0.5, targets)
+
+
+def compiled(logits: Tensor, targets: Tensor) -> Any:
+    return _compiled(logits.view(-1, CLASSES), targets.reshape(-1))
+
+
+def under_a_gradient_penalty(logits: Tensor, targets: Tensor) -> Any:
+    loss = flat(Scaled.apply(logits), targets)  # type: ignore[no-untyped-call]  # torch's
+    (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
+    return loss + 100 * gradient.square().sum()
+
+
+def of_a_view_without_gradients(logits: Tensor, targets: Tensor) -> Any:
+    with torch.no_grad():
+        rows = logits.view(-1, CLASSES)
+    return flat(rows, targets)
+
+
+def of_a_copy_before_a_change(logits: Tensor, targets: Tensor) -> Any:
+    loss = flat(logits.double(), targets)
+    logits.mul_(2)
+    return loss
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        of_a_function,
+        of_reversed_gradients,
+        of_logits_marked_dirty,
+        by_a_fused_kernel,
+        changed_in_place_before_a_function,
+        hooked_before_a_function,
+        of_each_sample_by_vmap,
+        in_a_reentrant_checkpoint,
+        scripted,
+        compiled,
+        under_a_gradient_penalty,
+        of_a_view_without_gradients,
+        of_a_copy_before_a_change,
+    ],
+)
+def test_what_sees_no_torch_function_trains_the_model(loss: Loss) -> None:
+    assert check_equal({"bias": True}, loss, 7) == [False]
+
+
+@pytest.mark.parametrize("where", ["full", "pre", "global"])
+def test_backward_hooks_of_the_head_leave_the_gradients(where: str) -> None:
+    def gradients(rows: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        made, seen = model(), list[Tensor]()
+
+        def note(module: nn.Module, *gradients: Any) -> None:
+            if module is made.head:
+                seen.append(gradients[-1][0].detach().clone())
+
+        register: Any = {
+            "full": made.head.register_full_backward_hook,
+            "pre": made.head.register_full_backward_pre_hook,
+            "global": nn.modules.module.register_module_full_backward_hook,
+        }[where]
+        handle = register(note)
+        try:
+            return stepped(made, flat, rows)[1], seen
+        finally:
+            handle.remove()
+
+    (found, seen), (wanted, plainly_seen) = gradients(7), gradients(0)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(seen, plainly_seen)
+
+
+def transformed(module: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    parameters = dict(module.named_parameters())
+
+    def loss(parameters: Any) -> Any:
+        return flat(torch.func.functional_call(module, parameters, (ids,)), targets)
+
+    return torch.func.grad(loss)(parameters)["head.weight"]
+
+
+def of_a_direction(module: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    weight = module.get_parameter("embedding.weight").detach()
+
+    def loss(weight: Tensor) -> Any:
+        return flat(torch.func.functional_call(module, {"embedding.weight": weight}, ids), targets)
+
+    return torch.stack(torch.func.jvp(loss, (weight,), (torch.ones_like(weight),)))
+
+
+@pytest.mark.parametrize("transform", [transformed, of_a_direction])
+def test_transforms_see_the_logits(transform: Callable[..., Tensor]) -> None:
+    made = model()
+    wanted = transform(made, *batch())
+    with deferred([made.head], 7):
+        torch.testing.assert_close(transform(made, *batch()), wanted)
+
+
+# What plain training refuses or gives another value for: refused.
+
+
+def of_changed_hidden(made: Language, hidden: Tensor) -> None:
+    hidden.mul_(0.5)
+
+
+def of_a_changed_view(made: Language, hidden: Tensor) -> None:
+    hidden.view(-1)[:5].zero_()
+
+
+def of_a_changed_bias(made: Language, hidden: Tensor) -> None:
+    with torch.no_grad():
+        made.head.bias += 1
+
+
+def of_a_changed_weight(made: Language, hidden: Tensor) -> None:
+    torch._foreach_mul_([made.head.weight.detach()], 0.5)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+@pytest.mark.parametrize(
+    "change", [of_changed_hidden, of_a_changed_view, of_a_changed_bias, of_a_changed_weight]
+)
+def test_what_has_changed_since_the_head_ran_gives_no_other_loss(
+    change: Callable[[Language, Tensor], None], is_frozen: bool
+) -> None:
+    made, (ids, targets) = model(bias=True), batch()
+    made.head.requires_grad_(not is_frozen)
+    with deferred([made.head], 7):
+        hidden = made.body(made.embedding(ids))
+        logits = made.head(hidden)
+        change(made, hidden)
+        with pytest.raises(LogitsLost, match=r"changed in place.*head_loss\.rows=0"):
+            flat(logits, targets)
+
+
+def test_a_weight_that_is_replaced_after_the_head_ran_is_not_used() -> None:
+    def replaced(logits: Tensor, targets: Tensor) -> Any:
+        made.head.weight = nn.Parameter(torch.zeros_like(made.head.weight))
+        return flat(logits, targets)
+
+    made = model()
+    value, _, by_chunks = stepped(made, replaced, 7)
+    wanted, _, _ = stepped(model(), flat, 0)
+    assert by_chunks == [True]
+    torch.testing.assert_close(value, wanted)
+
+
+def by_a_late_hook(loss: Tensor, logits: Tensor) -> None:
+    logits.register_hook(lambda gradient: gradient * 2)
+
+
+def by_late_gradients(loss: Tensor, logits: Tensor) -> None:
+    torch.autograd.grad(loss, [logits], allow_unused=True)
+
+
+@pytest.mark.parametrize("ask", [by_a_late_hook, by_late_gradients])
+def test_gradients_of_logits_cannot_be_asked_for_after_the_loss(
+    ask: Callable[[Tensor, Tensor], None],
+) -> None:
+    made, (ids, targets) = model(), batch()
+    with deferred([made.head], 7):
+        logits = made(ids)
+        loss = flat(logits, targets)
+        with pytest.raises(LogitsLost, match=r"gradient.*head_loss\.rows=0"):
+            ask(loss, logits)
+
+
 def test_evaluation_gets_plain_logits_and_leaving_restores_the_head() -> None:
     made, (ids, _) = model(), batch()
     with deferred([made.head], 7):
@@ -331,7 +603,7 @@ def test_logits_cannot_be_made_of_other_weights() -> None:
         flat(logits, targets).backward()
         with torch.no_grad():
             made.head.weight += 1
-        with pytest.raises(RuntimeError, match=r"weight has changed.*head_loss\.rows=0"):
+        with pytest.raises(LogitsLost, match=r"head_loss\.rows=0"):
             logits.argmax(-1)
 
 
@@ -444,6 +716,27 @@ def test_conformance(device: str) -> None:
 def test_it_is_not_offered_where_the_loss_needs_the_logits(loss: Loss) -> None:
     context = PlainContext(partial(workload, loss), "cpu")
     assert HeadLoss().dimensions(context) == {}
+
+
+class Overwritten(Language):
+    """Changes the input of its frozen head in place, which plain training allows."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.body(self.embedding(ids))
+        logits = self.head(hidden)
+        hidden.zero_()
+        return logits
+
+
+def test_it_is_not_offered_where_the_input_of_the_head_is_overwritten() -> None:
+    def build() -> nn.Module:
+        made = Overwritten()
+        made.head.requires_grad_(False)
+        return made
+
+    context = PlainContext(partial(workload, flat, build), "cpu")
+    assert HeadLoss().dimensions(context) == {}
+    assert "head_loss.rows skipped" in context.notes[0]
 
 
 @pytest.mark.parametrize("classes", [100, CLASSES])
