@@ -10,7 +10,7 @@ strategy must pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -376,6 +376,72 @@ def attributes_kept(owner: object, *names: str) -> Iterator[None]:
                 own[name] = before[name]
             else:
                 own.pop(name, None)
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute of a module that `Module.__call__` prefers to its own call."""
+
+
+@contextmanager
+def calls_watched(
+    model: torch.nn.Module,
+    modules: Iterable[torch.nn.Module],
+    enter: Callable[[torch.nn.Module, Any, Any], object],
+    leave: Callable[[torch.nn.Module, Any], object],
+) -> Iterator[None]:
+    """Have each call of these modules of a model begin and end with these functions.
+
+    A compiled module is watched from around its compiled call, and modules within compiled code are
+    not: that would take hooks in, break up at them, and be compiled again for each new one. So each
+    module's own call is covered, which `torch.compile` passes by.
+
+    Args:
+        model: holds the modules.
+        modules: watched.
+        enter: called with a module, and the arguments and keyword arguments of its forward.
+        leave: called with a module and its output (None: it raised).
+    """
+    wrapped = (each for each in model.modules() if type(each).__name__ == "OptimizedModule")
+    inside = {inner for each in wrapped for inner in each.modules() if inner is not each}
+    with ExitStack() as stack:
+        for module in modules:
+            if module not in inside:
+                stack.enter_context(attributes_kept(module, COMPILED_CALL))
+                vars(module)[COMPILED_CALL] = _watched(module, enter, leave)
+        yield
+
+
+def _watched(module: Any, enter: Callable[..., object], leave: Callable[..., object]) -> Any:
+    import torch
+
+    compiled = vars(module).get(COMPILED_CALL)
+
+    def after_hooks(*args: Any, **kwargs: Any) -> Any:
+        """Call a module whose own hooks are no part of its forward."""
+        hooks = (
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(lambda own, _, made: leave(own, made), always_call=True),
+        )
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run, output = compiled or module._call_impl, None
+        if torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        if compiled is None and (module._forward_pre_hooks or module._forward_hooks):
+            return after_hooks(*args, **kwargs)
+        enter(module, args, kwargs)
+        try:
+            output = run(*args, **kwargs)
+        finally:
+            leave(module, output)
+        return output
+
+    return call
 
 
 STANDARD_TERMS = ("autocast", "tf32", "optimizer_implementation")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from autofit.strategy import TrainingView, undone
@@ -12,6 +13,8 @@ from autofit.strategy import TrainingView, undone
 
 class Calls(TorchFunctionMode):
     """Tells of every call of a function of torch, with what it returned, while this is entered.
+
+    But of none within code that is compiled, which would take this in.
 
     Args:
         on_call: called with the function and its result.
@@ -30,7 +33,8 @@ class Calls(TorchFunctionMode):
     ) -> Any:
         """Run what was called, and tell of it."""
         result = func(*args, **(kwargs or {}))
-        self._on_call(func, result)
+        if not torch.compiler.is_compiling():
+            self._on_call(func, result)
         return result
 
 

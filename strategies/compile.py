@@ -1,10 +1,12 @@
 """torch.compile over the model's call.
 
-`compile.mode` starts at "off". "default" has the model's calls compiled by inductor, with static
-shapes; loss functions and the optimizer stay as they are. The model keeps its class, its names and
-its parameters: only its call is another one while the setting is in force. On a GPU there is one
-mode more: "reduce-overhead" replays the calls as CUDA graphs, which saves launches and holds memory
-of its own. On a CPU inductor has none.
+`compile.mode` starts at "off". "default" has the model's calls compiled by inductor; loss functions
+and the optimizer stay as they are. The micro-batch and the rest of a batch each have code for
+their own shapes; where samples have other lengths too, or sizes are many, one code serves all.
+
+The model keeps its class, its names and its parameters: only its call is another one while the
+setting is in force. On a GPU there is one mode more: "reduce-overhead" replays the calls as CUDA
+graphs, which saves launches and holds memory of its own. On a CPU inductor has none.
 
 CUDA graphs write the gradients of a replay over those of the one before, which torch reports or not
 (pytorch issues 169545 and 96693), so "reduce-overhead" is for one micro-batch alone.
@@ -22,7 +24,7 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +38,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.errors import Unsupported
 from autofit.plan import Dimension
-from autofit.strategy import Context, Numerics, Phase, TrainingView, attributes_kept
+from autofit.strategy import (
+    COMPILED_CALL,
+    Context,
+    Numerics,
+    Phase,
+    TrainingView,
+    attributes_kept,
+    calls_watched,
+)
 
 from .calls import run_step
 from .one_setting import OneSetting
@@ -54,10 +64,13 @@ _SAMPLES = 2
 # ResNet-50.
 _CPU_COST_S = (15.0, 0.07)
 _CUDA_COST_S = (10.0, 0.03)
-# The attribute of a module that `Module.__call__` prefers to its own call.
-_CALL = "_compiled_call_impl"
 _MARKS = "_dynamo"
 _MOST_REASONS = 3
+# Sizes of a batch that have code of their own: the micro-batch and the rest of a batch, in training
+# and in evaluation.
+_MOST_SIZES = 4
+# How deep tensors are looked for in the model's arguments.
+_DEPTH = 4
 
 
 class Compile(OneSetting):
@@ -113,20 +126,18 @@ class Compile(OneSetting):
         return _compiled(training, value)
 
     def lines(self, value: Any, payload: Any) -> list[str]:
-        options = "" if value == DEFAULT else f"mode={value!r}, "
-        return ["import torch", f"model = torch.compile(model, {options}dynamic=False)"]
+        options = "" if value == DEFAULT else f", mode={value!r}"
+        return ["import torch", f"model = torch.compile(model{options})"]
 
 
 def _operators(training: TrainingView, batch: Any) -> int | None:
     """Return how many operators a step runs; None: it does not call the model as a whole."""
     calls: list[nn.Module] = []
     count: Any = _Count()  # type: ignore[no-untyped-call]  # torch does not annotate it
-    note = training.model.register_forward_pre_hook(lambda module, _: calls.append(module))
-    try:
-        with count:
-            run_step(training, batch)
-    finally:
-        note.remove()
+    model = training.model
+    note = calls_watched(model, [model], lambda own, *_: calls.append(own), lambda *_: None)
+    with count, note:
+        run_step(training, batch)
     return count.operators if calls else None
 
 
@@ -134,6 +145,12 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Counts the operators that run."""
 
     operators = 0
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: the user's own compiled functions stay compiled while this counts."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators += 1
@@ -151,14 +168,51 @@ def _compiled(training: TrainingView, mode: str) -> Iterator[None]:
             stack.callback(training.wrap_forward(partial(_not_accumulating, model)))
         notes = _Notes(mode)
         stack.enter_context(_marks_kept(model))
-        template = _calling(model)
-        # A code object of its own: what is compiled, and how often, is counted by code object
-        code = template.__code__.replace()
-        call = FunctionType(code, _globals(model), "call", None, template.__closure__)
-        stack.enter_context(attributes_kept(model, _CALL))
-        vars(model)[_CALL] = torch.compile(call, mode=mode, dynamic=False)
+        stack.enter_context(attributes_kept(model, COMPILED_CALL))
+        vars(model)[COMPILED_CALL] = _by_shapes(model, mode)
         stack.callback(training.add_notes(notes.lines))
         yield
+
+
+def _by_shapes(model: nn.Module, mode: str) -> Callable[..., Any]:
+    """Return the compiled call of a model.
+
+    Code for given shapes is the fastest, and torch compiles one function that often and no oftener
+    (`recompile_limit`): from then on it would run as it is written.
+    """
+    sizes: dict[Any, Callable[..., Any]] = {}
+    lengths: set[Any] = set()
+    any_shape = _compiled_anew(model, mode, None)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        shapes = tuple(_shapes((args, kwargs)))
+        lengths.add(tuple(shape[1:] for shape in shapes))
+        if shapes not in sizes and len(sizes) < _MOST_SIZES:
+            sizes[shapes] = _compiled_anew(model, mode, False)
+        has_lengths = len(lengths) > 1
+        return (any_shape if has_lengths else sizes.get(shapes, any_shape))(*args, **kwargs)
+
+    return call
+
+
+def _shapes(value: Any, depth: int = _DEPTH) -> Iterator[torch.Size]:
+    """Yield the shapes of the tensors in containers, and in the attributes of other objects."""
+    if isinstance(value, torch.Tensor):
+        yield value.shape
+    elif depth and not isinstance(value, type | nn.Module):
+        inner: Any = value if isinstance(value, tuple | list) else getattr(value, "__dict__", {})
+        inner = value if isinstance(value, Mapping) else inner
+        for each in inner.values() if isinstance(inner, Mapping) else inner:
+            yield from _shapes(each, depth - 1)
+
+
+def _compiled_anew(model: nn.Module, mode: str, dynamic: bool | None) -> Callable[..., Any]:
+    template = _calling(model)
+    # A code object of its own: what is compiled, and how often, is counted by code object
+    code = template.__code__.replace()
+    call = FunctionType(code, _globals(model), "call", None, template.__closure__)
+    compiled: Callable[..., Any] = torch.compile(call, mode=mode, dynamic=dynamic)
+    return compiled
 
 
 def _calling(module: nn.Module) -> FunctionType:
@@ -324,7 +378,7 @@ def _line(reason: str) -> str:
 def _is_compiled(module: torch.nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):  # by TorchScript, which dynamo does not enter
         return True
-    return vars(module).get(_CALL) is not None or type(module).__name__ == "OptimizedModule"
+    return vars(module).get(COMPILED_CALL) is not None or type(module).__name__ == "OptimizedModule"
 
 
 def _lacks(device_type: str) -> str | None:

@@ -401,6 +401,11 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     implementation: str = "for_loop"
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: a step that is compiled in part stays so while this is entered."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if name.startswith("aten::_fused_"):

@@ -21,11 +21,10 @@ from statistics import median
 from typing import Any, TypeAlias
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook
 
 from autofit.errors import InvalidArgument, release_exception
 from autofit.plan import ResolvedPlan
-from autofit.strategy import Comparison, attributes_kept
+from autofit.strategy import Comparison, attributes_kept, calls_watched
 from autofit.torch_private import InstanceNorm, NormBase
 from autofit.training.batch import Batch, tensors_of
 from autofit.training.evaluation import modes_kept
@@ -43,6 +42,9 @@ MOST_NOISE = 0.05
 MOST_ROUNDINGS = 8
 """Largest relative difference, in roundings of the data types, between two equal steps on a device
 that repeats to the bit: some kernels round by where in memory their operands lie."""
+
+WIDENED = 2**20
+"""Numbers that are compared in float64 at a time: no more memory than a few of them, 8 MiB each."""
 
 
 class NotRepeatable(Exception):
@@ -266,6 +268,11 @@ def _distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
         return math.inf
     if first.dtype == second.dtype and torch.equal(first, second):
         return 0.0
+    pairs = zip(_parts(first), _parts(second), strict=True)
+    return math.hypot(*(_part_distance(one, other) for one, other in pairs))
+
+
+def _part_distance(first: torch.Tensor, second: torch.Tensor) -> float:
     one, other = _wide(first), _wide(second)
     difference = one - other
     if not math.isfinite(norm := float(torch.linalg.vector_norm(difference))):
@@ -276,10 +283,23 @@ def _distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
 
 def _norm(tensor: torch.Tensor) -> float:
     """Return the norm of the finite values."""
+    return math.hypot(*map(_part_norm, _parts(tensor)))
+
+
+def _part_norm(tensor: torch.Tensor) -> float:
     wide = _wide(tensor)
     if not math.isfinite(norm := float(torch.linalg.vector_norm(wide))):
         norm = float(torch.linalg.vector_norm(wide.masked_fill(~wide.isfinite(), 0)))
     return norm
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return views of a tensor that may be widened at little cost in memory."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dim()
+    if not is_plain or tensor.layout is not torch.strided:
+        return [tensor]
+    longest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
+    return tensor.split(max(1, WIDENED * tensor.shape[longest] // max(1, tensor.numel())), longest)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -353,7 +373,7 @@ def accumulated(training: Training, batch: Batch, *, seed: int, calm: bool = Tru
     """
     model = training.model
     within = _calm(model) if calm else nullcontext()
-    with modes_kept(model), within, _types_of_outputs() as types:
+    with modes_kept(model), within, _types_of_outputs(model) as types:
         loss = _accumulate_in_range(training, training.share_of(batch), seed)
         normalizing = tuple(batch_normalizing(model))
     scale = 1.0 if training.scaler is None else float(training.scaler.get_scale())
@@ -413,18 +433,15 @@ def _as_it_is(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
 
 
 @contextmanager
-def _types_of_outputs() -> Iterator[set[torch.dtype]]:
+def _types_of_outputs(model: torch.nn.Module) -> Iterator[set[torch.dtype]]:
     """Collect the types that modules return: under the user's autocast not the parameters' own."""
     types: set[torch.dtype] = set()
 
-    def note(module: Any, inputs: Any, output: Any) -> None:
+    def note(module: torch.nn.Module, output: Any) -> None:
         types.update(tensor.dtype for tensor in tensors_of(output))
 
-    handle = register_module_forward_hook(note)
-    try:
+    with calls_watched(model, model.modules(), lambda *_: None, note):
         yield types
-    finally:
-        handle.remove()
 
 
 def _rounding(dtype: torch.dtype, device_type: str) -> float:

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autofit.devices.base import Device
 from autofit.equivalence.comparison import (
@@ -31,7 +30,16 @@ from autofit.errors import InvalidArgument, Unsupported, release_exception
 from autofit.plan import Plan, ResolvedPlan, Settings
 from autofit.snapshot import process
 from autofit.snapshot.snapshot import Snapshot, generator_access
-from autofit.strategy import NUMPY, PYTHON, Capabilities, Comparison, Strategy, World, undone
+from autofit.strategy import (
+    NUMPY,
+    PYTHON,
+    Capabilities,
+    Comparison,
+    Strategy,
+    World,
+    calls_watched,
+    undone,
+)
 from autofit.torch_private import gone_in
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload
@@ -141,15 +149,10 @@ class StepComparer:
         seed_everything(seed)
         training, ran = self._training, set[nn.Module]()
 
-        def note(module: nn.Module, inputs: Any) -> None:
-            ran.add(module)
-
-        hook = register_module_forward_pre_hook(note)
-        try:
-            with apply(training), gradients_noted(training, update=update) as gradients:
-                loss = training.step(self._batch).detach().clone()
-        finally:
-            hook.remove()
+        model = training.model
+        note = calls_watched(model, model.modules(), lambda own, *_: ran.add(own), lambda *_: None)
+        with apply(training), note, gradients_noted(training, update=update) as gradients:
+            loss = training.step(self._batch).detach().clone()
         state = dict(state_of(training.model, updated=update))
         names = training.model.named_modules()
         return StepTrace(

@@ -9,10 +9,11 @@ they may run beside the kernels, the time in which it idles.
 from __future__ import annotations
 
 import re
+import sys
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
@@ -149,11 +150,13 @@ def _step(training: Training, batch: Batch) -> None:
 def _flops_of_a_step(training: Training, batch: Batch) -> float:
     """Count model FLOPs; 0.0 where nothing is known of them.
 
-    Compiled code has no operators to see, and a count around it may leave it uncompiled.
+    Compiled code has no operators to see, so what the user compiled runs as written.
     """
     flops = ModelFlops()
+    is_known = "torch._dynamo" in sys.modules
+    as_written = torch.compiler.set_stance("force_eager") if is_known else nullcontext()
     if compiled_part(training.plain_model) is None:
-        with suppress(Exception), flops:  # a rate is not worth a profile
+        with suppress(Exception), as_written, flops:  # a rate is not worth a profile
             _step(training, batch)
             return flops.total
     return 0.0

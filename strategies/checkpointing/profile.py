@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from autofit.strategy import Context, TrainingView
+from autofit.strategy import Context, TrainingView, calls_watched
 
 from ..calls import run_step
 from .products import around_products
@@ -161,7 +161,10 @@ class Stopwatch:
     """
 
     def __init__(self, model: nn.Module, names: Collection[str], device: torch.device) -> None:
-        self._modules = {name: model.get_submodule(name) for name in names}
+        self._model = model
+        self._names: dict[nn.Module, list[str]] = {}
+        for name in names:
+            self._names.setdefault(model.get_submodule(name), []).append(name)
         self._device = device
         self._begun: dict[str, list[Any]] = {name: [] for name in names}
         self._calls: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
@@ -171,17 +174,10 @@ class Stopwatch:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Time what runs in the body, and leave no hook behind."""
-        handles: list[Any] = []
-        try:
-            for name, module in self._modules.items():
-                handles.append(module.register_forward_pre_hook(self._begin(name)))
-                handles.append(module.register_forward_hook(self._end(name)))
+        with calls_watched(self._model, self._names, self._begin, self._end):
             start = self._mark()
             yield
             self._whole = (start, self._mark())
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def seconds(self) -> dict[str, float]:
         """Return the forward seconds of each module; waits for the device."""
@@ -207,19 +203,15 @@ class Stopwatch:
         """Return the seconds of the body; waits for the device."""
         return self._between(self._whole) if self._whole else 0.0
 
-    def _begin(self, name: str) -> Any:
-        def hook(*_: Any) -> None:
-            if _is_forward():
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if _is_forward():
+            for name in self._names[module]:
                 self._begun[name].append(self._mark())
 
-        return hook
-
-    def _end(self, name: str) -> Any:
-        def hook(*_: Any) -> None:
+    def _end(self, module: nn.Module, output: Any) -> None:
+        for name in self._names[module]:
             if _is_forward() and self._begun[name]:
                 self._calls[name].append((self._begun[name].pop(), self._mark()))
-
-        return hook
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":  # where one thread works, without other processes

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autofit.errors import is_users_class
-from autofit.strategy import TrainingView, undone
+from autofit.strategy import TrainingView, calls_watched, undone
 
 from .products import around_products
 
@@ -253,19 +253,12 @@ class Recorder:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record what runs in the body, and leave no hook behind."""
-        handles: list[Any] = []
         with (
             saving_by(self._training, self._pack, self._unpack),
             around_products(lambda op, run: self._note_product(run())),
+            calls_watched(self._training.model, self._names, self._enter, self._leave),
         ):
-            try:
-                for module in self._names:
-                    handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-                    handles.append(module.register_forward_hook(self._leave, always_call=True))
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
+            yield
 
     def timeline(self) -> Timeline:
         """Return the recorded savings and calls."""
@@ -295,7 +288,7 @@ class Recorder:
             self._given += ((name, counter, counter._version) for counter in counters)
         self._stack.append(_Open(name, self._position, known, observed, len(self._products)))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, output: Any) -> None:
         if not self._stack:
             return
         if self._is_new_from_checkpoint(take_tensors(output)[0]):
@@ -438,6 +431,11 @@ _Leaf = Callable[[Any], Any]
 _Known = dict[int, tuple[Any, Any]]
 
 
+# Where the first items of a container are this many without a tensor, the others are data (a
+# vocabulary, an index): copying them, at each call of each unit, would take longer than to train.
+MANY = 64
+
+
 @dataclass(frozen=True)
 class _Slot:
     index: int
@@ -489,6 +487,8 @@ def _rebuilt(value: Any, leaf: _Leaf, known: _Known) -> Any:
 def _copied(value: Any, leaf: _Leaf, known: _Known) -> Any:
     if hasattr(type(value), "__del__"):  # which would run for the copy, too
         return value
+    if isinstance(value, tuple | list | dict) and _is_data(value):
+        return value if isinstance(value, tuple) else copy.copy(value)
     if isinstance(value, tuple):
         each = [_rebuilt(item, leaf, known) for item in value]
         return value._make(each) if hasattr(value, "_make") else type(value)(each)
@@ -506,6 +506,19 @@ def _copied(value: Any, leaf: _Leaf, known: _Known) -> Any:
     if isinstance(value, type) or not (dataclasses.is_dataclass(value) or is_helper(value)):
         return value
     return _copied_object(value, leaf, known)
+
+
+def _is_data(value: Any) -> bool:
+    """Return whether this holds many items, and no tensor among the first of them."""
+    if len(value) <= MANY:
+        return False
+    found: list[Any] = []
+    items = value.values() if isinstance(value, dict) else value
+    for item in islice(items, MANY):
+        _rebuilt(item, found.append, {})
+        if found:
+            break
+    return not found
 
 
 def _copied_object(value: Any, leaf: _Leaf, known: _Known) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import dropout, scaled_dot_product_attention, silu
+from torch.nn.functional import dropout, linear, scaled_dot_product_attention, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.plan import Dimension
@@ -55,7 +55,7 @@ class Overwriting(Attending):
 
 
 class Remembering(Attending):
-    """Makes a table in its first run alone."""
+    """Makes a table in its first run alone, by a product that needs no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,9 +64,72 @@ class Remembering(Attending):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.table is None:
-            with torch.no_grad():
-                self.table = self.positions(torch.eye(12))
+            self.table = linear(torch.eye(12), self.positions.weight.detach())
         return super().forward(x + self.table)
+
+
+class Writing(nn.Module):
+    """Writes to the result of a product, in one of the ways in which that can be done."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.up, self.plain = nn.Linear(32, 32), nn.Linear(32, 32, bias=False)
+        self.conv = nn.Conv1d(12, 12, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + silu(WAYS[self.way](self, x)) * self.up(x).sin()
+
+
+def _through_data(made: torch.Tensor) -> torch.Tensor:
+    made.data.add_(1.0)
+    return made
+
+
+def _through_a_part(made: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        made.unsafe_chunk(2, -1)[0].add_(1.0)
+    return made
+
+
+WAYS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "linear": lambda block, x: block.up(x).add_(1.0),
+    "linear without bias": lambda block, x: block.plain(x).add_(1.0),
+    "rows": lambda block, x: block.up(x.flatten(0, 1)).add_(1.0).view_as(x),
+    "matmul": lambda block, x: (x @ block.up.weight).relu_(),
+    "bmm": lambda block, x: (x @ block.up(x).mT @ x).mul_(0.5),
+    "four dimensions": lambda block, x: block.plain(x.unsqueeze(1)).add_(1.0).squeeze(1),
+    "einsum": lambda block, x: torch.einsum("btd,ed->bte", x, block.up.weight).add_(1.0),
+    "convolution": lambda block, x: block.conv(x).add_(1.0),
+    "attention": lambda block, x: scaled_dot_product_attention(x, block.up(x), x).add_(1.0),
+    "a view": lambda block, x: block.up(x).unflatten(-1, (4, 8)).add_(1.0).flatten(-2),
+    "data": lambda block, x: _through_data(block.up(x)),
+    "a part": lambda block, x: _through_a_part(block.plain(x)),
+}
+
+
+class Own(torch.autograd.Function):
+    """A product of the user's own, whose result is reused where torch does not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        made = (x @ weight).view(x.shape)
+        return torch.from_dlpack(made).add_(1.0)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (x, weight), (gradient,) = ctx.saved_tensors, gradients
+        return gradient @ weight.mT, (x.flatten(0, 1).mT @ gradient.flatten(0, 1))
+
+
+class OfOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return silu(self.up(Own.apply(x, self.up.weight).sin()))
 
 
 class Blocks(nn.Module):
@@ -174,3 +237,95 @@ def test_one_block_called_often_under_autocast(
         return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
     assert all(map(torch.equal, trained([]), trained(["blocks.0~"])))
+
+
+def _gradients(
+    make: Callable[[], nn.Module], units: list[str], part: Any, *, halved: bool = False
+) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), make())
+    x = torch.randn(4, 12, 32)
+    with part("checkpointed").checkpointed(model, units):
+        with torch.autocast("cpu", torch.bfloat16, enabled=halved):
+            loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("halved", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_product_that_is_written_to_is_run_again(
+    way: str, halved: bool, part: Callable[[str], Any]
+) -> None:
+    """What a product returns may count its changes apart from what the operator made."""
+    plain, keeping = (
+        _gradients(lambda: Writing(way), units, part, halved=halved) for units in ([], ["0~", "1~"])
+    )
+    assert all(map(torch.equal, plain, keeping))
+
+
+def test_a_product_within_a_function_of_the_users_own(part: Callable[[str], Any]) -> None:
+    plain, keeping = (_gradients(OfOwn, units, part) for units in ([], ["0~", "1~"]))
+    assert all(map(torch.equal, plain, keeping))
+
+
+class Half(nn.Module):
+    """Returns the result of a product, and what has become of it."""
+
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 32, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = self.up(x)
+        return made, (made * 2).sin()
+
+
+class Caller(nn.Module):
+    """Writes to what a unit returned, after the unit."""
+
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.inner = Half(bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made, sine = self.inner(x)
+        return made.add_(1.0) * 2 + sine
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_that_is_written_to_after_the_unit(
+    bias: bool, part: Callable[[str], Any]
+) -> None:
+    plain, keeping = (
+        _gradients(lambda: Caller(bias=bias), units, part)
+        for units in ([], ["0.inner~", "1.inner~"])
+    )
+    assert all(map(torch.equal, plain, keeping))
+
+
+@pytest.mark.parametrize("unit", ["0", "0~"])
+def test_compiled_code_within_a_unit_stays_compiled(unit: str, part: Callable[[str], Any]) -> None:
+    ran: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            ran.append(1)
+            return graph.forward(*args)
+
+        return run
+
+    class Compiled(Attending):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(activation(self.up(x)))
+
+    torch._dynamo.reset()
+    activation = torch.compile(lambda x: silu(x).square(), backend=backend, fullgraph=True)
+    plain, keeping = (_gradients(Compiled, units, part) for units in ([], [unit]))
+    assert all(map(torch.equal, plain, keeping))
+    first = len(ran)
+    assert first == 2 + 4, "two forwards, then two with two recomputations of one unit"
+    _gradients(Compiled, [], part)
+    assert len(ran) == first + 2
+    torch._dynamo.reset()

@@ -149,3 +149,32 @@ def test_attributes_are_taken_from_where_they_are_kept(saved_tensors: Any) -> No
     guarded, slotted = saved_tensors.put_tensors(nest, tuple(tensor + 1 for tensor in tensors))
     assert [float(layer) for layer in guarded.layers] == [1, 2]
     assert float(slotted.tensor) == 1
+
+
+class Helper:
+    """Data of the user's own, beside a cache that a forward fills."""
+
+    def __init__(self, words: Any) -> None:
+        self.words, self.cache = words, [torch.zeros(1)]
+
+
+@pytest.mark.parametrize("many", [list, tuple, lambda words: dict(enumerate(words))])
+def test_much_data_is_not_looked_through(saved_tensors: Any, many: Any) -> None:
+    words = many([Mutable(None) for _ in range(1000)])  # type: ignore[arg-type]  # no tensor
+    helper = Helper(words)
+    tensors, nest = saved_tensors.take_tensors(helper)
+    again = saved_tensors.put_tensors(nest, tuple(tensors))
+    assert len(tensors) == 1
+    assert again.cache is not helper.cache
+    first, copied = (
+        next(iter(w.values() if isinstance(w, dict) else w)) for w in (words, again.words)
+    )
+    assert copied is first, "its items are shared"
+    if not isinstance(words, tuple):
+        assert again.words is not words, "what a forward adds to it is added to a copy"
+
+
+def test_many_tensors_are_all_taken(saved_tensors: Any) -> None:
+    layers = [(torch.zeros(1), None) for _ in range(2000)]
+    value = {"layers": layers[:1000], "named": dict(enumerate(layers[1000:]))}
+    assert len(saved_tensors.take_tensors(value)[0]) == 2000

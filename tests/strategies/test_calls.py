@@ -1,0 +1,159 @@
+"""Looking at a step leaves what the user has compiled compiled: while it looks, and afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from autofit.strategies.calls import Calls
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from autofit.registry import installed_names, load_strategies
+from autofit.strategy import calls_watched
+from autofit.testing import PlainContext
+from autofit.training.workload import Workload
+
+Ran = list[int]
+
+
+@pytest.fixture
+def backend() -> Any:
+    """A backend of torch's compiler that notes each run of what it compiled in `ran`."""
+    torch._dynamo.reset()
+    ran: Ran = []
+
+    def compiled(graph: Any, inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            ran.append(1)
+            return graph.forward(*args)
+
+        return run
+
+    compiled.ran = ran  # type: ignore[attr-defined]  # a plain function takes attributes
+    yield compiled
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """Attention, a convolution and a feed-forward part, with an activation of the user's own."""
+
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.mix, self.activation = nn.Conv1d(4, 4, 1), activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.mix(x).unsqueeze(1)
+        x = x + scaled_dot_product_attention(heads, heads, heads).squeeze(1)
+        return x + self.down(self.activation(self.up(x)))
+
+
+def gated(x: torch.Tensor) -> torch.Tensor:
+    return (x * torch.sigmoid(x)).square()
+
+
+def of_a_function(backend: Any) -> nn.Module:
+    compiled = torch.compile(gated, backend=backend, fullgraph=True)
+    return nn.Sequential(*(Block(compiled) for _ in range(4)))
+
+
+def of_compiled_blocks(backend: Any) -> nn.Module:
+    model = nn.Sequential(*(Block(gated) for _ in range(4)))
+    for block in model:
+        block.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def of_wrapped_blocks(backend: Any) -> nn.Module:
+    blocks = (torch.compile(Block(gated), backend=backend, fullgraph=True) for _ in range(4))
+    return nn.Sequential(*blocks)
+
+
+def of_compiled_forwards(backend: Any) -> nn.Module:
+    model = nn.Sequential(*(Block(gated) for _ in range(4)))
+    for block in model:
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+    return model
+
+
+MODELS = [of_a_function, of_compiled_blocks, of_wrapped_blocks, of_compiled_forwards]
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(2, 4, 16)).square().mean().backward()
+
+
+@pytest.mark.parametrize("name", [n for n in installed_names() if n != "parallel"])
+@pytest.mark.parametrize("make", MODELS)
+def test_a_look_leaves_what_is_compiled_compiled(
+    name: str, make: Callable[[Any], nn.Module], backend: Any
+) -> None:
+    model = make(backend)
+    step(model)
+    before = len(backend.ran)
+    (strategy,) = load_strategies([name])
+    context = PlainContext(lambda: Workload(model, torch.ones(8, 4, 16)))
+    strategy.dimensions(context)
+    context.close()
+    backend.ran.clear()
+    step(model)
+    assert len(backend.ran) == before == 4
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_levels_of_checkpointing_are_found_in_steps_that_run_compiled(
+    make: Callable[[Any], nn.Module], backend: Any
+) -> None:
+    (strategy,) = load_strategies(["checkpointing"])
+    context = PlainContext(lambda: Workload(make(backend), torch.ones(8, 4, 16)))
+    found = strategy.dimensions(context)["checkpointing.level"]
+    assert len(found.values) > 1
+    assert backend.ran
+
+
+def test_calls_are_watched_around_compiled_code_and_not_within(backend: Any) -> None:
+    model = of_compiled_blocks(backend)
+    seen: list[tuple[str, str]] = []
+    names = {module: name for name, module in model.named_modules()}
+    with calls_watched(
+        model,
+        names,
+        lambda module, args, kwargs: seen.append(("enter", names[module])),
+        lambda module, output: seen.append(("leave", names[module])),
+    ):
+        step(model)
+    blocks = [(what, str(number)) for number in range(4) for what in ("enter", "leave")]
+    assert seen == [("enter", ""), *blocks, ("leave", "")]
+    del seen[:]
+    step(model)
+    assert seen == []
+
+
+def test_a_call_that_raises_is_left(backend: Any) -> None:
+    left: list[nn.Module] = []
+    plain, compiled = Block(gated), Block(gated)
+    compiled.compile(backend=backend)
+    for module in (plain, compiled):
+        with (
+            calls_watched(module, [module], lambda *_: None, lambda module, _: left.append(module)),
+            pytest.raises(RuntimeError),
+        ):
+            module(torch.ones(3, 5, 7))
+    assert left == [plain, compiled]
+
+
+def test_calls_of_torchs_functions_are_not_told_of_within_compiled_code(backend: Any) -> None:
+    told: list[str] = []
+    compiled = torch.compile(gated, backend=backend, fullgraph=True)
+    x = torch.ones(3)
+    with Calls(lambda function, _: told.append(getattr(function, "__name__", ""))):
+        for _ in range(10):  # more often than the compiler repeats itself
+            torch.tanh(compiled(x))
+    assert told.count("tanh") == 10
+    assert "square" not in told[told.index("tanh") :]
+    backend.ran.clear()
+    compiled(x)
+    assert backend.ran
