@@ -190,9 +190,7 @@ class _Row:
             levels = [numerics_of(by_name[n.partition(".")[0]], n) for n in differing]
             yield self._cell(resolved, changed, max(levels))
 
-    def _needed(
-        self, space: Space, settings: Settings, changed: Settings
-    ) -> Mapping[str, Scalar]:
+    def _needed(self, space: Space, settings: Settings, changed: Settings) -> Mapping[str, Scalar]:
         needed = {
             other: values[0]
             for name in changed

@@ -158,7 +158,7 @@ class Training(AbstractContextManager["Training"]):
         # Whether any step so far split its batch; a training_step may not.
         self.has_split = False
         self._ended = False
-        self._is_in_training_step = False
+        self._is_in_training_step = self._is_looked_at = False
         self._applied = ExitStack()
         self.optimizer: Optimizers = None  # type: ignore[assignment]  # until it is made
         self.ranks: Ranks | None = None
@@ -335,6 +335,13 @@ class Training(AbstractContextManager["Training"]):
         if self._ended:
             raise InvalidArgument("this training has ended: call report.apply(...) again")
         self._look(batch)
+        self._is_looked_at = True  # by no part of the step again: ranks gather for each look
+        try:
+            return self._stepped(batch)
+        finally:
+            self._is_looked_at = False
+
+    def _stepped(self, batch: Batch) -> torch.Tensor:
         self.zero_grad()
         if self.recipe.training_step is not None:
             return self._users_step(self.recipe.training_step, batch)
@@ -368,7 +375,7 @@ class Training(AbstractContextManager["Training"]):
         return self._over_ranks(total)
 
     def _look(self, batch: Batch) -> None:
-        if self._watch is not None:
+        if self._watch is not None and not self._is_looked_at:
             gathered = None if self.ranks is None else partial(self._gathered, self.ranks)
             samples = self._samples_in(batch).size(batch)
             self._watch.look(batch, samples, stacklevel=3, gathered=gathered)

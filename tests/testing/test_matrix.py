@@ -103,7 +103,7 @@ def test_a_refusal_in_words_is_no_difference() -> None:
 
 
 def test_another_error_is() -> None:
-    with pytest.raises(NotConformant, match="several optimizers.*KeyError"):
+    with pytest.raises(NotConformant, match=r"several optimizers.*KeyError"):
         check_usages(Changing(fails), usages=FEW)
 
 
