@@ -87,6 +87,7 @@ def check_usages(
     *,
     usages: Iterable[Usage] = all_usages,
     pairs: bool = False,
+    looked_at: Usage | None = None,
     device: str | torch.device = "cpu",
     capabilities: Capabilities | None = None,
 ) -> list[Cell]:
@@ -96,6 +97,8 @@ def check_usages(
         strategy: one strategy, or several; objects, or names of installed ones.
         usages: the ways of using autograd.
         pairs: try the pairs of values of two settings, in place of each value alone.
+        looked_at: the usage in which the strategies look for their values, as where a plan is
+            applied to a training that has changed since its search; None: each usage itself.
         device: where to train.
         capabilities: of the device; None: all of them, as `check_strategy` has it.
 
@@ -107,17 +110,38 @@ def check_usages(
         InvalidArgument: an object is not a strategy.
     """
     given = [strategy] if isinstance(strategy, str | Strategy) else list(strategy)
-    strategies = load_strategies(given)
-    place = torch.device(device)
-    with one_thread(), _short_collections():
-        cells = [
-            cell
-            for usage in usages
-            for cell in _Row(usage, strategies, place, capabilities).cells(pairs=pairs)
-        ]
+    cells = list(
+        cells_of(
+            given,
+            usages,
+            pairs=pairs,
+            looked_at=looked_at,
+            device=device,
+            capabilities=capabilities,
+        )
+    )
     if wrong := [str(cell) for cell in cells if cell.outcome == DIFFERENT]:
         raise NotConformant("\n".join(["against plain training:", *wrong]))
     return cells
+
+
+def cells_of(
+    strategies: Iterable[Strategy | str],
+    usages: Iterable[Usage] = all_usages,
+    *,
+    pairs: bool = False,
+    looked_at: Usage | None = None,
+    device: str | torch.device = "cpu",
+    capabilities: Capabilities | None = None,
+) -> Iterator[Cell]:
+    """Yield the cells of `check_usages`, the different ones too."""
+    loaded = load_strategies(strategies)
+    for usage in usages:
+        with one_thread(), _short_collections():
+            context = PlainContext((looked_at or usage).make_workload, device, capabilities)
+            row = _Row(usage, loaded, context)
+            cells = list(row.cells(pairs=pairs))
+        yield from cells
 
 
 @contextmanager
@@ -149,28 +173,21 @@ def _named(settings: Settings) -> str:
 class _Row:
     """One usage."""
 
-    def __init__(
-        self,
-        usage: Usage,
-        strategies: Sequence[Strategy],
-        device: torch.device,
-        capabilities: Capabilities | None,
-    ) -> None:
-        self._usage, self._strategies, self._device = usage, strategies, device
-        self._capabilities = capabilities
+    def __init__(self, usage: Usage, strategies: Sequence[Strategy], context: PlainContext) -> None:
+        self._usage, self._strategies, self._context = usage, strategies, context
+        self._device = context.device
+        self._samples = usage.make_workload().sample_batch_size
         self._plain: list[Step] = []
 
     def cells(self, *, pairs: bool) -> Iterator[Cell]:
-        context = PlainContext(self._usage.make_workload, self._device, self._capabilities)
         dimensions, by_name = {}, {each.name: each for each in self._strategies}
         for strategy in self._strategies:
             try:
-                dimensions.update(collect_dimensions([strategy], context))
+                dimensions.update(collect_dimensions([strategy], self._context))
             except Exception as error:
                 yield self._failed({f"{strategy.name}.*": "any"}, error)
-        context.close()
-        samples = self._usage.make_workload().sample_batch_size
-        self._resolved_plain = ResolvedPlan(Plan(samples))
+        self._context.close()
+        samples = self._samples
         space = Space(dimensions, samples, global_batch=samples)
         alone = [
             {name: value}
@@ -200,7 +217,8 @@ class _Row:
         return {name: value for name, value in needed.items() if value is not None}
 
     def _cell(self, resolved: ResolvedPlan, changed: Settings, numerics: Numerics) -> Cell:
-        self._plain = self._plain or trained(self._usage, self._resolved_plain, self._device)
+        if not self._plain:
+            self._plain = trained(self._usage, ResolvedPlan(Plan(self._samples)), self._device)
         try:
             steps = trained(self._usage, resolved, self._device)
         except Exception as error:

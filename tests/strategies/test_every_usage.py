@@ -38,6 +38,44 @@ def test_each_value_trains_alike(name: str, usage: Usage) -> None:
     check_usages(name, usages=[usage], capabilities=DEVICE)
 
 
+PLAIN = Usage("plain", next(u.make_workload for u in usages if u.name == "lengths that change"))
+SAME_MODEL = {
+    "forward hooks",
+    "forward hooks that read",
+    "forward pre-hooks",
+    "full backward hooks",
+    "full backward pre-hooks",
+    "hooks of all modules",
+    "tensor hooks",
+    "custom autograd functions",
+    "vmap",
+    "jvp",
+    "retained graph",
+    "weights written in place",
+    "weights moved between passes",
+    "activations written in place",
+    "inputs written after a frozen head",
+    "unused branch",
+    "gradients missing in a step",
+    "loss in a reentrant checkpoint",
+    "reentrant checkpoint",
+    "second model",
+    "average of weights",
+    "state taken before",
+    "deepcopy inside",
+    "pickle inside",
+}
+"""What may come to a training after its search, without another model."""
+
+
+@pytest.mark.parametrize(
+    "usage", [u for u in usages if u.name in SAME_MODEL], ids=lambda usage: usage.name
+)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_comes_after_the_search_trains_alike(name: str, usage: Usage) -> None:
+    check_usages(name, usages=[usage], looked_at=PLAIN, capabilities=DEVICE)
+
+
 @pytest.mark.slow
 @each_usage
 def test_compiled_models_train_alike(usage: Usage) -> None:
