@@ -66,6 +66,7 @@ _CPU_COST_S = (15.0, 0.07)
 _CUDA_COST_S = (10.0, 0.03)
 _MARKS = "_dynamo"
 _MOST_REASONS = 3
+_LIMIT = "Dynamo recompile limit exceeded"
 # Sizes of a batch that have code of their own: the micro-batch and the rest of a batch, in training
 # and in evaluation.
 _MOST_SIZES = 4
@@ -328,6 +329,11 @@ class _Notes:
             yield (
                 f"compile: {left_out} graphs could not be captured as CUDA graphs and run without"
             )
+        if limits := now.limits - self._before.limits:
+            yield (
+                f"compile: {limits} x compiled as often as torch does (recompile_limit), so that "
+                "calls for which no compiled code fits run eagerly"
+            )
         for reason, times in list(breaks.items())[:_MOST_REASONS]:
             yield f"compile: graph break ({times} x): {_line(reason)}"
         for reason, times in _causes(again)[:_MOST_REASONS]:
@@ -340,6 +346,7 @@ class _Counted:
     breaks: Mapping[str, int]
     recompilations: Sequence[str]
     without_graphs: int
+    limits: int
 
 
 def _counted() -> _Counted:
@@ -351,6 +358,7 @@ def _counted() -> _Counted:
         dict(counters["graph_break"]),
         [each.recompile_reason for each in metrics if each.recompile_reason],
         counters["inductor"]["cudagraph_skips"],
+        sum(n for cause, n in counters["unimplemented"].items() if cause.startswith(_LIMIT)),
     )
 
 

@@ -210,7 +210,6 @@ def _marks_of_devices(holder: nn.Module, tensors: Sequence[torch.Tensor]) -> lis
     torch keeps the random states of the devices of the arguments.
     """
     used = {tensor.device for tensor in (*holder.parameters(), *holder.buffers())}
-    used |= {torch.get_default_device()}
     if torch.cuda.is_initialized():
         used.add(torch.device("cuda", torch.cuda.current_device()))
     missing = used - {tensor.device for tensor in tensors}

@@ -15,6 +15,7 @@ from autofit.equivalence.comparison import (
     accumulated,
     compare,
 )
+from autofit.memory.tracer import MemoryTracer
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import Comparison
@@ -143,6 +144,30 @@ def test_a_gradient_that_only_one_pass_has_counts() -> None:
     assert compare(second, first).gradient == pytest.approx(2**-0.5)
     own = StepTrace(1.0, {"scale": torch.ones(1)}, 1e-3)
     assert compare(own, StepTrace(1.0, {}, 1e-3)).modules == ("scale",)
+
+
+@pytest.mark.parametrize("shape", [(3 * 2**20,), (3, 2**20), (2**20, 3), (2, 3, 2**19)])
+def test_a_large_gradient_is_compared_in_little_memory(shape: tuple[int, ...]) -> None:
+    gradient = torch.randn(shape)
+    first, second = (StepTrace(1.0, {"w": each}) for each in (gradient, gradient * 1.001))
+    tracer = MemoryTracer()
+    with tracer:
+        found = compare(first, second, NoiseFloor())
+    assert tracer.allocator.peak_allocated_bytes < 3 * gradient.nbytes
+    assert found.gradient == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_what_is_not_a_number_in_a_large_gradient_equals_itself() -> None:
+    gradient = torch.randn(3 * 2**20)
+    gradient[[5, -5]] = torch.tensor([math.nan, math.inf])
+    other = gradient.clone()
+    first, second = (StepTrace(1.0, {"w": each}) for each in (gradient, other))
+    assert compare(first, second, NoiseFloor()).equal
+    other[7] += 1
+    norm = float(gradient.nan_to_num(0, 0, 0).norm())
+    assert compare(first, second).gradient == pytest.approx(1 / norm, rel=1e-3)
+    other[5] = 1.0
+    assert not math.isfinite(compare(first, second).gradient)
 
 
 def test_losses_that_are_not_a_number_agree() -> None:

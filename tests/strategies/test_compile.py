@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.probe import probe_if
 from autofit.registry import load_strategies
 from autofit.testing import PlainContext
-from autofit.training.training import TrainingBuilder
+from autofit.training.loss import Recipe
+from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload
 from autofit.units import MIB
 
@@ -140,7 +143,7 @@ def test_the_lines_to_paste_compile_the_model() -> None:
     assert COMPILE.describe({MODE: "off"}, {}) == []
     assert COMPILE.describe({MODE: "default"}, {}) == [
         "import torch",
-        "model = torch.compile(model, dynamic=False)",
+        "model = torch.compile(model)",
     ]
 
 
@@ -213,6 +216,78 @@ def test_recompilations_are_counted_and_their_cause_named_once() -> None:
     cause = notes[1]
     assert cause.startswith("compile: recompiled (3 x): ")
     assert "self.calls += 1" in cause
+
+
+class Watched(Model):
+    """Notes the shapes that it runs eagerly on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eager: list[tuple[int, ...]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            self.eager.append(tuple(x.shape))
+        return super().forward(x)
+
+
+@dataclass
+class Sentence:
+    words: torch.Tensor
+
+
+class OfSentences(Watched):
+    def forward(self, sentence: Sentence) -> torch.Tensor:
+        return super().forward(sentence.words)
+
+
+SHAPES = {
+    "lengths": [(4, 2 + length, 8) for length in range(32)],
+    "sizes": [(2 + size, 8) for size in range(20)],
+    "lengths and sizes": [(2 + number % 5, 2 + number, 8) for number in range(20)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("make", [Watched, OfSentences])
+def test_no_length_and_no_size_runs_eagerly(make: Callable[[], Watched], kind: str) -> None:
+    model = make()
+    batches = [torch.randn(shape) for shape in SHAPES[kind]]
+    given: list[Any] = [Sentence(each) for each in batches] if make is OfSentences else batches
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    recipe = Recipe(loss_fn=lambda net, batch: net(batch))
+    with Training(model, optimizer, recipe, PLAN, device=torch.device("cpu")) as training:
+        compiled = [float(training.loss(each)) for each in given * 2]
+        (note,) = training.notes()
+    assert model.eager == []
+    assert "0 graph breaks" in note
+    plain = [float(model(each)) for each in given * 2]
+    assert compiled == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_size_of_the_micro_batch_keeps_code_of_its_own() -> None:
+    model = Watched()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    recipe = Recipe(loss_fn=lambda net, batch: net(batch))
+    with Training(model, optimizer, recipe, PLAN, device=torch.device("cpu")) as training:
+        for size in (4, 3, 4):
+            training.loss(torch.randn(size, 8))
+        (note,) = training.notes()
+    assert note == "compile: 2 graphs, 0 graph breaks, 0 recompilations"
+
+
+@pytest.mark.slow
+def test_what_is_compiled_too_often_is_said_to_run_eagerly() -> None:
+    def counting() -> Workload:
+        return Workload(Counting(), torch.randn(4, 8))
+
+    builder = TrainingBuilder(counting, CpuDevice(), 0)
+    with builder.training(counting(), PLAN) as training:
+        for _ in range(12):
+            training.step(counting().batch(4))
+        assert any("run eagerly" in note for note in training.notes())
 
 
 @pytest.mark.slow

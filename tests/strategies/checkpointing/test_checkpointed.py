@@ -268,3 +268,43 @@ def test_a_deep_copy_runs_its_own_weights(model: Net, checkpointed: Checkpointed
                 parameter.zero_()
         assert torch.equal(twin(X), torch.zeros(2, 8))
         assert not torch.equal(model(X), torch.zeros(2, 8))
+
+
+class Drawing(nn.Module):
+    """Draws numbers where its weights lie, and is given no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(8, 8)
+
+    def forward(self, rows: int) -> torch.Tensor:
+        noise = torch.randn(rows, 8, device=self.scale.weight.device)
+        return torch.tanh(self.scale(noise))
+
+
+class OfDrawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw = Drawing()
+
+    def forward(self, rows: int) -> torch.Tensor:
+        return self.draw(rows).square().mean()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_unit_that_is_given_no_tensor_draws_the_same_numbers_again(
+    device: str, checkpointed: Checkpointed
+) -> None:
+    torch.manual_seed(0)
+    model = OfDrawing().to(device)
+
+    def trained(units: list[str]) -> list[torch.Tensor]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        with checkpointed(model, units):
+            loss = model(4)
+            torch.randn(3, device=device)
+            loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    assert all(map(torch.equal, trained([]), trained(["draw"])))
