@@ -4,7 +4,7 @@ Every one of them trains in plain PyTorch. A strategy that is applied to it has 
 far as its numerics say, or to refuse it in words: see `autofit.testing.check_usages`.
 
 The models have what strategies look for: a convolution with batch normalization, attention, blocks
-that repeat, a head of thousands of classes. What user code sees on the way (in hooks, in copies) it
+that repeat, a head of thousands of classes, whose gradient takes more than what a sample saves. What user code sees on the way (in hooks, in copies) it
 notes in `model.seen`, which is compared too.
 """
 
@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from autofit.training.batch import Batch
 from autofit.training.workload import Workload
 
-CLASSES, WIDTH, SAMPLES, HEIGHT = 4100, 8, 4, 4
+CLASSES, WIDTH, SAMPLES, HEIGHT = 4100, 8, 4, 2
 Loss: TypeAlias = Callable[["Tiny", Any], Tensor]
 
 
@@ -53,7 +53,7 @@ class Usage:
         return images_of(step) if self.batch is None else self.batch(step)
 
 
-def images_of(step: int, length: int = 4) -> tuple[Tensor, Tensor]:
+def images_of(step: int, length: int = 2) -> tuple[Tensor, Tensor]:
     """Return images (samples, 3, HEIGHT, length), and a class for each of their places."""
     random = torch.Generator().manual_seed(step)
     images = torch.randn(SAMPLES, 3, HEIGHT, length, generator=random)
