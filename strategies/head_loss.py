@@ -62,7 +62,7 @@ class HeadLoss(OneSetting):
             heads = context.with_training(_heads, _SAMPLES)
         except RuntimeError as error:  # such as LogitsLost, or a second derivative
             release_exception(error)
-            context.with_training(run_step, _SAMPLES)  # raises what the user's code raises by itself
+            context.with_training(run_step, _SAMPLES)  # raises what is the user's
             context.note(f"{SETTING} skipped: a step with it raises {with_type(error)}")
             return {}
         if not heads:

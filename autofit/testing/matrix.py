@@ -58,6 +58,7 @@ _BOUNDS = {
     Numerics.REDUCED_PRECISION: _Bounds(0.25, 0.1),
 }
 _CHANGE = "the change of "
+_NOTHING = 1e-4  # of all changes: what is less may be roundings alone, and cancel
 _SCALE = 2.0**8  # of float16's losses
 
 
@@ -267,11 +268,18 @@ def difference(plain: Sequence[Step], other: Sequence[Step], numerics: Numerics)
     bounds = _BOUNDS[numerics]
     for number, (one, two) in enumerate(zip(plain, other, strict=True), start=1):
         sizes = [_norm(value) for name, value in one.items() if name.startswith(_CHANGE)]
-        room = bounds.of_all * math.hypot(*sizes)
+        whole = math.hypot(*sizes)
         for name in {**one, **two}:
             if name not in one or name not in two:
                 return f"{name} is missing in step {number}"
-            if why := _apart(one[name], two[name], bounds, room if _CHANGE in name else 0.0):
+            is_change = name.startswith(_CHANGE)
+            if (
+                is_change
+                and not two[name].any()
+                and _norm(one[name]) > _NOTHING * math.hypot(*sizes)
+            ):
+                return f"{name} is nothing in step {number}"
+            if why := _apart(one[name], two[name], bounds, room):
                 return f"{name} differs in step {number}{why}"
     return None
 

@@ -4,8 +4,9 @@ Every one of them trains in plain PyTorch. A strategy that is applied to it has 
 far as its numerics say, or to refuse it in words: see `autofit.testing.check_usages`.
 
 The models have what strategies look for: a convolution with batch normalization, attention, blocks
-that repeat, a head of thousands of classes, whose gradient takes more than what a sample saves. What user code sees on the way (in hooks, in copies) it
-notes in `model.seen`, which is compared too.
+that repeat, a head of thousands of classes, whose gradient takes more than what a sample saves.
+What user code sees on the way (in hooks, in copies) it notes in `model.seen`, which is compared
+too.
 """
 
 from __future__ import annotations
@@ -228,17 +229,18 @@ def backward_pre_hooks() -> Workload:
 
 
 def hooks_of_all_modules() -> Workload:
-    def loss(model: Tiny, batch: Any) -> Tensor:
-        def of_forward(module: nn.Module, args: Any, output: Any) -> Any:
-            return output * 1.1 if isinstance(module, nn.Linear) else None
+    """From the forward to the end of the backward: what is recomputed in it needs them, too."""
 
-        def before_forward(module: nn.Module, args: Any) -> Any:
-            return (args[0] * 0.9,) if isinstance(module, nn.Linear) else None
+    def of_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 1.1 if isinstance(module, nn.Linear) else None
 
-        def of_backward(module: nn.Module, given: Any, of_output: Any) -> Any:
-            model.seen["a backward"] = True
-            return (given[0] * 0.5,) if isinstance(module, nn.Linear) else None
+    def before_forward(module: nn.Module, args: Any) -> Any:
+        return (args[0] * 0.9,) if isinstance(module, nn.Linear) else None
 
+    def of_backward(module: nn.Module, given: Any, of_output: Any) -> Any:
+        return (given[0] * 0.5,) if isinstance(module, nn.Linear) else None
+
+    def step(training: Any, batch: Any) -> Tensor:
         with ExitStack() as stack:
             for handle in (
                 global_hooks.register_module_forward_hook(of_forward),
@@ -246,9 +248,12 @@ def hooks_of_all_modules() -> Workload:
                 global_hooks.register_module_full_backward_hook(of_backward),
             ):
                 stack.callback(handle.remove)
-            return plain_loss(model, batch)
+            loss: Tensor = training.loss(batch)
+            training.backward(loss)
+        training.optimizer_step()
+        return loss
 
-    return _workload(loss)
+    return _workload(training_step=step)
 
 
 def tensor_hooks() -> Workload:

@@ -49,13 +49,18 @@ def drops_a_gradient(training: TrainingView) -> Iterator[None]:
 
 @contextmanager
 def keeps_stale_weights(training: TrainingView) -> Iterator[None]:
-    """As a cache does: the weights of the first step count in the second."""
-    weight: Any = training.model.get_parameter("head.weight")
+    """As a cache does: forwards compute with the weights of the first."""
+    weight: Any = training.model.get_parameter("norm.weight")
     kept = weight.detach().clone()
-    with torch.nn.utils.parametrize.cached():
-        handle = training.model.register_forward_pre_hook(lambda *_: weight.data.lerp_(kept, 0.1))
+
+    @contextmanager
+    def stale() -> Iterator[None]:
+        weight.data, live = kept, weight.data
         yield
-    handle.remove()
+        weight.data = live
+
+    with undone(training.wrap_forward(stale)):
+        yield
 
 
 @contextmanager
@@ -68,9 +73,16 @@ def runs_twice(training: TrainingView) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("change", [drops_a_gradient, keeps_stale_weights, runs_twice])
-@pytest.mark.parametrize("numerics", list(Numerics))
-def test_what_trains_otherwise_is_named(numerics: Numerics, change: Any) -> None:
+@pytest.mark.parametrize(
+    ("change", "numerics"),
+    [
+        *((drops_a_gradient, level) for level in Numerics),
+        *((runs_twice, level) for level in Numerics),
+        (keeps_stale_weights, Numerics.EXACT),
+        (keeps_stale_weights, Numerics.ROUNDING),
+    ],
+)
+def test_what_trains_otherwise_is_named(change: Any, numerics: Numerics) -> None:
     strategy = Changing(change)
     strategy.numerics = numerics
     with pytest.raises(NotConformant, match=r"unused branch, plugin\.on=True: DIFFERENT"):
@@ -93,10 +105,8 @@ def fails(training: TrainingView) -> Iterator[None]:
 
 def test_a_refusal_in_words_is_no_difference() -> None:
     cells = check_usages(Changing(refuses), usages=FEW)
-    assert cells == [
-        Cell("unused branch", {"plugin.on": True}, "equal"),
-        Cell("several optimizers", {"plugin.on": True}, "refused", "one optimizer alone"),
-    ]
+    assert [cell.outcome for cell in cells] == ["equal", "refused"]
+    assert "one optimizer alone" in str(cells[1])
     table = usage_table(cells).splitlines()
     assert table[0] == "| usage | plugin.on=True |"
     assert table[2:] == ["| unused branch | equal |", "| several optimizers | refused |"]
@@ -120,7 +130,7 @@ def test_pairs_are_tried_where_they_are_offered() -> None:
     (usage, _) = FEW
     cells = check_usages([Plugin(), OnlyWithOthers()], usages=[usage], pairs=True)
     assert [cell.settings for cell in cells] == [{"plugin.on": True, "other.on": True}]
-    with pytest.raises(NotConformant, match=r"plugin\.on=True, other\.on=True"):
+    with pytest.raises(NotConformant, match=r"other\.on=True, plugin\.on=True"):
         check_usages([Changing(drops_a_gradient), OnlyWithOthers()], usages=[usage], pairs=True)
 
 
