@@ -273,12 +273,9 @@ def difference(plain: Sequence[Step], other: Sequence[Step], numerics: Numerics)
             if name not in one or name not in two:
                 return f"{name} is missing in step {number}"
             is_change = name.startswith(_CHANGE)
-            if (
-                is_change
-                and not two[name].any()
-                and _norm(one[name]) > _NOTHING * math.hypot(*sizes)
-            ):
+            if is_change and not two[name].any() and _norm(one[name]) > _NOTHING * whole:
                 return f"{name} is nothing in step {number}"
+            room = bounds.of_all * whole if is_change else 0.0
             if why := _apart(one[name], two[name], bounds, room):
                 return f"{name} differs in step {number}{why}"
     return None
