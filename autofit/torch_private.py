@@ -44,6 +44,7 @@ USES = {
             "torch.utils._python_dispatch.is_traceable_wrapper_subclass_type",
             "torch.nn.modules.batchnorm._NormBase",
             "torch.nn.modules.instancenorm._InstanceNorm",
+            "torch.autograd._engine_run_backward",
             "torch.nn.Module._apply",
             "torch.nn.Identity()._buffers",
             "torch.nn.Identity()._forward_hooks",

@@ -3,23 +3,35 @@
 `precision.dtype` starts at "default". The reduced types run forward and loss under autocast, so
 parameters, gradients and optimizer state stay as they are; float16 also scales the loss. A model
 whose weights are mostly not float32 keeps the precision it has chosen.
+
+Autocast keeps its casts of weights in a cache, which does not see that a weight was written to (a
+reference policy or an average of the weights that is swapped in, for example). So the cache is on
+only where it saves something: where a step was seen to cast the same value of a weight twice, and
+no weight changed between two casts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
+from autofit.torch_private import TorchDispatchMode
 
 from .one_setting import OneSetting
 
 SETTING = "precision.dtype"
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAMPLES = 2
 
 
 class Precision(OneSetting):
@@ -44,13 +56,18 @@ class Precision(OneSetting):
         values = ["default", *(dtype for dtype, is_native in offered.items() if is_native)]
         if any(p.dtype == torch.float16 and p.requires_grad for p in context.model.parameters()):
             values = [value for value in values if value != "float16"]  # GradScaler refuses these
-        return {SETTING: Dimension(values)}
+        casting = [value for value in values if value in _AUTOCAST]
+        if not casting or not _cache_helps(context, _AUTOCAST[casting[0]]):
+            return {SETTING: Dimension(values)}
+        return {SETTING: Dimension(values, payloads={value: {"cache": True} for value in casting})}
 
     def applied(
         self, training: TrainingView, value: Any, payload: Any
     ) -> AbstractContextManager[None]:
         """Run forward and loss in the chosen type."""
-        return _tf32() if value == "tf32" else _autocast(training, _AUTOCAST[value])
+        if value == "tf32":
+            return _tf32()
+        return _autocast(training, _AUTOCAST[value], cache=_has_cache(payload))
 
     def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
         """Return the setting in standard terms: autocast in a type, or TF32."""
@@ -71,12 +88,17 @@ class Precision(OneSetting):
             "# scaler.scale(loss).backward() in place of loss.backward()",
             "# scaler.step(optimizer); scaler.update() in place of optimizer.step()",
         ]
+        how = f"dtype=torch.{value}" + ("" if _has_cache(payload) else ", cache_enabled=False")
         return [
             "import torch",
             "device_type = next(model.parameters()).device.type",
             *(scaler if value == "float16" else ()),
-            f"with torch.autocast(device_type, dtype=torch.{value}):  # around forward and loss",
+            f"with torch.autocast(device_type, {how}):  # around forward and loss",
         ]
+
+
+def _has_cache(payload: Any) -> bool:
+    return bool(payload and payload.get("cache"))
 
 
 def _mostly_float32(model: torch.nn.Module) -> bool:
@@ -86,12 +108,88 @@ def _mostly_float32(model: torch.nn.Module) -> bool:
     return float32 > 0 and 2 * float32 >= sum(p.numel() for p in floating)
 
 
+def _cache_helps(context: Context, dtype: torch.dtype) -> bool:
+    """Return whether a step casts a weight twice, and none that has changed in between."""
+    try:
+        casts = context.with_training(partial(_casts_of_a_step, dtype), _SAMPLES)
+    except Exception as error:  # whatever it is, a probe meets it again and says so
+        error.__traceback__ = None  # which keeps the step's tensors
+        return False
+    return casts.are_repeated and not casts.are_stale
+
+
+def _casts_of_a_step(dtype: torch.dtype, training: TrainingView, batch: Any) -> _Casts:
+    device_type = training.device.type
+    unwrap = training.wrap_forward(
+        lambda: torch.autocast(device_type, dtype=dtype, cache_enabled=False),
+        also_recomputation=False,
+    )
+    casts = _Casts(training.model)
+    before = register_optimizer_step_pre_hook(casts.begin_update)
+    after = register_optimizer_step_post_hook(casts.end_update)
+    try:
+        with casts:
+            training.step(batch)
+    finally:
+        for undo in (unwrap, before.remove, after.remove):
+            undo()
+    return casts
+
+
+class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Watches which weights are cast, and whether they change between casts.
+
+    What an optimizer's step changes does not count: the training drops casts after each.
+
+    Attributes:
+        are_repeated: the same value of a weight was cast twice.
+        are_stale: a weight was cast again after it had changed.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self.are_repeated = self.are_stale = False
+        self._weights = {id(parameter): parameter for parameter in model.parameters()}
+        self._updates = 0
+        self._writes: dict[int, int] = {}
+        self._cast: dict[int, tuple[int, int]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: the user's compiled code runs compiled."""
+        return True
+
+    def begin_update(self, *step: Any) -> None:
+        self._updates += 1
+
+    def end_update(self, *step: Any) -> None:
+        self._updates -= 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and id(args[0]) in self._weights:
+            self._note_cast(args[0])
+        elif func._schema.is_mutable and not self._updates:
+            written = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
+            for tensor in filter(torch.is_tensor, written):
+                key = tensor.untyped_storage()._cdata
+                self._writes[key] = self._writes.get(key, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+    def _note_cast(self, weight: torch.Tensor) -> None:
+        storage = weight.untyped_storage()._cdata
+        now = storage, self._writes.get(storage, 0)
+        before = self._cast.get(id(weight))
+        self._cast[id(weight)] = now
+        self.are_repeated |= before == now
+        self.are_stale |= before not in (None, now)
+
+
 @contextmanager
-def _autocast(training: TrainingView, dtype: torch.dtype) -> Iterator[None]:
+def _autocast(training: TrainingView, dtype: torch.dtype, *, cache: bool) -> Iterator[None]:
     device_type = training.device.type
     scaler_before = training.scaler
     unwrap = training.wrap_forward(
-        lambda: torch.autocast(device_type, dtype=dtype),
+        lambda: torch.autocast(device_type, dtype=dtype, cache_enabled=cache),
         also_recomputation=False,  # torch's checkpoint enters the autocast of its forward by itself
     )
     try:

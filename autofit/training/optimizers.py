@@ -11,16 +11,11 @@ it, or these are brought to the new one.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.optim import optimizer as optimizer_module
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from autofit.errors import InvalidArgument, Unsupported, users_code
 from autofit.training.batch import map_tensors
@@ -250,7 +245,7 @@ class LossScale:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients of that optimizer."""
-        if self.scaler is not None:
+        if self.scaler is not None and _gradients([optimizer]):
             self.scaler.unscale_(optimizer)
 
     def begin(
@@ -261,20 +256,19 @@ class LossScale:
             self.adapt(of)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update, unless a gradient is infinite or NaN."""
-        if self.scaler is None:
+        """Update, unless a gradient is infinite or NaN.
+
+        An optimizer without any gradient steps by itself: the scaler refuses it.
+        """
+        if self.scaler is None or not _gradients([optimizer]):
             optimizer.step()
         else:
             self.scaler.step(optimizer)
+            self._stepped.append(optimizer)
 
-    def end(
-        self, optimizers: Sequence[torch.optim.Optimizer], of: Sequence[torch.optim.Optimizer]
-    ) -> None:
-        """After they were stepped: the scale stays while gradients of others wait that have it."""
-        if self.scaler is None:
-            return
-        self._stepped += optimizers
-        if not _gradients(of):
+    def end(self, of: Sequence[torch.optim.Optimizer]) -> None:
+        """After steps: the scale stays while gradients of others wait that have it."""
+        if self.scaler is not None and not _gradients(of):
             self.adapt(of)
 
     def adapt(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -294,46 +288,3 @@ def _gradients(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters = {parameter for group in groups for parameter in group["params"]}
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-# Casts of weights under autocast: a forward after an update runs with the updated weights.
-#
-# Autocast drops its casts only where its outermost region is left, and a whole training_step may be
-# one.
-
-
-@contextmanager
-def fresh_casts() -> Iterator[None]:
-    """Inside it, autocast casts weights anew after each step of any optimizer.
-
-    One that calls a closure updates between its calls too.
-    """
-    handles = (
-        register_optimizer_step_pre_hook(_with_fresh_closures),
-        register_optimizer_step_post_hook(_drop_casts),
-    )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _with_fresh_closures(optimizer: Any, args: Any, kwargs: Any) -> Any:
-    fresh = {name: _fresh(value) for name, value in kwargs.items()}
-    return (optimizer, *map(_fresh, args[1:])), fresh
-
-
-def _fresh(argument: Any) -> Any:
-    if not callable(argument):
-        return argument
-
-    def closure() -> Any:
-        _drop_casts()
-        return argument()
-
-    return closure
-
-
-def _drop_casts(*step: Any) -> None:
-    torch.clear_autocast_cache()

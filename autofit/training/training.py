@@ -30,6 +30,7 @@ from autofit.errors import (
 )
 from autofit.plan import Plan, ResolvedPlan, split_evenly, steps_for
 from autofit.strategy import ALONE, Phase, World
+from autofit.training.autocast import Autocast, Leave, left_beside_forwards
 from autofit.training.batch import Batch, BatchWatch, Samples, map_tensors, pieces
 from autofit.training.loss import LossSource, Recipe, scalar
 from autofit.training.optimizers import (
@@ -38,7 +39,6 @@ from autofit.training.optimizers import (
     Optimizers,
     by_name,
     check_steps_alone,
-    fresh_casts,
     has_step_hooks,
     holds_any,
 )
@@ -143,7 +143,8 @@ class Training(AbstractContextManager["Training"]):
         self.plan = resolved.plan
         self.device = device
         self.recipe = recipe
-        self._place = place or (lambda tensor: tensor.to(device, non_blocking=True))
+        # A copy to the host that nobody waits for would be read too early.
+        self._place = place or partial(_to_device, device)
         self._samples = samples
         self._watch = watch
         self.in_host_memory = in_host_memory
@@ -153,6 +154,7 @@ class Training(AbstractContextManager["Training"]):
         self._micro_batch_observers: list[Callable[[bool], None]] = []
         self._notes: list[Callable[[], Iterable[str]]] = []
         self._loss_scale = LossScale()
+        self._leave_autocast: Leave = nullcontext
         self._is_last = self._is_whole = False
         self.loss_source: LossSource | None = None
         # Whether any step so far split its batch; a training_step may not.
@@ -465,9 +467,18 @@ class Training(AbstractContextManager["Training"]):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Enter the forward contexts; forwards after an update inside see the new weights."""
-        with fresh_casts(), self._forward_contexts.forward():
-            yield
+        """Enter the forward contexts.
+
+        Backward passes and updates inside leave autocast; forwards after an update see the new
+        weights.
+        """
+        before, leave = Autocast.now(self.device.type), self._leave_autocast
+        with self._forward_contexts.forward(), left_beside_forwards(before) as left:
+            self._leave_autocast = leave if left is nullcontext else left
+            try:
+                yield
+            finally:
+                self._leave_autocast = leave
 
     def placed(self, batch: Batch) -> Batch:
         """Return the batch on the device."""
@@ -475,7 +486,7 @@ class Training(AbstractContextManager["Training"]):
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss of one micro-batch on the device, under the forward contexts."""
-        with self.context():
+        with self._forward_contexts.forward():
             loss, self.loss_source = self.recipe.loss_and_source(self.model, batch)
         return loss
 
@@ -510,12 +521,13 @@ class Training(AbstractContextManager["Training"]):
         """
         optimizers, all_of_them = self._optimizers(name), self._optimizers(None)
         self._loss_scale.begin(optimizers, of=all_of_them)
-        for optimizer in optimizers:
-            self._prepare_gradients(optimizer)
-            self._call_wrapped(partial(self._loss_scale.step, optimizer))
+        with self._leave_autocast():
+            for optimizer in optimizers:
+                self._prepare_gradients(optimizer)
+                self._call_wrapped(partial(self._loss_scale.step, optimizer))
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
-        self._loss_scale.end(optimizers, of=all_of_them)
+        self._loss_scale.end(of=all_of_them)
 
     def zero_grad(self) -> None:
         """Drop all gradients of the model and of every optimizer's parameters."""
@@ -568,6 +580,10 @@ class Training(AbstractContextManager["Training"]):
             )
         self._loss_scale.adapt(self._optimizers(None))
         return self._over_ranks(loss.detach().clone())  # a compiled model may write over this one
+
+
+def _to_device(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 @dataclass(frozen=True)

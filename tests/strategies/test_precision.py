@@ -125,3 +125,121 @@ def _allow_tf32() -> bool | None:
         return bool(torch.backends.cuda.matmul.allow_tf32)
     except RuntimeError:
         return None
+
+
+# The cache of casts.
+
+
+class Twice(nn.Module):
+    """Runs one layer of its own twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = self.layer(self.frozen(x))
+        return self.layer(first)
+
+
+def _reference_by(write: Any) -> Any:
+    """A loss that swaps other weights in for a second forward, as of a reference policy."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        logits = model(batch)
+        live = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            write(model, [torch.ones_like(p) for p in live])
+            reference = model(batch)
+            write(model, live)
+        return (logits - reference).float().square().mean()
+
+    return loss
+
+
+def _by_data(model: nn.Module, values: list[torch.Tensor]) -> None:
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        parameter.data.copy_(value)
+
+
+def _by_foreach(model: nn.Module, values: list[torch.Tensor]) -> None:
+    torch._foreach_copy_(list(model.parameters()), values)
+
+
+def _by_state_dict(model: nn.Module, values: list[torch.Tensor]) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    model.load_state_dict(dict(zip(names, values, strict=True)))
+
+
+def _by_vector(model: nn.Module, values: list[torch.Tensor]) -> None:
+    vector = nn.utils.parameters_to_vector(values)
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+def _by_setattr(model: nn.Module, values: list[torch.Tensor]) -> None:
+    for (path, parameter), value in zip(list(model.named_parameters()), values, strict=True):
+        module, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+        other = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        setattr(module, name, other if value.eq(1).all() else parameter)
+        parameter.data.copy_(value)
+
+
+def _mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = model(batch)
+    return output.float().square().mean()
+
+
+def _offer(strategy: Strategy, build: Any, loss: Any) -> Any:
+    def workload() -> Workload:
+        return Workload(build(), torch.ones(4, 4), loss_fn=loss, optimizer=torch.optim.SGD)
+
+    context = PlainContext(workload, capabilities=Capabilities("cpu", bfloat16=True))
+    return strategy.dimensions(context)["precision.dtype"]
+
+
+WRITES = [_by_data, _by_foreach, _by_state_dict, _by_vector, _by_setattr]
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "is_kept"),
+    [
+        (Twice, _mean_square, True),
+        (lambda: nn.Linear(4, 4), _mean_square, False),
+        (Twice, _reference_by(_by_data), False),
+        (Twice, _reference_by(_by_vector), False),
+    ],
+)
+def test_casts_are_kept_where_that_saves_some_and_no_weight_is_written_to(
+    precision: Strategy, build: Any, loss: Any, is_kept: bool
+) -> None:
+    payloads = _offer(precision, build, loss).payloads
+    assert payloads == ({"bfloat16": {"cache": True}} if is_kept else {})
+
+
+@pytest.mark.parametrize(
+    ("build", "write"),
+    [
+        *((lambda: nn.Linear(4, 4), write) for write in WRITES),
+        *((Twice, write) for write in (_by_data, _by_vector, _by_setattr)),  # autograd allows these
+    ],
+)
+def test_a_step_that_writes_weights_computes_with_them(
+    precision: Strategy, build: Any, write: Any
+) -> None:
+    loss = _reference_by(write)
+    payloads = _offer(precision, build, loss).payloads
+    found = {}
+    for dtype in ("default", "bfloat16"):
+        torch.manual_seed(0)
+        model = build()
+        settings = {"precision.dtype": dtype} if dtype != "default" else {}
+        payload = {"precision.dtype": payloads[dtype]} if dtype in payloads else {}
+        resolved = ResolvedPlan(Plan(4, settings=settings), payload, [precision])
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        cpu = torch.device("cpu")
+        with Training(model, optimizer, Recipe(loss_fn=loss), resolved, device=cpu) as training:
+            found[dtype] = float(training.step(torch.ones(4, 4)))
+    assert found["default"] > 1.0
+    assert found["bfloat16"] == pytest.approx(found["default"], rel=0.05)

@@ -423,6 +423,165 @@ def test_a_training_step_that_replaces_a_part_is_the_users_error(
     training.model = nn.Linear(6, 5)  # the loop outside is the user's own
 
 
+class _Island(nn.Module):
+    """A layer that runs in float32 whatever surrounds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        with torch.autocast("cpu", enabled=False):
+            head: torch.Tensor = self.head(hidden.float().tanh())
+        return head
+
+
+def _island_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    output = model(batch)
+    with torch.autocast("cpu", enabled=False):
+        return (output.square()).mean()
+
+
+def _by_training(training: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss = _island_loss(training.model, batch)
+    training.backward(loss)
+    training.optimizer_step()
+    return loss
+
+
+def _by_loss(training: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = training.loss(batch)
+    training.backward(loss)
+    training.optimizer_step()
+    return loss
+
+
+def _by_hand(training: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss: Any = _island_loss(training.model, batch)
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return loss  # type: ignore[no-any-return]  # a tensor
+
+
+def _by_closure(training: Any, batch: torch.Tensor) -> torch.Tensor:
+    def closure() -> torch.Tensor:
+        loss: Any = _island_loss(training.model, batch)
+        loss.backward()
+        return loss  # type: ignore[no-any-return]  # a tensor
+
+    loss: torch.Tensor = training.optimizer.step(closure)
+    training.optimizer.zero_grad()
+    return loss
+
+
+def _by_functional_gradients(training: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss = _island_loss(training.model, batch)
+    parameters = list(training.model.parameters())
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.detach()
+    training.optimizer_step()
+    return loss
+
+
+class _Multiplying(torch.optim.SGD):
+    """Notes the type of a matrix product in its step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.seen: set[torch.dtype] = set()
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen.add((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        loss = super().step(closure)
+        self.seen.add((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        return loss
+
+
+@pytest.mark.parametrize(
+    "training_step", [_by_training, _by_loss, _by_hand, _by_closure, _by_functional_gradients]
+)
+def test_backward_and_update_of_a_training_step_leave_autocast(training_step: Any) -> None:
+    torch.manual_seed(1)
+    batch = torch.randn(5, 6)  # one micro-batch of the plan
+
+    def trained(recipe: Recipe) -> tuple[list[torch.Tensor], set[torch.dtype]]:
+        model = _Island()
+        optimizer = _Multiplying(model.parameters())
+        with _in(BFLOAT16, model, recipe, optimizer) as training:
+            training.step(batch)
+        return [parameter.detach() for parameter in model.parameters()], optimizer.seen
+
+    wanted, _ = trained(Recipe(loss_fn=_island_loss))
+    own = Recipe(loss_fn=_island_loss, training_step=training_step)
+    found, types = trained(own)
+    assert types == {torch.float32}
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_loop_of_ones_own_may_step_within_the_context() -> None:
+    model, batch = _Island(), torch.ones(8, 6)
+    optimizer = _Multiplying(model.parameters())
+    with _in(BFLOAT16, model, Recipe(loss_fn=_island_loss), optimizer) as training:
+        with training.context():
+            training.backward(_island_loss(model, batch))
+            training.optimizer_step()
+            assert torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_enabled("cpu")
+    assert optimizer.seen == {torch.float32}
+
+
+def test_autocast_of_the_users_own_around_a_backward_stays() -> None:
+    seen: list[bool] = []
+
+    def training_step(training: Any, batch: torch.Tensor) -> torch.Tensor:
+        loss = _island_loss(training.model, batch)
+        loss.register_hook(lambda gradient: seen.append(torch.is_autocast_enabled("cpu")))
+        with torch.autocast("cpu", dtype=torch.float16):
+            training.backward(loss)
+        assert torch.is_autocast_enabled("cpu")
+        return loss
+
+    model = _Island()
+    optimizer = torch.optim.SGD(model.parameters())
+    with _in(BFLOAT16, model, Recipe(training_step=training_step), optimizer) as training:
+        training.step(torch.ones(8, 6))
+    assert seen == [True]
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_float16_steps_optimizers_without_a_gradient(clip: float | None, is_sparse: bool) -> None:
+    model: Any = nn.ModuleDict(
+        {"a": nn.Embedding(5, 4, sparse=is_sparse), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)}
+    )
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in model.items()}
+
+    def training_step(training: Training, batch: Any) -> torch.Tensor:
+        names = next(turns)
+        loss: torch.Tensor = sum(  # type: ignore[assignment]  # of tensors
+            model[name](batch if name == "a" else torch.ones(2, 4)).square().mean()
+            for name in names
+        ) + torch.zeros((), requires_grad=True)
+        training.backward(loss)
+        training.optimizer_step()
+        return loss
+
+    turns = iter([("b",), ("a", "b"), (), ("a",)])
+    recipe = Recipe(training_step=training_step, clip_grad_norm=None if is_sparse else clip)
+    with _in(FLOAT16, model, recipe, optimizers) as training:
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(4):
+            assert training.step(torch.tensor([0, 1])).isfinite()
+    moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+    assert moved == [True, True, True, False, False]
+
+
 class _CountedWatch(BatchWatch):
     looks = 0
 
