@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "convolution"})
 ATTENTION = "_scaled_dot_product_"
@@ -136,7 +136,7 @@ def _shapes(run: partial[Any]) -> list[torch.Size]:
 def _memory(value: Any) -> Iterator[int]:
     """Yield what identifies the memory of these tensors while they live."""
     for tensor in _tensors(value):
-        if is_traceable_wrapper_subclass(tensor):
+        if hasattr(tensor, "__tensor_flatten__"):  # a tensor that is made of others
             names, _ = tensor.__tensor_flatten__()
             yield from _memory([getattr(tensor, name) for name in names])
             continue
@@ -187,8 +187,8 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         call = partial(op, *args, **(kwargs or {}))
         if torch._C._current_graph_task_id() != self._pass_under_way:
             return call()
-        is_torchs = torch.is_grad_enabled() and isinstance(op, torch._ops.OpOverload)
-        if is_torchs and is_product(op, args, kwargs or {}):
+        is_operator = hasattr(op, "overloadpacket")  # and not of higher order
+        if is_operator and torch.is_grad_enabled() and is_product(op, args, kwargs or {}):
             return self._run(op, call)
         made = call()
         if self._seen is not None:

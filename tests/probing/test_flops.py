@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.flops import ModelFlops
 from autofit.probing.prober import Target, open_prober
-from autofit.probing.profile import profile_plan
+from autofit.probing.profile import _flops_of_a_step, profile_plan
+from autofit.training.loss import Recipe
+from autofit.training.training import Training
 from autofit.training.workload import Workload
 from tests.classifier import CROSS_ENTROPY, classifier, labelled
 
@@ -88,3 +91,38 @@ def test_a_plan_that_accumulates_has_the_flops_of_one_that_does_not() -> None:
             found.append(profiled.flops_per_sample)
     # forward and the gradients of weights for both layers, that of the data for the second alone
     assert found == [2 * (2 * 6 * 16 + 3 * 16 * 4)] * 2
+
+
+def test_what_the_user_compiled_is_counted_as_written_and_stays_compiled() -> None:
+    torch._dynamo.reset()
+    ran: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        return lambda *args: (ran.append(1), graph.forward(*args))[1]
+
+    class Compiled(Block):
+        def __init__(self) -> None:
+            super().__init__(None)
+            self.run = torch.compile(lambda x: self.layers(x), backend=backend, fullgraph=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.run(x).sum()
+            return made
+
+    def flops(model: nn.Module) -> float:
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        plan, device = ResolvedPlan(Plan(ROWS)), torch.device("cpu")
+        with Training(model, optimizer, Recipe(loss_fn=_sum), plan, device=device) as training:
+            return _flops_of_a_step(training, torch.ones(ROWS, WIDTH))
+
+    model = Compiled()
+    _sum(model, torch.ones(ROWS, WIDTH))
+    assert flops(model) == flops(Block(None)) > 0
+    before = len(ran)
+    _sum(model, torch.ones(ROWS, WIDTH))
+    assert len(ran) == before + 1
+    torch._dynamo.reset()
+
+
+def _sum(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return model(rows).sum()
