@@ -13,7 +13,9 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        print("autofit: interrupted", file=sys.stderr)
+        from autofit.streams import complain
+
+        complain("autofit: interrupted")
         sys.exit(130)
 
 

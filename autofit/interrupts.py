@@ -8,9 +8,13 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
 
 
 @contextmanager
@@ -80,6 +84,24 @@ def interrupts_remembered() -> Iterator[Interrupts]:
         for number in ours:
             if signal.getsignal(number) == interrupts._answer:  # else the body put one in force
                 signal.signal(number, _ANSWERS[number])
+
+
+def interruptible(call: Callable[[], _Result]) -> _Result:
+    """Return what a call returns that lets signals wait, such as one into a library of C.
+
+    It has a thread of its own, which is left alone when Ctrl-C comes.
+    """
+    answer: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    # Of an executor the interpreter would wait for the thread at its end
+    threading.Thread(target=run, daemon=True).start()
+    return answer.result()
 
 
 @contextmanager

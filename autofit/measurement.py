@@ -130,6 +130,8 @@ class Measurement:
         peak_allocated_bytes: most bytes in live tensors, over warm-up and timed steps.
         peak_reserved_bytes: most bytes held by the caching allocator, likewise.
         non_torch_bytes: bytes that the process held on the device outside the allocator.
+        resident_bytes: bytes in live tensors as the optimizer begins to update: parameters,
+            gradients and optimizer state, whatever the micro-batch. None: unknown.
         allocator_retries: how often the allocator flushed its cache in the timed steps.
         micro_batches_run: micro-batches that each timed step actually ran; fewer than the plan's
             accumulation steps if a search probe shortened them (step times are then scaled up).
@@ -167,6 +169,7 @@ class Measurement:
     evaluation_peak_bytes: Amount | None = None
     new_shape_s: Sequence[Wait] = ()
     notes: Sequence[str] = ()
+    resident_bytes: Amount | None = None
     failed_rank: Amount | None = None
     ranks: Sequence[RankUse] = ()
 
@@ -185,6 +188,13 @@ class Measurement:
         if self.peak_reserved_bytes is None:
             return None
         return self.peak_reserved_bytes + (self.non_torch_bytes or 0)
+
+    @property
+    def least_held_bytes(self) -> int | None:
+        """What the plan holds at any micro-batch, non-torch bytes included; None: unknown."""
+        if self.resident_bytes is None:
+            return None
+        return self.resident_bytes + (self.non_torch_bytes or 0)
 
     @property
     def evaluation_held_bytes(self) -> int | None:
@@ -421,9 +431,6 @@ BETWEEN = 0.01
 was repeated. It counts as one repetition."""
 
 _SIMILAR = 1.5  # step times within this factor of each other are assumed to be equally noisy
-_ENOUGH = 2  # repetitions in the final comparison from which they alone say how it scatters
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Standard errors of a 95 % interval by degrees of freedom, from 1 on (Student's t)."""
 
 
 class Noise:
@@ -442,12 +449,7 @@ class Noise:
             [(seconds_of(trial), trial.measurement.step_error) for trial in timed]
         )
         self.repeated = _repeated(timed)
-        compared = _repeated(trial for trial in timed if trial.kind is TrialKind.CONFIRMATION)
-        self._between, self._degrees = self._learned(self.repeated)
-        self._learned_compared = self._between, self._degrees
-        found = self._learned(compared)
-        if found[1] > _ENOUGH:
-            self._learned_compared = found
+        self._between = self._learned(self.repeated)
 
     def of(self, trial: Trial) -> float:
         """Return the error of a timed probe.
@@ -455,29 +457,10 @@ class Noise:
         That of its steps is the larger of its own and the median of all probes with similar step
         times: a few steps alone tell little.
         """
-        between, _ = self._learned_of([trial])
-        return math.hypot(self._of_steps(trial), between)
+        return math.hypot(self._of_steps(trial), self._between)
 
-    def of_all(self, trials: Sequence[Trial]) -> float:
-        """Return the error of the median of one plan's timed probes."""
-        return statistics.median(map(self.of, trials)) / math.sqrt(len(trials))
-
-    def significant(self, trials: Sequence[Trial]) -> float:
-        """Return how many errors a 95 % interval of those probes reaches to either side."""
-        _, degrees = self._learned_of(trials)
-        return _T[degrees - 1] if degrees <= len(_T) else 1.96 + 2.7 / degrees
-
-    def _learned_of(self, trials: Sequence[Trial]) -> tuple[float, int]:
-        """Return the deviation between such probes, and its degrees of freedom.
-
-        The blocks of the final comparison ran in turns and in full; once some were repeated, they
-        say it alone. The machine may have changed since the search.
-        """
-        if trials and all(trial.kind is TrialKind.CONFIRMATION for trial in trials):
-            return self._learned_compared
-        return self._between, self._degrees
-
-    def _learned(self, repeated: Iterable[Sequence[Trial]]) -> tuple[float, int]:
+    def _learned(self, repeated: Iterable[Sequence[Trial]]) -> float:
+        """Return the deviation between probes of one plan, beyond that of their steps."""
         squares, degrees = BETWEEN**2, 1
         for trials in repeated:
             logs = [math.log(seconds_of(trial)) for trial in trials]
@@ -485,7 +468,7 @@ class Noise:
             mean = statistics.fmean(logs)
             squares += sum((log - mean) ** 2 for log in logs) - explained * (len(logs) - 1)
             degrees += len(logs) - 1
-        return math.sqrt(max(squares, BETWEEN**2) / degrees), degrees
+        return math.sqrt(max(squares, BETWEEN**2) / degrees)
 
     def _of_steps(self, trial: Trial) -> float:
         return max(trial.measurement.step_error, self._usual[seconds_of(trial)])

@@ -365,6 +365,9 @@ class Dimension:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(self.values))
+        if self.when is not None:  # any iterable, which is asked again and again
+            allowed = {n: v if isinstance(v, str) else tuple(v) for n, v in self.when.items()}
+            object.__setattr__(self, "when", allowed)
         if not self.values:
             raise InvalidArgument("a dimension needs at least one value, the default")
         if len(self.values) > MOST_VALUES:

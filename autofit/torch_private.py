@@ -91,6 +91,11 @@ USES = {
         ),
         "memory cannot be predicted; probes do not depend on this",
     ),
+    "calls of compiled functions": Use(
+        ("torch._dynamo.eval_frame._callback_from_stance",),
+        "a prediction does not say which functions it ran uncompiled",
+        optional=True,
+    ),
     "gradients in place": Use(
         (
             "torch.Tensor._use_count",

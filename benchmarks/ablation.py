@@ -57,7 +57,7 @@ CONSTANTS = (
     "constants.TIE",
     "constants.MOST_GIVEN_UP",
     "constants.MOST_LOST",
-    "constants.MOST_BLOCKS",
+    "constants.MOST_ROUNDS",
     "posterior.Posterior.draws",
 )
 """Each is doubled, then halved."""

@@ -37,5 +37,5 @@ if __name__ == "__main__":
     )
     print(report)
     print(*(note for note in report.record.notes if "gradients" in note), sep="\n")
-    plan = report.best.plan
+    plan = report.plan
     print(f"micro-batch {plan.micro_batch}, {plan.accumulation_steps} micro-batches in a step")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any, Protocol
 
 import pytest
@@ -67,6 +69,8 @@ class SimulatedDevice:
         self,
         fault: Callable[[Plan], Measurement | None] | None = None,
         size_limit: Callable[[Plan], int | None] | None = None,
+        slowdown: Callable[[float], float] | None = None,
+        seed: int = 0,
     ) -> SimulatedProber:
         return SimulatedProber(
             self.budget,
@@ -74,9 +78,37 @@ class SimulatedDevice:
             self.step_time,
             memory_noise=0.005,
             time_noise=0.003,
+            step_noise=0.0 if slowdown is None else 0.015,
+            slowdown=slowdown,
             fault=fault,
             size_limit=size_limit,
+            seed=seed,
         )
+
+
+class Bursts:
+    """How others slow a machine down: in bursts of 0.1 to 5 s, by a factor of 1.5 to 2.5 each.
+
+    Args:
+        seed: of the bursts.
+        busy: the share of the time that they take: about 0.45 beside one busy loop on two cores,
+            and 0.7 beside two.
+    """
+
+    def __init__(self, seed: int, busy: float) -> None:
+        self._random, self._busy = Random(f"bursts {seed}"), busy
+        self._ends: list[tuple[float, float]] = []  # when a burst or a pause ends, its factor
+        self._end = 0.0
+
+    def __call__(self, seconds: float) -> float:
+        draw = self._random
+        while self._end <= seconds:
+            burst_s = math.exp(draw.uniform(math.log(0.1), math.log(5)))
+            pause_s = burst_s * (1 - self._busy) / self._busy * math.exp(draw.uniform(-0.7, 0.7))
+            for length_s, factor in ((burst_s, draw.uniform(1.5, 2.5)), (pause_s, 1.0)):
+                self._end += length_s
+                self._ends.append((self._end, factor))
+        return next(factor for end, factor in self._ends if seconds < end)
 
 
 def make_trial(number: int, plan: Plan, outcome: Outcome = Outcome.OK, **measured: Any) -> Trial:

@@ -159,4 +159,3 @@ def test_repeats_that_differ_more_than_their_steps_raise_the_error() -> None:
     assert noise.of(apart[0]) > 0.05
     alike = [_trial(number, 1.0, 0.001, 4) for number in range(8)]
     assert Noise(alike).of(alike[0]) < 0.5 * BETWEEN
-    assert Noise(alike).significant(alike) < Noise(apart).significant(apart)

@@ -34,7 +34,7 @@ def pictures(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_batch_that_is_too_large_is_split_evenly_and_kept_whole() -> None:
     given = HERE | {"vram_budget": "8MiB"}
-    found: Any = autofit.find_batch_size(wide, pictures(48), **given, max_probes=5)
+    found: Any = autofit.find_batch_size(wide, pictures(48), **given, global_batch=48, max_probes=5)
     assert found.global_batch == 48
     assert found.micro_batch * found.accumulation_steps == 48
     assert 1 <= found.micro_batch < 48
@@ -42,6 +42,19 @@ def test_a_batch_that_is_too_large_is_split_evenly_and_kept_whole() -> None:
     assert found.samples_per_second > 0
     assert not found.report.plan.settings
     assert {trial.plan.samples_per_step for trial in found.report.trials} == {48}
+
+
+@pytest.mark.parametrize("batch", [pictures(2), pictures], ids=["batch", "function"])
+def test_without_a_global_batch_larger_micro_batches_are_found(batch: Any) -> None:
+    given = HERE | {"vram_budget": "64MiB", "max_probes": 4, "options": QUICK}
+    found = autofit.find_batch_size(wide, batch, **given)
+    assert found.accumulation_steps == 1
+    assert found.largest_micro_batch > 2
+    assert found.largest_micro_batch >= found.micro_batch
+    assert not found.is_decided  # four probes are too few to confirm an answer
+    assert (found.micro_batch != 2) == any(
+        "global batch changed" in each for each in found.warnings
+    )
 
 
 @pytest.mark.slow
@@ -56,7 +69,6 @@ def test_a_global_batch_may_be_larger_than_the_sample_batch() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"sample_batch": pictures}, "give a global_batch to keep"),
         ({"sample_batch": None}, "give a sample batch"),
         ({"global_batch": 0}, "global_batch must be"),
         ({"options": "quick"}, "options must be autofit.SearchOptions"),
@@ -85,3 +97,4 @@ def test_accumulation_that_would_change_gradients_stays_as_it_is() -> None:
     given = HERE | {"global_batch": 32, "max_probes": 3, "options": QUICK}
     found = autofit.find_batch_size(normalizing, pictures(8), **given)
     assert (found.micro_batch, found.accumulation_steps) == (8, 4)
+    assert any("Split gradients differ" in each for each in found.warnings)

@@ -89,6 +89,12 @@ def test_a_budget_that_no_placement_fits_is_refused_in_words() -> None:
     with pytest.raises(autofit.NoFeasiblePlan, match=r"least memory.* does not fit") as raised:
         autofit.checkpoint_to_budget(deep(), BATCH, "12MiB", **HERE)
     assert raised.value.allowed_bytes == 12 * MIB
+    required = raised.value.required_bytes
+    assert required is not None
+    assert required > 12 * MIB
+    with autofit.checkpoint_to_budget(deep(), BATCH, required, **HERE) as trial:
+        assert trial.measurement.held_bytes is not None
+        assert trial.measurement.held_bytes <= required
 
 
 @pytest.mark.parametrize(

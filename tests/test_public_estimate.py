@@ -177,3 +177,29 @@ def test_what_pickling_a_model_raises_is_told(
 def test_an_error_of_the_forward_is_the_users_own() -> None:
     with pytest.raises(KeyError, match="no such layer"):
         autofit.fits(Broken(), batch(), "2GiB", **LOSS)
+
+
+def test_without_a_gpu_the_estimate_says_which_was_assumed() -> None:
+    assert "(assumed: no gpu given)" in str(autofit.estimate_memory(net(), batch(), **LOSS))
+
+
+def test_options_of_the_allocator_that_are_ignored_are_named_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.6")
+    named = "garbage_collection_threshold:0.6"
+    with pytest.warns(UserWarning, match=named):
+        assert named in str(autofit.estimate_memory(net(), batch(), **LOSS, gpu="L4"))
+    with pytest.warns(UserWarning, match=named):
+        autofit.fits(net(), batch(), "1GiB", **LOSS)
+    workload = autofit.Workload(net, batch(), **LOSS)
+    with pytest.warns(UserWarning, match=named):
+        assert named in str(autofit.check(workload, gpu="L4"))
+    with pytest.warns(UserWarning, match=named):
+        assert named in str(autofit.predict(workload, gpu=["L4", "T4"]))
+
+
+def test_fits_says_what_it_assumed_of_a_size() -> None:
+    with pytest.warns(UserWarning, match=r"GPU of 8.00 GiB: assumed"):
+        assert autofit.fits(net(), batch(), gpu="8GiB", **LOSS)

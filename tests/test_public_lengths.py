@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import autofit
 from autofit.errors import InvalidArgument
+from autofit.searching.loader_batches import longest_batch
 from autofit.training.lengths import tokens_of_mix
 
 HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "64MiB", "strategies": []}
@@ -145,7 +146,9 @@ def test_a_loader_tells_three_lengths_and_is_left_as_it_was() -> None:
     state = torch.get_rng_state()
     lengths = autofit.from_loader(loader, 320)
     assert torch.equal(torch.get_rng_state(), state)
-    shapes = [tuple(batch["input_ids"].shape) for _, batch in lengths.mix]
+    assert lengths.collate_fn is not None
+    batches = [lengths.collate_fn(given) for _, given in lengths.mix]
+    shapes = [tuple(batch["input_ids"].shape) for batch in batches]
     assert [samples for samples, _ in shapes] == [4, 4, 4]
     short, typical, longest = (length for _, length in shapes)
     assert short < typical < longest
@@ -155,11 +158,11 @@ def test_a_loader_tells_three_lengths_and_is_left_as_it_was() -> None:
 
 
 def test_a_loader_that_never_ends_is_looked_at_for_a_while() -> None:
-    def endless() -> Iterator[torch.Tensor]:
-        for length in itertools.count(1):
-            yield tokens(length)
+    class Endless:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return map(tokens, itertools.count(1))
 
-    lengths = autofit.from_loader(endless(), 10)
+    lengths = autofit.from_loader(Endless(), 10)
     assert lengths.longest.shape == (4, 10)
     with pytest.raises(InvalidArgument, match="no batch"):
         autofit.from_loader([])
@@ -167,9 +170,19 @@ def test_a_loader_that_never_ends_is_looked_at_for_a_while() -> None:
         autofit.from_loader(7)
 
 
+def test_what_delivers_its_batches_once_is_refused_and_keeps_them() -> None:
+    batches = iter([tokens(length) for length in range(1, 40)])
+    with pytest.raises(InvalidArgument, match="iterator"):
+        autofit.from_loader(batches)
+    with pytest.raises(InvalidArgument, match="iterator"):
+        longest_batch(batches)
+    assert next(batches).shape == (4, 1)
+
+
 def test_samples_without_a_length_make_one_batch() -> None:
     images = [torch.ones(3, 8, 8)] * 1000
     lengths = autofit.from_loader(DataLoader(images, batch_size=4))  # type: ignore[arg-type]
-    ((share, batch),) = lengths.mix
+    ((share, given),) = lengths.mix
     assert share == 1.0
-    assert batch.shape == (4, 3, 8, 8)
+    assert lengths.collate_fn is not None
+    assert lengths.collate_fn(given).shape == (4, 3, 8, 8)

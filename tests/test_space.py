@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -233,3 +236,70 @@ def test_what_depends_on_a_setting_that_needs_accumulation_goes_with_it() -> Non
     assert space.plan(8, {**asked, "parallel.accumulation": "once"}).settings == (
         space.default_settings
     )
+
+
+def test_settings_that_exclude_each_other_are_reset_in_the_order_of_the_space() -> None:
+    exclusive = {
+        "a.x": Dimension([0, 1], when={"b.y": [0]}),
+        "b.y": Dimension([0, 1], when={"a.x": [0]}),
+    }
+    both = {"a.x": 1, "b.y": 1}
+    assert Space(exclusive, 4).plan(4, both).settings == {"a.x": 0, "b.y": 1}
+    turned = dict(reversed(exclusive.items()))
+    assert Space(turned, 4).plan(4, both).settings == {"a.x": 1, "b.y": 0}
+
+
+def test_a_plan_does_not_depend_on_how_texts_are_hashed() -> None:
+    code = (
+        "from autofit.plan import Dimension; from autofit.space import Space; "
+        "names = [f's{n}.x' for n in range(6)]; "
+        "d = {n: Dimension([0, 1], when={o: [0] for o in names if o != n}) for n in names}; "
+        "print(Space(d, 4).plan(4, dict.fromkeys(names, 1)))"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "2", "3")
+    }
+    assert len(said) == 1
+
+
+def test_what_a_value_depends_on_may_be_any_iterable() -> None:
+    with_one = Dimension([0, 1], when={"b.y": iter([1, None])})
+    assert with_one.allowed_with({"b.y": 1})
+    assert with_one.allowed_with({"b.y": 1})
+    assert with_one.allowed_with({})
+
+
+@pytest.mark.parametrize(("values", "settings"), [(60, 3), (8, 12), (2, 60)])
+def test_a_space_too_large_to_plan_is_refused_by_its_size(values: int, settings: int) -> None:
+    names = [f"big.d{number}" for number in range(settings)]
+    space = Space({name: Dimension(range(values)) for name in names}, 4)
+    with pytest.raises(InvalidArgument) as refused:
+        space.check_can_be_planned()
+    assert f"{values**settings:,}" in str(refused.value)
+    assert f"big.d0 ({values} values)" in str(refused.value)
+
+
+def test_what_conditions_rule_out_does_not_count() -> None:
+    names = [f"s.d{number}" for number in range(18)]
+    alone = {
+        name: Dimension([0, 1], when={other: [0] for other in names if other != name})
+        for name in names
+    }
+    Space(alone, 4).check_can_be_planned()  # 2**18 combinations, of which 19 are variants
+    with pytest.raises(InvalidArgument):
+        Space({name: Dimension([0, 1]) for name in names}, 4).check_can_be_planned()
+
+
+@pytest.mark.parametrize(("batch", "better"), [(509, 512), (13, 12), (7, 8), (1021, 1024)])
+def test_a_global_batch_that_hardly_splits_evenly_is_noted(batch: int, better: int) -> None:
+    (note,) = Space({}, batch, global_batch=batch, even_split=True).notes()
+    assert str(batch) in note
+    assert f"such as {better}" in note
+    assert not [*Space({}, batch, global_batch=batch).notes()]
+    assert not [*Space({}, better, global_batch=better, even_split=True).notes()] or better < 16

@@ -19,7 +19,6 @@ import torch
 from autofit.checks.tuned import AskedPlan
 from autofit.checks.verdict import Verdict
 from autofit.devices.gpu_catalogue import Gpu, find_gpu
-from autofit.devices.request import budget_bytes
 from autofit.errors import InvalidArgument, PredictionUnavailable, hides_own_frames
 from autofit.measurement import Outcome, Trial
 from autofit.plan import Plan, check_count
@@ -62,8 +61,8 @@ def check(
         vram_budget: "24GiB", bytes, or a fraction of the GPU; None: all memory of `gpu` for a
             prediction, or the free memory of the device for a probe.
         gpu: the GPU to predict for, as for `predict`; None: the plan is probed where there is a
-            GPU, and else predicted for an H200. Several ranks are probed by those that torchrun
-            started, and else predicted.
+            GPU, and else predicted for an H200, within a budget that must be given. Several
+            ranks are probed by those that torchrun started, and else predicted.
         device: where to probe, "cpu" included; None: cuda if there is one.
         strategies: as for `predict`.
         world_size: as for `predict`; None under torchrun: its ranks.
@@ -71,8 +70,9 @@ def check(
             outputs in its place; else `fits` is None, since a real loss takes more memory.
 
     Raises:
-        InvalidArgument: an argument is not valid, both `gpu` and `device` are given, or the report
-            is of another workload, or was made on the CPU and its budget is not that of a GPU.
+        InvalidArgument: an argument is not valid, both `gpu` and `device` are given, there is
+            nothing to check against (no budget, GPU or device), or the report is of another
+            workload, or was made on the CPU and its budget is not that of a GPU.
         DeviceUnavailable: the device does not exist.
         Exception: raised by the user's own code.
     """
@@ -146,6 +146,11 @@ def _check(
     probes = will_probe(gpu, device)
     if world.size == 1 and ranks not in (None, 1):  # there are no others here to probe with
         probes = False
+    if not probes and vram_budget is None and gpu is None:
+        raise InvalidArgument(
+            'there is nothing to check against: give a vram_budget such as "24GiB", a gpu such '
+            'as "L4", or a device on which to probe'
+        )
     chosen = load_strategies(strategies, plan=plan, world_size=world.size) if probes else ()
 
     def lead(owned: int) -> Verdict:
@@ -209,13 +214,14 @@ def _without_a_loss(verdict: Verdict) -> Verdict:
 def _unknown(plan: Plan, vram_budget: str | float | None, gpu: str | int | Gpu | None) -> Verdict:
     """Return the verdict of a prediction before it is known."""
     found = find_gpu(gpu)
-    budget = budget_bytes(
-        1.0 if vram_budget is None else vram_budget,
-        total_bytes=found.total_bytes,
-        free_bytes=found.total_bytes,
-    )
     return Verdict(
-        None, plan, "predict", budget, device="cuda", gpu=found.name, gpu_assumed=gpu is None
+        None,
+        plan,
+        "predict",
+        found.budget_bytes(vram_budget),
+        device="cuda",
+        gpu=found.name,
+        gpu_assumed=gpu is None,
     )
 
 
@@ -238,6 +244,7 @@ def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
         unknown_bytes=prediction.unknown_bytes,
         parameters=prediction.parameters,
         evaluation_bytes=prediction.evaluation_bytes,
+        notes=prediction.notes,
     )
 
 

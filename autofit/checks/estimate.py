@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from autofit.devices.gpu_catalogue import Gpu
 from autofit.errors import InvalidArgument, hides_own_frames
+from autofit.memory.allocator import ignored_options
 from autofit.plan import Settings
 from autofit.prediction.predict import Prediction, predict
 from autofit.training.workload import Workload, workload_of
@@ -54,7 +56,8 @@ def estimate_memory(
         sample_batch: as large as a micro-batch: what goes through the model at once.
         global_batch: samples of an optimizer step; None: those of the sample batch.
         settings: of the plan, such as {"precision.dtype": "bfloat16"}; None: plain PyTorch.
-        gpu: a name such as "L4" or "A100-80GB", a size such as "24GiB", or bytes; None: H200.
+        gpu: a name such as "L4" or "A100-80GB", a size such as "24GiB", or bytes; None: H200,
+            which the answer says.
 
     Returns:
         The prediction: `required_bytes`, with their `interval` and by `breakdown`;
@@ -108,6 +111,9 @@ def fits(
         settings=settings,
         gpu=gpu,
     )
+    for note in predicted.notes:
+        if note != ignored_options():  # of which every prediction warns
+            warnings.warn(note, stacklevel=3)
     if predicted.has_stand_in_loss:
         raise InvalidArgument(
             "fits needs a loss, without which a training would be taken to need too little: give "

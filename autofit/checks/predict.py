@@ -10,6 +10,7 @@ from autofit.checks.tuned import AskedPlan
 from autofit.codec import to_json
 from autofit.devices.gpu_catalogue import NCCL_BYTES, NCCL_UNKNOWN, Gpu, find_gpu, known_gpus
 from autofit.errors import InvalidArgument, hides_own_frames
+from autofit.notebook import shown
 from autofit.plan import Plan
 from autofit.prediction import predict as one_gpu
 from autofit.prediction.predict import Prediction
@@ -108,6 +109,9 @@ def _gpus(named: Sequence[Any]) -> list[Gpu]:
     return sorted(found, key=lambda gpu: gpu.total_bytes)
 
 
+_TITLES = ("GPU", "memory", "needs", "fits", "largest micro-batch")
+
+
 @dataclass(frozen=True)
 class GpuTable:
     """What a plan needs on several GPUs.
@@ -135,20 +139,32 @@ class GpuTable:
         return written
 
     def __str__(self) -> str:
-        titles = ("GPU", "memory", "needs", "fits", "largest micro-batch")
+        rows = table(_TITLES, self._rows(), right=(1, 2))
+        return laid_out([self._title, "", rows, "", *self._remarks()], WIDTH)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return shown([self._title, *self._remarks()], [_TITLES, *self._rows()])
+
+    @property
+    def _title(self) -> str:
+        return f"{next(iter(self.predictions.values())).plan}, predicted"
+
+    def _remarks(self) -> list[str]:
         first = next(iter(self.predictions.values()))
-        rows = table(titles, self._rows(), right=(1, 2))
         lines = ["needs: required bytes with their margin"]
         if first.unknown_bytes:
             left = format_bytes(NCCL_BYTES)
             lines.append(f"NCCL: {NCCL_UNKNOWN}; ? means that {left} more would not fit")
         lines += [f"{name}: {why}" for name, why in self.lacking.items()]
         lines += [STOOD_IN] if first.has_stand_in_loss else []
-        return laid_out([f"{first.plan}, predicted", "", rows, "", *lines], WIDTH)
+        notes = dict.fromkeys(note for each in self.predictions.values() for note in each.notes)
+        lines += [f"note: {note}" for note in notes]
+        return lines
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for name, each in self.predictions.items():
             needs, fits = format_bytes(each.interval[1]), each.fits()
             answer = {True: "yes", False: "no", None: "?"}[fits]
             largest = str(each.largest_micro_batch or "none")
-            yield name, format_bytes(each.gpu.total_bytes), needs, answer, largest
+            yield name, format_bytes(each.gpu.usable_bytes), needs, answer, largest

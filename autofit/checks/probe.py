@@ -145,12 +145,25 @@ class SoakResult(Trial):
         vram_budget_bytes: that it was trained within.
         deviations: differences from the report, one line each.
         busy: what others did on the device, here or in the search; speed is not compared then.
+        was_busy: whether that was in the search.
     """
 
     expected: Trial
     vram_budget_bytes: int
     deviations: tuple[str, ...] = ()
     busy: str | None = None
+    was_busy: bool = False
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """Which of peak, speed and loss were compared with the report."""
+        now, then = self.measurement, self.expected.measurement
+        known = {
+            "peak": None not in (now.peak_allocated_bytes, then.peak_allocated_bytes),
+            "speed": self.busy is None and bool(now.step_times_s and then.step_times_s),
+            "loss": _are_losses_compared(then, now),
+        }
+        return tuple(what for what, is_known in known.items() if is_known)
 
     @property
     def passed(self) -> bool:
@@ -168,6 +181,7 @@ class SoakResult(Trial):
             "passed": self.passed,
             "deviations": list(self.deviations),
             "busy": self.busy,
+            "compared": list(self.compared),
             "steps": self.steps,
             "plan": to_json(self.plan),
             "vram_budget_bytes": self.vram_budget_bytes,
@@ -177,6 +191,8 @@ class SoakResult(Trial):
 
     def __str__(self) -> str:
         measured, expected = self.measurement, self.expected.measurement
+        is_busy, when = self.busy is not None, "in the search" if self.was_busy else "now"
+        agreeing = ", ".join(self.compared) or "nothing, for nothing could be compared"
         lines = [
             f"{self.plan}: {self.steps} steps",
             f"peak reserved  {format_bytes(measured.peak_reserved_bytes)}"
@@ -193,8 +209,8 @@ class SoakResult(Trial):
                 if measured.ranks and expected.ranks
                 else []
             ),
-            *([f"speed was not compared: the machine was busy ({self.busy})"] if self.busy else []),
-            "agrees with the report" if self.passed else "differs from the report:",
+            *([f"speed was not compared: the machine was busy {when} ({self.busy})"] * is_busy),
+            f"as in the report: {agreeing}" if self.passed else "differs from the report:",
         ]
         return "\n".join([*lines, *(f"- {line}" for line in self.deviations)])
 
@@ -217,10 +233,10 @@ def soak(
     """
     if steps < 2 * QUARTER:
         raise InvalidArgument(f"a report is compared over {2 * QUARTER} steps or more, got {steps}")
-    resolved = record.resolve_best(remembered=strategies)
-    step_time_s = record.best.measurement.step_time_s
+    resolved = record.resolve_plan(remembered=strategies)
+    step_time_s = record.recommended.measurement.step_time_s
     trained = replace(workload, global_batch=record.workload["global_batch"])
-    ranks = record.best.plan.world_size
+    ranks = record.recommended.plan.world_size
     own = record.environment["device"]  # of several ranks that of rank 0
     where = device or (own if ranks == 1 else own.partition(":")[0])
     budget = record.vram_budget_bytes if vram_budget is None else vram_budget
@@ -245,7 +261,7 @@ def soak(
         return trial.measurement, busy, survey.vram_budget_bytes
 
     measured, busy, budget_bytes = owned_by_rank_0(lead, ranks=ranks)
-    best = record.best
+    best = record.recommended
     return SoakResult(
         number=0,
         kind=TrialKind.SEARCH,
@@ -255,6 +271,7 @@ def soak(
         vram_budget_bytes=budget_bytes,
         deviations=compare(best.measurement, measured, busy=busy is not None),
         busy=busy,
+        was_busy=record.search.busy is not None,
     )
 
 
@@ -320,14 +337,20 @@ def _losses(expected: Measurement, measured: Measurement) -> Iterator[str]:
     The loss of one step says little where dropout or sampling scatters it, so the end is the
     median of the last quarter, and the scatter there is allowed to the report's loss.
     """
-    is_longer = len(measured.step_times_s) >= len(expected.step_times_s)
-    if expected.loss is None or measured.loss is None or not is_longer:
+    if not _are_losses_compared(expected, measured):
         return
+    assert expected.loss is not None
+    assert measured.loss is not None
     losses = measured.losses or (measured.loss,)
     end = statistics.median(losses[-max(1, len(losses) // QUARTER) :])
     allowed = max(LOSS_TOLERANCE * abs(expected.loss), _NOISE * _deviation(losses))
     if end > expected.loss + allowed:
         yield f"the loss rose from {expected.loss:.4g} to {end:.4g}"
+
+
+def _are_losses_compared(expected: Measurement, measured: Measurement) -> bool:
+    is_longer = len(measured.step_times_s) >= len(expected.step_times_s)
+    return is_longer and expected.loss is not None and measured.loss is not None
 
 
 def _deviation(losses: Sequence[float]) -> float:

@@ -13,6 +13,7 @@ from autofit.report.record import Record
 from autofit.report.report import Report
 from autofit.training.batch import describe
 from autofit.training.fingerprint import differing_parts
+from autofit.training.samples import Made
 from autofit.training.workload import Workload, check_arguments
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class AskedPlan:
             check_arguments(workload, plan)
             return cls(plan)
         check_arguments(workload, None)
-        best = plan.record.best_plan_to_rerun
+        best = plan.record.plan_to_rerun
         return cls(best, plan.record.payloads(best.settings), plan.record)
 
     @property
@@ -99,7 +100,9 @@ class AskedPlan:
         """
         if self.record is None:
             return
-        samples = describe(workload.batch(workload.sample_batch_size))
+        samples = None  # a function's batches may have other shapes each time
+        if not isinstance(workload.samples, Made):
+            samples = describe(workload.batch(workload.described_size))
         if differs := _differences(self.record, parameters=parameters, samples=samples):
             raise InvalidArgument(
                 f"the report is of another workload: {differs}. Pass the workload of "
@@ -136,7 +139,7 @@ def _differences(there: Record, **here: Any) -> str:
     environment, workload = there.environment, there.workload
     facts = {**workload, **environment, "device": environment["gpu"] or environment["device"]}
     facts["samples"] = _shapes(workload["sample_shapes"])
-    if "samples" in here:
+    if here.get("samples") is not None:
         here["samples"] = _shapes(here["samples"])
     return "; ".join(
         f"{name} {facts[name]} there, {now} here"

@@ -16,14 +16,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 from autofit.codec import Amount, from_json, read_json, to_json
-from autofit.devices.gpu_catalogue import NCCL_UNKNOWN, find_gpu
+from autofit.devices.gpu_catalogue import ASSUMED, NCCL_UNKNOWN, find_gpu
 from autofit.errors import InvalidArgument
 from autofit.notebook import shown
 from autofit.plan import Plan, Settings
 from autofit.report.record import Record
 from autofit.units import format_bytes
 
-ASSUMED = " (assumed: no gpu given)"
 METHODS = {"probe": "a probe: run on the device", "predict": "a dry run on torch's meta device"}
 """By its name, how a verdict was found, for a reader."""
 
@@ -52,6 +51,7 @@ class Verdict:
         device: "cuda" or "cpu".
         gpu: name of the GPU; None also for a CPU.
         gpu_assumed: whether the GPU is the default because none was named.
+        notes: what was assumed or left out; see `Prediction`.
     """
 
     fits: bool | None
@@ -70,6 +70,7 @@ class Verdict:
     unknown_bytes: Amount = 0
     parameters: Amount | None = None
     evaluation_bytes: Amount | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -89,7 +90,7 @@ class Verdict:
             line += f": {self.detail}"
         if self.fits is False and self.largest_micro_batch:
             line += f"; the largest micro-batch that fits is {self.largest_micro_batch}"
-        return line
+        return "; note: ".join([line, *self.notes])
 
     def _needs(self) -> str:
         how = "measured" if self.method == "probe" else "predicted"
@@ -215,7 +216,7 @@ def read_earlier(path: str | os.PathLike[str]) -> tuple[Verdict, Settings]:
             f"{os.fspath(path)} is neither a report nor output of `autofit check --json`: {error}"
         ) from error
 
-    best = record.best
+    best = record.recommended
     verdict = Verdict(
         True,
         best.plan,

@@ -10,9 +10,8 @@ import signal
 import sys
 import tempfile
 import traceback
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from autofit.report.details import changes
 from autofit.report.report import Report, load, write
 from autofit.report.summary import Place
 from autofit.report.text import WIDTH, in_markdown, in_text, laid_out
+from autofit.streams import LossyStream, complain
 from autofit.world import world_of_environment
 
 _OF_THE_WORKLOAD = (Outcome.LEAK, Outcome.NONFINITE, Outcome.USER_ERROR)
@@ -73,16 +73,32 @@ def show_report(
         else:
             held_by = held_by or (path if path.suffix == ".json" else None)
         report = _shown_at(report, held_by)
-    if as_json:
-        print_result(json.dumps(report.to_dict(), indent=1))
-    else:
-        if held_by is None:
-            held_by = Path(tempfile.gettempdir(), f"autofit-{uuid.uuid4().hex[:8]}.json")
-            with suppress(InvalidArgument):
-                report = _shown_at(report, report.save(held_by))
-        print_result(report.to_text(verbose=verbose, **style()))
+    kept = _kept(report) if held_by is None and not as_json else None
+    report = _shown_at(report, held_by or kept)
+    try:
+        shown = json.dumps(report.to_dict(), indent=1) if as_json else None
+        print_result(shown or report.to_text(verbose=verbose, **style()))
+    except AutofitError as error:
+        lost.append(str(error))
+        if held_by is None and (kept := kept or _kept(report)) is not None:
+            lost.append(f"the report is in {kept}")
+        raise AutofitError("; ".join(lost)) from error
     if lost:
         raise InvalidArgument("; ".join(lost))
+
+
+def _kept(report: Report) -> Path | None:
+    """Write a report that no file holds yet to one that only this user may read; None: none can."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="autofit-", suffix=".json")
+    except OSError:  # there is no folder for temporary files
+        return None
+    os.close(descriptor)
+    try:
+        return report.save(name)
+    except InvalidArgument:
+        os.unlink(name)
+        return None
 
 
 def _shown_at(report: Report, path: Path | None) -> Report:
@@ -137,7 +153,7 @@ def leads() -> bool:
 
 def style() -> dict[str, Any]:
     """Return width and color of text on standard output; a file gets no color, nor NO_COLOR."""
-    if not sys.stdout.isatty():
+    if not LossyStream(sys.stdout).isatty():
         return {}
     is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return {"width": min(shutil.get_terminal_size().columns, 100), "color": not is_plain}
@@ -160,27 +176,19 @@ def print_result(text: str) -> None:
     Raises:
         AutofitError: it cannot be written.
     """
-    encoding = sys.stdout.encoding or "utf-8"
-    shown = for_terminal(text.rstrip("\n")).encode(encoding, "backslashreplace").decode(encoding)
-    try:
-        print(shown, flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what was not taken
-        if not isinstance(error, BrokenPipeError):
-            raise AutofitError(
-                f"cannot write the result to standard output: {error.strerror}"
-            ) from error
+    out = LossyStream(sys.stdout)
+    print(for_terminal(text.rstrip("\n")), file=out, flush=True)
+    if isinstance(out.error, OSError) and not isinstance(out.error, BrokenPipeError):
+        raise AutofitError(f"cannot write the result to standard output: {out.error.strerror}")
 
 
 def say(line: str) -> None:
-    """Tell on standard error how far a command is; nothing is lost where that is full or closed."""
+    """Tell on standard error how far a command is."""
     _print_error(f"autofit: {line}")
 
 
 def _print_error(text: str) -> None:
-    """Print to standard error; the exit code says the essential where that is full or closed."""
-    with suppress(OSError):
-        print(for_terminal(text), file=sys.stderr, flush=True)
+    complain(for_terminal(text))
 
 
 _INTERRUPTED = 128 + signal.SIGINT

@@ -2,8 +2,8 @@
 
 Exit codes: 0 done, fits; 1 nothing fits, does not fit; 2 usage; 3 the workload's own code failed;
 4 the device or the worker failed; 5 no answer (a check that can neither predict nor probe, a search
-whose timeout came before anything that fits was measured); 130 a search that Ctrl-C or SIGTERM
-ended, with what had been measured.
+whose timeout came before anything that fits was measured, one with --strict that told no plan from
+the baseline); 130 a search that Ctrl-C or SIGTERM ended, with what had been measured.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from autofit.cli.options import (
     Seed,
     SettingsGiven,
     StrategyNames,
+    Strict,
     StudyName,
     Target,
     Timeout,
@@ -68,6 +69,7 @@ from autofit.errors import InvalidArgument
 from autofit.interrupts import ended_like_interrupted, interrupts_remembered
 from autofit.plan import Plan
 from autofit.report.report import Report, load
+from autofit.streams import lossy_standard_streams
 
 app = typer.Typer(
     cls=Commands,
@@ -112,6 +114,7 @@ def search(
     effort: Effort = "normal",
     study: StudyName = None,
     seed: Seed = 0,
+    strict: Strict = False,
     out: Out = None,
     profile: Profile = None,
     verbose: Verbose = False,
@@ -154,6 +157,8 @@ def search(
         if report.record.search.stopped_because == INTERRUPTED:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command is ending for it already
             raise Interrupted("interrupted: the report holds what was measured until then")
+        if strict and not report.is_decided:
+            raise typer.Exit(5)
 
 
 def _searched(target: str, global_batch: int | None, **arguments: Any) -> Report:
@@ -212,7 +217,7 @@ def probe(
         raise typer.Exit(0 if trial.passed else 1)
     if leads():
         plan = asked or workload.plan()
-        plan = plan if isinstance(plan, Plan) else plan.record.best_plan_to_rerun
+        plan = plan if isinstance(plan, Plan) else plan.record.plan_to_rerun
         shown = replace(trial, plan=plan.on(trial.plan.world_size))  # without default settings
         facts = {"plan": trial.plan, "samples_per_second": trial.samples_per_second}
         written = to_json({**facts, **to_json(trial.measurement)})
@@ -270,5 +275,5 @@ app.command(context_settings={"allow_interspersed_args": False})(monitor)
 
 def main(run: Callable[[], Any] = app) -> None:
     """Entry point of the `autofit` command."""
-    with exit_codes():
+    with lossy_standard_streams(), exit_codes():
         run()

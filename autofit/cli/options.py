@@ -14,7 +14,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
@@ -139,6 +138,12 @@ StrategyNames = Annotated[
 Seed = Annotated[
     int,
     typer.Option(metavar="N", min=0, max=2**32 - 1, help="random seed", show_default=False),
+]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict", help="exit with 5 where no plan was told from the baseline", show_default=False
+    ),
 ]
 NumericsName = Annotated[
     str,
@@ -274,8 +279,7 @@ def with_eval_batch(workload: Workload, samples: int | None) -> Workload:
         return workload
     if workload.eval_samples is None:
         raise InvalidArgument("--eval-batch: the workload has no eval_step= and eval_batch=")
-    is_count = isinstance(workload.eval_batch, int)
-    return replace(workload, eval_batch=samples if is_count else workload.evaluation_batch(samples))
+    return workload.with_eval_samples(samples)
 
 
 REPORT_FORMS = (".json", ".html", ".md", ".txt", ".csv")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autofit.checks.verdict import (
-    ASSUMED,
     Regression,
     Verdict,
     compare_with,
@@ -41,7 +42,8 @@ from autofit.cli.options import (
     with_eval_batch,
 )
 from autofit.errors import InvalidArgument, PredictionUnavailable, users_code
-from autofit.report.report import Report, check_is_file
+from autofit.memory.allocator import IGNORED
+from autofit.report.report import check_is_file
 from autofit.world import world_of_environment
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ GpuName = Annotated[
         callback=checked("autofit.devices.gpu_catalogue:find_gpu"),
     ),
 ]
+MAX_REGRESSION = "5%"
 _SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
 
@@ -87,12 +90,13 @@ def predict(
     world_size: WorldSize = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the memory that a plan needs on a GPU, without one.
+    """Predict the memory that a plan needs on a GPU (exit code 0: it fits, 1: not, 5: unknown).
 
     With several GPUs: which ones the plan fits, and the largest micro-batch there; the exit code is
     1 where it fits none.
     """
     with stdout_for_results_only():
+        warnings.filterwarnings("ignore", f".*{re.escape(IGNORED)}")  # the result has it as a note
         workload = with_eval_batch(load_target(target), eval_batch)
         from autofit.checks.predict import predict as run
 
@@ -114,15 +118,13 @@ def predict(
     if is_table:
         print_result(json.dumps(table.to_dict(), indent=1) if as_json else str(table))
         raise typer.Exit(0 if table.fits else 1)
-    has_gpu = isinstance(plan, Report) and plan.record.environment.get("gpu") is not None
-    is_assumed = gpu is None and not has_gpu
     if as_json:
-        more = {"gpu_assumed": is_assumed, "largest_micro_batch": largest}
+        more = {"largest_micro_batch": largest}
         print_result(json.dumps(prediction.to_dict() | more, indent=1))
-        return
-    first, _, rows = str(prediction).partition("\n")
-    print_result(f"{first}{ASSUMED * is_assumed}\n{rows}")
-    print_result(f"  {'largest micro-batch':<20}{told} on {prediction.gpu.name}")
+    else:
+        print_result(str(prediction))
+        print_result(f"  {'largest micro-batch':<20}{told} on {prediction.gpu.name}")
+    raise typer.Exit({True: 0, False: 1, None: 5}[prediction.fits()])
 
 
 def _largest_of(prediction: Prediction) -> tuple[int | None, str]:
@@ -157,8 +159,9 @@ def check(
         ),
     ] = None,
     max_regression: Annotated[
-        str, typer.Option(metavar="SHARE", help="allowed growth over --baseline")
-    ] = "5%",
+        str | None,
+        typer.Option(metavar="SHARE", help="allowed growth over --baseline; default: 5%"),
+    ] = None,
     junit_xml: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write a JUnit XML file")
     ] = None,
@@ -171,8 +174,11 @@ def check(
     """
     here = world_of_environment().size
     ranks = world_size if world_size is not None or here == 1 or plan_from else here
-    allowed = read_fraction(max_regression)
+    allowed = read_fraction(MAX_REGRESSION if max_regression is None else max_regression)
+    if max_regression is not None and baseline is None:
+        raise InvalidArgument("--max-regression compares with an earlier file: give --baseline too")
     with stdout_for_results_only(), _errors_shown(target, junit_xml if leads() else None):
+        warnings.filterwarnings("ignore", f".*{re.escape(IGNORED)}")
         workload = with_eval_batch(load_target(target), eval_batch)
         from autofit.checks.check import check as run
 

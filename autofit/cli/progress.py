@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import IO
 
 from rich.console import Console
@@ -22,6 +20,7 @@ from autofit.notebook import ChangingLine, in_notebook
 from autofit.searching import wording
 from autofit.searching.events import Event, ProbeFinished, Progress, StageStarted
 from autofit.searching.wording import EventWords, is_warning
+from autofit.streams import LossyStream
 from autofit.units import format_clock
 
 _FRAMES = "-\\|/"
@@ -36,10 +35,8 @@ class ProgressLine:
     """
 
     def __init__(self, stream: IO[str] | None = None) -> None:
-        shown = stream or sys.stderr
-        self._console = Console(
-            file=shown, highlight=False, quiet=shown is None, force_jupyter=False
-        )
+        shown = LossyStream(stream or sys.stderr)  # rich ends the program at a broken pipe
+        self._console = Console(file=shown, highlight=False, force_jupyter=False)
         self._live: Live | None = None
         self._cell = ChangingLine() if stream is None and in_notebook() else None
         self._words = EventWords()
@@ -54,14 +51,12 @@ class ProgressLine:
                 transient=True,
                 refresh_per_second=_FRAMES_PER_SECOND,
             )
-            with self._while_written():
-                self._live.start(refresh=True)
+            self._live.start(refresh=True)
         return self
 
     def __exit__(self, *raised: object) -> None:
         if self._live is not None:
-            with self._while_written():
-                self._live.stop()
+            self._live.stop()
             self._live = None
         if self._cell is not None:
             self._cell.show(self._last.text())
@@ -77,12 +72,11 @@ class ProgressLine:
         if self._cell is not None:
             self._cell.show(self._last.text())
             return
-        with self._while_written():
-            if self._live is not None:
-                self._live.update(self._last, refresh=True)
-            if self._is_due(event) and (line := self._words.line(event)):
-                self._written_at = time.monotonic()
-                self._console.print(Text(for_terminal(line)), soft_wrap=True)
+        if self._live is not None:
+            self._live.update(self._last, refresh=True)
+        if self._is_due(event) and (line := self._words.line(event)):
+            self._written_at = time.monotonic()
+            self._console.print(Text(for_terminal(line)), soft_wrap=True)
 
     def _is_due(self, event: Event) -> bool:
         """Return whether the event gets a line that stays: the first probe does in any log."""
@@ -93,14 +87,6 @@ class ProgressLine:
         ):
             return True
         return time.monotonic() - self._written_at >= wording.SECONDS_BETWEEN
-
-    @contextmanager
-    def _while_written(self) -> Iterator[None]:
-        """Fall silent where the stream takes no more: a full disk must not end a search."""
-        try:
-            yield
-        except OSError:
-            self._console.quiet = True
 
 
 class _LiveLine:

@@ -49,12 +49,14 @@ from autofit.plan import Plan, ResolvedPlan
 from autofit.strategy import Comparison, undone
 from autofit.training.batch import (
     Batch,
-    batch_size,
     describe,
     map_batched,
+    named_tensors,
     tensors_of,
 )
+from autofit.training.samples import Collated, Made, Rows, Samples
 from autofit.training.training import Training, TrainingBuilder
+from autofit.training.watch import IGNORED
 from autofit.training.workload import Workload
 
 Repeated: TypeAlias = Callable[[], Iterable[StepTrace]]
@@ -95,14 +97,26 @@ def compare_split_gradients(
     if lost is not None:
         return _kept(f"split and whole gradients could not be compared ({lost})")
     try:
-        batch = workload.batch(SAMPLES_OF_A_COMPARISON)
-        places = workload.samples.places(batch)
-        batch = _varied(batch, places)
-        if not any(_has_distinct_samples(tensors_of(batch)[place]) for place in places):
+        samples = workload.samples
+        if isinstance(samples, Made):
+            return _kept(
+                "the batches of a function n -> batch are not told apart into samples, so split "
+                "and whole gradients could not be compared",
+                way_out="samples and Workload(collate_fn=), or allow_accumulation_change",
+            )
+        batch = workload.samples_of(SAMPLES_OF_A_COMPARISON)
+        if isinstance(samples, Rows):
+            batch = _varied(batch, samples.places(batch))
+        if not _has_distinct(samples, batch):
             why = "copies of one sample do not show whether split gradients equal whole ones"
             return _kept(why, way_out="samples that differ")
+        if isinstance(samples, Collated) and not _repeats(samples, batch):
+            return _kept(
+                "collate_fn makes another batch of the same samples each time, so split and whole "
+                "gradients cannot be compared"
+            )
         split = _split_against_whole(builder, batch)
-        whole = ResolvedPlan(Plan(batch_size(batch)))
+        whole = ResolvedPlan(Plan(SAMPLES_OF_A_COMPARISON))
         seeds = ((whole, builder.seed), (whole, builder.seed + 1))  # the noise of the model itself
         noise = None if split.equal else compare_passes(builder, seeds, batch)
         carried = _second_against_first(builder, batch) if split.equal else None
@@ -114,7 +128,7 @@ def compare_split_gradients(
     if carried is not None:
         return _kept(_why_by_state(carried), carried.comparison)
     if noise is None:
-        return _with_padding(builder, batch, places, split.comparison)
+        return _with_padding(builder, samples, batch, split.comparison)
     if not noise.equal:
         why = (
             "the model draws random numbers that change the gradients of the same samples by "
@@ -125,10 +139,22 @@ def compare_split_gradients(
 
 
 def _kept(
-    why: str, comparison: Comparison | None = None, *, way_out: str = "allow_accumulation_change"
+    why: str,
+    comparison: Comparison | None = None,
+    *,
+    way_out: str = "allow_accumulation_change",
+    is_of_batch: bool = True,
 ) -> SplitGradients:
-    """Return the decision to keep the accumulation steps; `way_out` is what to pass instead."""
-    mark = "" if comparison is None else ACT  # what is unknown asks for nothing
+    """Return the decision to keep the accumulation steps.
+
+    Args:
+        why: so.
+        comparison: that showed it.
+        way_out: what to pass instead.
+        is_of_batch: whether it was shown on the batch that was given, and not on one made of it.
+    """
+    # What is unknown, or only possible, asks for nothing
+    mark = "" if comparison is None or not is_of_batch else ACT
     note = f"{mark}{why}: the accumulation steps were kept. To free them, pass {way_out}"
     return SplitGradients(why, comparison, (note,))
 
@@ -174,7 +200,7 @@ def _compared(first: StepTrace, second: StepTrace, repeated: Repeated) -> _Compa
 def _split_against_whole(
     builder: TrainingBuilder, batch: Batch, around: Around = nullcontext
 ) -> _Compared:
-    samples, seed = batch_size(batch), builder.seed
+    samples, seed = SAMPLES_OF_A_COMPARISON, builder.seed
     sizes = samples, -(-samples // 2)
     whole, split = (ResolvedPlan(Plan.split(samples, size)) for size in sizes)
     first, second = run_passes(builder, ((whole, seed), (split, seed)), batch, around)
@@ -203,7 +229,7 @@ def _second_against_first(builder: TrainingBuilder, batch: Batch) -> _Compared |
 
     Also None where a pass from the start differs as much: it draws numbers that no seed repeats.
     """
-    plan, seed = ResolvedPlan(Plan(batch_size(batch))), builder.seed
+    plan, seed = ResolvedPlan(Plan(SAMPLES_OF_A_COMPARISON)), builder.seed
     builder.reclaim()
     with builder.training(builder.fresh_workload(), plan) as training:
         before = dict(state_of(training.model, updated=False))
@@ -266,9 +292,15 @@ _KEPT = (1.0, 0.5, 0.75, 0.25, 0.5)
 
 
 def _with_padding(
-    builder: TrainingBuilder, batch: Batch, places: Collection[int], comparison: Comparison
+    builder: TrainingBuilder, samples: Samples, batch: Batch, comparison: Comparison
 ) -> SplitGradients:
-    """Return the decision where split and whole gradients of the sample batch are equal."""
+    """Return the decision where split and whole gradients of the sample batch are equal.
+
+    Samples that are collated have the padding that they have in the training.
+    """
+    if not isinstance(samples, Rows):
+        return SplitGradients(None, comparison)
+    places = samples.places(batch)
     masks, masked = _masks_altered(batch, places)
     if masks and (found := _tried(builder, masked)) is not None and not found.equal:
         why = (
@@ -276,12 +308,13 @@ def _with_padding(
             f"({', '.join(masks)}) leave nothing out, and differ by {found.by()} where they do"
         )
         way_out = "loss_weight (what the masks leave), or allow_accumulation_change"
-        return _kept(why, found.comparison, way_out=way_out)
+        return _kept(why, found.comparison, way_out=way_out, is_of_batch=False)
     if builder.fresh_workload().loss_weight is None:
         found = _tried(builder, batch, _targets_ignored)
         if found is not None and not found.equal:
+            mark = ACT if _has_ignored(batch, places) else ""
             note = (
-                f"{ACT}Padded targets (-100) would change gradients by {found.by()} when "
+                f"{mark}Padded targets (-100) would change gradients by {found.by()} when "
                 "accumulating: pass loss_weight="
             )
             return SplitGradients(None, comparison, (note,))
@@ -324,6 +357,49 @@ def _varied(batch: Batch, places: Collection[int]) -> Batch:
         return varied.requires_grad_(tensor.requires_grad)
 
     return map_batched(vary, batch, places)
+
+
+def _has_distinct(samples: Samples, given: Any) -> bool:
+    """Return whether not all samples are copies of one."""
+    if isinstance(samples, Rows):
+        tensors = tensors_of(given)
+        return any(_has_distinct_samples(tensors[place]) for place in samples.places(given))
+    alone = [tensors_of(each) for each in samples.micro_batches(given, [1] * len(given))]
+    return any(not _equal(alone[0], each) for each in alone[1:])
+
+
+def _repeats(samples: Samples, given: Any) -> bool:
+    """Return whether the same samples make the same batch twice."""
+    first, second = (
+        [each for batch in samples.micro_batches(given, [len(given)]) for each in tensors_of(batch)]
+        for _ in range(2)
+    )
+    return _equal(first, second)
+
+
+def _equal(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return len(ones) == len(others) and all(map(_same, ones, others))
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are equal, where a NaN equals a NaN."""
+    if one.layout != torch.strided or other.layout != torch.strided:
+        return one.layout == other.layout and one.shape == other.shape
+    same = one.shape == other.shape and one.dtype == other.dtype
+    return same and alike(one, other, 0.0)
+
+
+def _has_ignored(batch: Batch, places: Collection[int]) -> bool:
+    """Return whether targets of the batch are ignored, or a mask of it leaves something out."""
+    named = named_tensors(batch)
+    for name, tensor in (named[place] for place in places):
+        if tensor.layout != torch.strided or tensor.dim() < 2 or tensor.is_floating_point():
+            continue
+        if bool((tensor == IGNORED).any()):
+            return True
+        if "mask" in name and tensor.unique().numel() > 1:
+            return True
+    return False
 
 
 def _has_distinct_samples(tensor: torch.Tensor) -> bool:

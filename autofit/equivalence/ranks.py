@@ -36,7 +36,7 @@ from autofit.plan import (
     split_evenly,
 )
 from autofit.strategy import Comparison, Phase, Strategy
-from autofit.training.batch import Batch, pieces
+from autofit.training.batch import Batch
 from autofit.training.evaluation import modes_kept
 from autofit.training.ranks import Ranks
 from autofit.training.training import Training, TrainingBuilder
@@ -83,7 +83,7 @@ def _batch_of_first(ranks: Ranks, workload: Workload, samples: int) -> tuple[Bat
     """Return rank 0's batch, since each may have read or drawn its own; or why there is none."""
     batch, why = None, ""
     try:
-        batch = workload.batch(samples)
+        batch = workload.samples_of(samples)
     except Exception as error:
         why = in_one_line(error)
         release_exception(error)
@@ -94,7 +94,7 @@ def _batch_of_first(ranks: Ranks, workload: Workload, samples: int) -> tuple[Bat
 def _unused_alone(builder: TrainingBuilder, batch: Batch) -> list[str]:
     world, workload = builder.world, builder.fresh_workload()
     sizes = split_evenly(shared_evenly_or_not(world.size), world.size)
-    shares = pieces(batch, sizes, workload.samples.places(batch))
+    shares = workload.samples.divided(batch, sizes)
     share = next(each for rank, each in enumerate(shares) if rank == world.rank)
     builder.reclaim()
     with builder.training(workload, ResolvedPlan(Plan(sizes[world.rank]))) as training:

@@ -381,8 +381,7 @@ class StrategyContext:
             self.close()  # a large model fits on the device once
             self._builder.reclaim()
             workload = self._builder.fresh_workload()
-            plain = ResolvedPlan(Plan(micro_batch))
-            self._training = self._builder.training(workload, plain)
+            self._training = self._builder.training_of_one(workload, micro_batch)
             ((batch, _),) = self._training.micro_batches(workload.batch(micro_batch))
             self._comparer = StepComparer(self._training, batch)
         return self._comparer

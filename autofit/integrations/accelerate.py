@@ -5,7 +5,7 @@
     with autofit.integrations.accelerate.applied(report, accelerator, model, optimizer):
         ...  # your loop, with accelerator.accumulate(model) and accelerator.backward(loss)
 
-The loader makes micro-batches of `report.best.plan.micro_batch` samples. One device.
+The loader makes micro-batches of `report.plan.micro_batch` samples. One device.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from autofit.plan import Plan, ResolvedPlan, Scalar, unlike
 from autofit.report.record import terms_of
 from autofit.report.report import Report
 from autofit.strategy import ALONE, Strategy, attributes_kept
-from autofit.training.batch import Samples, batch_size, describe
+from autofit.training.batch import batch_size, describe
+from autofit.training.samples import Rows, SamplesKind
 from autofit.training.training import ForwardContext, ForwardContexts
 from autofit.units import counted
 
@@ -38,6 +39,7 @@ class Division:
         rest: what is applied to model and optimizer.
         defaults: every setting at its first value.
         batched: names of the tensors of a batch that hold samples; empty: the report has none.
+        has_rows: whether batches are tensors of rows; else they do not tell how many samples.
     """
 
     plan: Plan
@@ -45,6 +47,7 @@ class Division:
     rest: ResolvedPlan
     defaults: Mapping[str, Scalar]
     batched: frozenset[str] = frozenset()
+    has_rows: bool = True
 
     @property
     def terms_of_rest(self) -> frozenset[str]:
@@ -52,11 +55,11 @@ class Division:
         parts = (terms_of(strategy, own) for strategy, own, _ in self.rest.by_strategy())
         return frozenset(term for terms in parts for term in terms)
 
-    def samples_in(self, batch: Any) -> int:
-        """Return the samples of a batch, in the tensors that the search found to hold some."""
+    def samples_in(self, batch: Any) -> int | None:
+        """Return the samples of a batch, by the tensors that hold some; None: none tells."""
         if self.batched:
-            return Samples(self.batched, frozenset(describe(batch)) - self.batched).size(batch)
-        return batch_size(batch)
+            return Rows(self.batched, frozenset(describe(batch)) - self.batched).size(batch)
+        return batch_size(batch) if self.has_rows else None
 
     def misweighed(self, micro_batches: int, last_samples: int) -> str | None:
         """Say how far the gradients of a step are from those of the mean over its samples.
@@ -129,7 +132,7 @@ def divide(
             which no trainer makes; or the search weighed them, and the stack does not.
     """
     record = report.record
-    plan, defaults = record.best.plan, record.default_settings
+    plan, defaults = record.recommended.plan, record.default_settings
     check_even(plan)
     is_weighed = plan.accumulation_steps > 1 and "loss_weight" in record.functions_given
     if is_weighed and not weighs_losses:
@@ -138,7 +141,7 @@ def divide(
             "step by loss_weight, but this trainer averages their losses, which gives "
             "other gradients: train with report.apply(model, optimizer)"
         )
-    resolved = record.resolve_best(strategies, report.strategies)
+    resolved = record.resolve_plan(strategies, report.strategies)
     arguments: dict[str, Scalar] = {}
     rest: list[Strategy] = []
     for strategy, settings, _ in resolved.by_strategy():
@@ -150,7 +153,10 @@ def divide(
         else:
             rest.append(strategy)
     batched = frozenset(record.workload.get("batched") or ())
-    return Division(plan, arguments, replace(resolved, strategies=rest), defaults, batched)
+    has_rows = record.workload.get("samples", SamplesKind.ROWS) == SamplesKind.ROWS
+    return Division(
+        plan, arguments, replace(resolved, strategies=rest), defaults, batched, has_rows
+    )
 
 
 def check_even(plan: Plan) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from autofit.errors import InvalidArgument, NoFeasiblePlan, hides_own_frames
 from autofit.integrations.applied import on_model
-from autofit.measurement import Measurement, Trial, TrialKind
+from autofit.measurement import Trial, TrialKind
 from autofit.plan import ResolvedPlan
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober, Target, open_prober
@@ -68,8 +68,22 @@ def checkpoint_to_budget(
     with open_prober(workload, strategies, Target(device, vram_budget)) as prober:
         survey = prober.survey()
         check_weights_fit(survey)
-        resolved, trial = _Placements(workload, prober, survey, strategies).fewest()
+        placements = _Placements(workload, prober, survey, strategies)
+        resolved, trial = placements.fewest()
+    if not trial.measurement.ok:
+        required = _required_bytes(workload, strategies, device, resolved)
+        raise placements.nothing_fits(trial, required)
     return _applied(live, resolved, trial)
+
+
+def _required_bytes(
+    workload: Workload, strategies: list[Strategy], device: str | None, resolved: ResolvedPlan
+) -> int | None:
+    """Return what a plan holds within all free memory of the device; None: it has no room there."""
+    with open_prober(workload, strategies, Target(device)) as prober:
+        prober.survey()
+        measured = prober.probe(ProbeRequest(resolved, full_accumulation=True)).measurement
+    return measured.needed_bytes if measured.ok else None
 
 
 @contextmanager
@@ -91,13 +105,18 @@ class _Placements:
     survey: Survey
     strategies: list[Strategy]
 
-    def fewest(self) -> tuple[ResolvedPlan, Trial]:
-        """Return the first that fits; raises as `checkpoint_to_budget` does."""
-        settings = [
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """Those of each placement, that of most memory first."""
+        return [
             {name: value}
             for name, dimension in self.survey.dimensions.items()
             for value in dimension.values
         ] or [{}]
+
+    def fewest(self) -> tuple[ResolvedPlan, Trial]:
+        """Return the first that fits, or else the last, which does not."""
+        settings = self.settings
         probed: dict[int, tuple[ResolvedPlan, Trial]] = {}
 
         def fits(place: int) -> bool:
@@ -108,7 +127,7 @@ class _Placements:
         if fits(0):
             return probed[0]
         if good == 0 or not fits(good):
-            raise self._nothing_fits(probed[good][1], len(settings))
+            return probed[good]
         while good - bad > 1:
             middle = (good + bad) // 2
             good, bad = (middle, bad) if fits(middle) else (good, middle)
@@ -122,11 +141,12 @@ class _Placements:
             raise result.user_exception
         return resolved, Trial(0, TrialKind.SEARCH, plan, result.measurement)
 
-    def _nothing_fits(self, trial: Trial, placements: int) -> NoFeasiblePlan:
-        seen: Measurement = trial.measurement
-        budget = self.survey.vram_budget_bytes
-        held = seen.held_bytes if seen.outcome.ran else None
-        how = f"it needs {format_bytes(held)}" if held else f"it ended as {seen.outcome.value}"
+    def nothing_fits(self, trial: Trial, required_bytes: int | None) -> NoFeasiblePlan:
+        """Return the error for the placement of least memory, which does not fit."""
+        budget, placements = self.survey.vram_budget_bytes, len(self.settings)
+        how = f"it ended as {trial.measurement.outcome.value}"
+        if required_bytes is not None:
+            how = f"it needs {format_bytes(required_bytes)}"
         tried = (
             f"the placement of least memory, of {counted(placements, 'placement')}, does not fit"
             if placements > 1
@@ -136,6 +156,6 @@ class _Placements:
         return NoFeasiblePlan(
             f"{tried} {format_bytes(budget)}: {how}{why}. Use a smaller batch, or raise the budget",
             plan=trial.plan,
-            required_bytes=held,
+            required_bytes=required_bytes,
             allowed_bytes=budget,
         )

@@ -23,7 +23,7 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -35,9 +35,9 @@ from autofit.integrations.applied import Division, divide, library, on_model
 from autofit.integrations.workloads import longest_of, own_autocast, search_workload
 from autofit.report.report import Report
 from autofit.searching.events import OnEvent
-from autofit.searching.loader_batches import MOST_EXAMINED
+from autofit.searching.loader_batches import MOST_EXAMINED, LoaderBatch
 from autofit.strategy import Strategy
-from autofit.training.batch import batch_size
+from autofit.training.samples import CollateFn
 from autofit.training.workload import Workload
 from autofit.units import kind_of
 
@@ -91,25 +91,27 @@ def workload(
             "batch) -> loss for autofit.search"
         )
     data = _set_up(data, trainer)
-    if sample_batch is None:
-        sample_batch = longest_of(_train_loader(data), examine)
-    sample_batch = module.on_before_batch_transfer(sample_batch, 0)
+    taken = _longest_samples(data, examine) if sample_batch is None else LoaderBatch(sample_batch)
+    taken = _transferred(taken, module)
     schedule = None if trainer is None else Schedule.of(trainer, data)
     loss = ModuleLoss(precision=_own_precision(trainer), schedule=schedule)
     given: dict[str, Any] = {
+        "collate_fn": taken.collate_fn,
         "loss_fn": loss,
-        "global_batch": batch_size(sample_batch) * getattr(trainer, "accumulate_grad_batches", 1),
+        "global_batch": taken.samples * getattr(trainer, "accumulate_grad_batches", 1),
         **_clipping(trainer),
     }
     if "optimizer" not in more:
         with attached(module, schedule):
             given["optimizer"] = _optimizer(module)
     if _validates(module, data, trainer) and not {"eval_step", "eval_batch"} & more.keys():
-        evaluated = longest_of(data.val_dataloader(), examine)
-        if evaluated is not None:
-            evaluated = module.on_before_batch_transfer(evaluated, 0)
-            given.update(eval_step=loss.evaluate, eval_batch=evaluated)
-    return Workload(module, sample_batch, **given | more)
+        found = longest_of(data.val_dataloader(), examine)
+        if found is not None:
+            evaluated = _transferred(found, module)
+            is_alike = evaluated.collate_fn == taken.collate_fn
+            batch = evaluated.given if is_alike else {_WHOLE: evaluated.batch}
+            given.update(eval_step=loss.evaluate, eval_batch=batch)
+    return Workload(module, taken.given, **given | more)
 
 
 def predict(
@@ -245,7 +247,7 @@ def arguments(
 
     Returns:
         precision (where the plan has one), accumulate_grad_batches and callbacks. The DataLoader
-        must make micro-batches of `report.best.plan.micro_batch` samples; of a DataModule the
+        must make micro-batches of `report.plan.micro_batch` samples; of a DataModule the
         attribute `batch_size` is set while the Trainer fits, where it has one.
 
     Raises:
@@ -360,6 +362,8 @@ class ModuleLoss:
 
     def evaluate(self, module: Any, batch: Any) -> None:
         """Run the module's `validation_step`."""
+        if isinstance(batch, dict) and batch.keys() == {_WHOLE}:
+            batch = batch[_WHOLE]
         self._run(module, "validation_step", batch)
 
     def _run(self, module: Any, name: str, batch: Any) -> Any:
@@ -385,6 +389,47 @@ def _set_up(data: Any, trainer: Any) -> Any:
     data.prepare_data()
     data.setup(stage="fit")
     return data
+
+
+_WHOLE = "autofit_batch"
+"""Key of an evaluation batch that another `collate_fn` made than makes those of the training."""
+
+
+@dataclass(frozen=True)
+class TransferredCollate:
+    """A `collate_fn`, and the hook of a module that sees its batches before they move to a device.
+
+    Attributes:
+        collate_fn: list of samples -> batch.
+        module: a LightningModule.
+    """
+
+    collate_fn: CollateFn
+    module: Any
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.module.on_before_batch_transfer(self.collate_fn(samples), 0)
+
+
+def _transferred(taken: LoaderBatch, module: Any) -> LoaderBatch:
+    """Return samples, or a batch, as the module's `on_before_batch_transfer` leaves them."""
+    if not _defines(module, "on_before_batch_transfer"):
+        return taken
+    if taken.collate_fn is None:
+        return LoaderBatch(module.on_before_batch_transfer(taken.given, 0))
+    return replace(taken, collate_fn=TransferredCollate(taken.collate_fn, module))
+
+
+def _longest_samples(data: Any, examine: int) -> LoaderBatch:
+    """Return the longest samples of the training loader, as many as its micro-batches have.
+
+    Raises:
+        InvalidArgument: it makes no batches.
+    """
+    taken = longest_of(_train_loader(data), examine)
+    if taken is None:
+        raise InvalidArgument("train_dataloader() returned no loader: pass sample_batch=")
+    return taken
 
 
 def _train_loader(data: Any) -> Any:
@@ -537,6 +582,8 @@ def _callback(division: Division) -> Any:
             self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
         ) -> None:
             found, meant = division.samples_in(batch), division.plan.micro_batch
+            if found is None:
+                found = getattr(trainer.train_dataloader, "batch_size", None) or meant
             steps = division.plan.accumulation_steps
             if trainer.is_last_batch or found < meant:
                 words = division.misweighed(batch_idx % steps + 1, found)

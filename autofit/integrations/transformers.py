@@ -15,10 +15,12 @@ an eval_dataset, also its `prediction_step` over the longest of that. One device
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,10 +31,11 @@ from autofit.integrations.workloads import longest_of, own_autocast, search_work
 from autofit.plan import Scalar
 from autofit.report.report import Report
 from autofit.searching.events import OnEvent
-from autofit.searching.loader_batches import MOST_EXAMINED
+from autofit.searching.loader_batches import MOST_EXAMINED, LoaderBatch, longest_samples
 from autofit.strategy import Strategy
 from autofit.training.batch import batch_size, tensors_of
 from autofit.training.evaluation import modes_kept
+from autofit.training.samples import CollateFn
 from autofit.training.workload import Workload
 
 if TYPE_CHECKING:
@@ -76,24 +79,28 @@ def workload(
     _check_one_device(trainer)
     args = trainer.args
     if sample_batch is None:
-        sample_batch = _longest_batch(trainer, examine)
+        taken = _longest_samples(trainer, examine)
+    else:
+        taken = LoaderBatch(sample_batch)
     loss = TrainerLoss(trainer)
     given: dict[str, Any] = {
+        "collate_fn": taken.collate_fn,
         "loss_fn": loss,
-        "loss_weight": loss.items if loss.counts_items(sample_batch) else None,
+        "loss_weight": loss.items if loss.counts_items(taken.batch) else None,
         "optimizer": _optimizer(trainer),
         "clip_grad_norm": args.max_grad_norm or None,
         "global_batch": samples_per_step(args),
     }
     if trainer.eval_dataset is not None and not {"eval_step", "eval_batch"} & more.keys():
         evaluated = _longest_evaluation(trainer, examine)
-        given.update(eval_step=loss.evaluate, eval_batch=evaluated)
+        # The Trainer has one collator for both; without samples a batch is cut as rows
+        given.update(eval_step=loss.evaluate, eval_batch=evaluated and evaluated.given)
     model = trainer.model
     if as_configured and args.torch_compile:
         warnings.warn("torch_compile=True of TrainingArguments was not used", stacklevel=2)
     if as_configured and _checkpoints(args):
         model = _checkpointed(model, args)
-    return Workload(model, sample_batch, **given | more)
+    return Workload(model, taken.given, **given | more)
 
 
 def predict(
@@ -254,6 +261,7 @@ def apply(
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
             stack.callback(callback.undo)
+            stack.enter_context(_after_train(trainer, callback.undo))
         undo = stack.pop_all()
     if words := _last_misweighed(trainer, division):
         warnings.warn(words, stacklevel=2)
@@ -293,8 +301,8 @@ def _check_one_device(trainer: Any) -> None:
         )
 
 
-def _longest_batch(trainer: Any, examine: int) -> Any:
-    """Return a micro-batch of the Trainer's longest samples, as its collator makes it."""
+def _longest_samples(trainer: Any, examine: int) -> LoaderBatch:
+    """Return the Trainer's longest samples, as many as its micro-batches have, and its collator."""
     if trainer.train_dataset is None:
         raise InvalidArgument(
             "this Trainer has no train_dataset to take the longest samples from: pass "
@@ -303,11 +311,14 @@ def _longest_batch(trainer: Any, examine: int) -> Any:
     known = len(trainer.accelerator._dataloaders)
     loader = copy.copy(trainer).get_train_dataloader()  # it may keep what it finds out
     del trainer.accelerator._dataloaders[known:]  # what asking for a loader adds
-    return longest_of(loader, examine, trainer.args.train_batch_size)
+    taken = longest_samples(loader, examine, trainer.args.train_batch_size)
+    if taken.collate_fn is None:
+        return taken
+    return replace(taken, collate_fn=CountedCollate(taken.collate_fn))
 
 
-def _longest_evaluation(trainer: Any, examine: int) -> Any:
-    """Return an evaluation batch of the longest samples, of the longer data set where several."""
+def _longest_evaluation(trainer: Any, examine: int) -> LoaderBatch | None:
+    """Return the longest samples of an evaluation, of the longer data set where several."""
     given = trainer.eval_dataset
     data_sets = given.values() if isinstance(given, Mapping) else [given]
     known = len(trainer.accelerator._dataloaders)
@@ -400,6 +411,27 @@ def _take_off_autocast(model: torch.nn.Module) -> None:
             attributes["forward"] = original
 
 
+@contextmanager
+def _after_train(trainer: Any, undo: Callable[[], None]) -> Iterator[None]:
+    """Have `train` end with `undo`, also where it raises: a Trainer has no callback for that."""
+    own, train = vars(trainer).get("train"), trainer.train
+
+    @functools.wraps(train)
+    def train_and_undo(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return train(*args, **kwargs)
+        finally:
+            undo()
+
+    trainer.train = train_and_undo
+    try:
+        yield
+    finally:
+        del trainer.train
+        if own is not None:
+            trainer.train = own
+
+
 def _callback(division: Division) -> Any:
     """Return a callback that applies the rest of a plan while a Trainer trains."""
     base: Any = library("transformers").TrainerCallback
@@ -413,7 +445,6 @@ def _callback(division: Division) -> Any:
         def on_train_begin(
             self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **others: Any
         ) -> None:
-            self.undo()  # an earlier `train` that raised
             own = getattr(optimizer, "optimizer", optimizer)  # without accelerate's wrapper
             self._stack.enter_context(on_model(division.rest, model, own))
 
@@ -440,8 +471,35 @@ _LEFT_BEHIND = (
     "gather_function",
     "_memory_tracker",
     "deepspeed",
+    "train",
 )
 """Attributes of a Trainer that its loss does without, and that are large or do not travel."""
+
+
+_SAMPLES = "autofit_samples"
+"""Key of a batch's number of samples, which its tensors need not tell: a collator may flatten them.
+"""
+
+
+@dataclass(frozen=True)
+class CountedCollate:
+    """A collator whose batches say how many samples they have.
+
+    Attributes:
+        collate_fn: list of samples -> a mapping of tensors.
+    """
+
+    collate_fn: CollateFn
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.collate_fn(samples) | {_SAMPLES: len(samples)}
+
+
+def _split_off_samples(batch: Any) -> tuple[dict[str, Any], int]:
+    """Return a batch as the model takes it, and its number of samples."""
+    inputs = dict(batch)
+    samples = inputs.pop(_SAMPLES, None)
+    return inputs, batch_size(batch) if samples is None else samples
 
 
 class TrainerLoss:
@@ -467,12 +525,13 @@ class TrainerLoss:
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         model.train()  # as `Trainer.training_step` does
-        micro_batches = self._samples / batch_size(batch)
-        items = self._items_in(batch)
+        inputs, samples = _split_off_samples(batch)
+        micro_batches = self._samples / samples
+        items = self._items_in(inputs)
         with own_autocast(model, self._precision), self._with_model(model):
             loss: torch.Tensor = self._trainer.compute_loss(
                 model,
-                dict(batch),
+                inputs,
                 num_items_in_batch=None if items is None else micro_batches * items,
             )
         return micro_batches * loss if self._is_share(items) else loss
@@ -484,7 +543,7 @@ class TrainerLoss:
         trainer._prepare_inputs = dict  # it would move them to the device of the arguments
         loss_only = trainer.compute_metrics is None or trainer.args.prediction_loss_only
         with own_autocast(model, self._precision):
-            trainer.prediction_step(model, dict(batch), loss_only)
+            trainer.prediction_step(model, _split_off_samples(batch)[0], loss_only)
 
     def _is_share(self, items: Any) -> bool:
         """Whether the Trainer adds up these losses as they are, as its `training_step` decides."""
@@ -509,11 +568,11 @@ class TrainerLoss:
 
     def counts_items(self, batch: Any) -> bool:
         """Whether the Trainer takes its loss over the items of a step, such as valid tokens."""
-        return self._items_in(batch) is not None
+        return self._items_in(_split_off_samples(batch)[0]) is not None
 
     def items(self, batch: Any) -> float:
         """What the loss of this batch is a mean over, as the Trainer counts it."""
-        return float(self._items_in(batch))
+        return float(self._items_in(_split_off_samples(batch)[0]))
 
     def _items_in(self, batch: Any) -> Any:
         device = next((tensor.device for tensor in tensors_of(batch)), torch.device("cpu"))

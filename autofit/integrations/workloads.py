@@ -14,7 +14,7 @@ import torch
 
 from autofit.registry import Unnamed, load_strategies
 from autofit.report.report import Report
-from autofit.searching.loader_batches import longest_batch
+from autofit.searching.loader_batches import LoaderBatch, longest_samples
 from autofit.strategy import Strategy
 from autofit.training.batch import tensors_of
 from autofit.training.workload import Workload
@@ -31,18 +31,18 @@ def own_autocast(model: torch.nn.Module, precision: str | None) -> AbstractConte
     return torch.autocast(device, dtype=getattr(torch, precision))
 
 
-def longest_of(loaders: Any, examine: int, batch_size: int | None = None) -> Any:
-    """Return a batch of the longest samples of a loader, or of several; None: there is none.
+def longest_of(loaders: Any, examine: int, batch_size: int | None = None) -> LoaderBatch | None:
+    """Return the longest samples of a loader, or of several; None: there is none.
 
     Args:
         loaders: one, or a list or mapping of them.
-        examine, batch_size: see `longest_batch`.
+        examine, batch_size: see `longest_samples`.
     """
     several = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
     if not isinstance(several, (list, tuple)):
-        return None if several is None else longest_batch(several, examine, batch_size)
-    found = [longest_batch(each, examine, batch_size) for each in several]
-    return max(found, key=lambda batch: sum(t.numel() for t in tensors_of(batch)), default=None)
+        return None if several is None else longest_samples(several, examine, batch_size)
+    found = [longest_samples(each, examine, batch_size) for each in several]
+    return max(found, key=lambda each: sum(t.numel() for t in tensors_of(each.batch)), default=None)
 
 
 def search_workload(

@@ -22,6 +22,7 @@ recorded trainings show (`Addresses`): an emulated GPU gives them so, too.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 
 from autofit.memory.blocks import (
@@ -164,10 +165,39 @@ CONFIGURED_BY = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ADDRESSES_PER_SEGMENT = LARGE_SEGMENT_BYTES << 24  # whole pages of either pool
 
 
+# Options that change no figure here: those that the simulation has, and those of host memory.
+_HARMLESS = re.compile(r"expandable_segments|backend:native|pinned_|release_lock|use_cuda_host")
+IGNORED = "ignored, the figures are those of PyTorch's defaults"
+# Variables that change what a process holds, each as a whole.
+_UNKNOWN_VARIABLES = (
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+)
+
+
+def _configured() -> tuple[str, str]:
+    """Return the variable that torch reads, and its options; ("", ""): none is set."""
+    return next(
+        ((name, os.environ[name]) for name in CONFIGURED_BY if name in os.environ), ("", "")
+    )
+
+
 def expandable_segments() -> bool:
     """Return whether the environment enables expandable segments of the allocator."""
-    options = next((os.environ[name] for name in CONFIGURED_BY if name in os.environ), "")
-    return "expandable_segments:true" in options.lower()
+    return "expandable_segments:true" in re.sub(r"\s", "", _configured()[1]).lower()
+
+
+def ignored_options() -> str | None:
+    """Return, in words, what the environment sets that the simulation ignores; None: nothing."""
+    name, options = _configured()
+    each = re.split(r",(?![^\[]*\])", re.sub(r"\s", "", options))  # no comma within brackets
+    ignored = [option for option in each if option and not _HARMLESS.match(option)]
+    named = [f"{', '.join(ignored)} of {name}"] if ignored else []
+    named += [variable for variable in _UNKNOWN_VARIABLES if os.environ.get(variable)]
+    if not named:
+        return None
+    return f"{' and '.join(named)}: {IGNORED}"
 
 
 class ExpandableSegments:

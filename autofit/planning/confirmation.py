@@ -1,249 +1,244 @@
 """The end of a search: the final comparison, the answer, and why values were left out.
 
-The plans that may be the fastest, and the baseline, are measured again at their full accumulation,
-taking turns. A turn is a block: one probe, whose steps share a worker and a moment, so only several
-blocks tell how well a plan repeats. Turns go on until, with 95 %, no other plan is faster than the
-answer by more than `MOST_LOST`, another turn is expected to gain too little, or the effort is
-spent. Then the measured speeds of this comparison decide, never a line: the plan with the highest
-median wins. Plans that measured within `MOST_GIVEN_UP` of it are tied with it. A tie goes to the
-plans with headroom, then to the baseline, then to the plan that changes the arithmetic least, has
-the fewest settings that are not plain, and holds the fewest bytes.
+The comparison has rounds. In each one the finalists run once, in fresh workers, at their full
+accumulation, in random order: first the plan that is expected to be the fastest, the baseline, and
+the plans that the search cannot tell from it; later those that may still change the answer.
+`autofit.rounds` says what the rounds tell of each pair of plans. A round is the last one when the
+best plan is told from the baseline and no other plan is likely to be faster by `MOST_LOST`, or when
+it is the fourth; one alone does not decide where the steps show that others disturb the machine.
 
-Like is compared with like: blocks with blocks, and the probes of the search, which ran fewer
-micro-batches at other moments, with one another. A search that was cut short before the comparison
-ended returns its winner so far where the baseline has had a turn and the search found nothing
-faster than it; else, the plan that the search found fastest.
+Measured speeds decide, never a line: the plan that is ahead of all others is the best. Plans within
+`MOST_GIVEN_UP` of it are tied with it. A tie goes to the plans with headroom, then to the baseline,
+then to the plan that changes the arithmetic least, has the fewest settings that are not plain, and
+holds the fewest bytes.
+
+What cannot be told from the baseline with 95 % is not recommended: then the baseline is. Where the
+baseline does not fit there is nothing to tell a plan from, and the best one is recommended. A
+search that was cut short is judged by the turns and probes that there were.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autofit.measurement import Trial, TrialKind, by_plan, compared_log_speed, middle_of
+from autofit.measurement import Trial, TrialKind, by_plan, middle_of
 from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.constants import (
-    BLOCKS_WHERE_UNSURE,
-    CHANGED,
-    DOUBT,
-    DOUBTED,
     HEADROOM,
-    MOST_BLOCKS,
     MOST_GIVEN_UP,
     MOST_LOST,
-    MOST_MEASURED_FASTER,
     MOST_RIVALS,
+    MOST_ROUNDS,
     TIE,
-    UNSURE,
 )
 from autofit.planning.feasibility import MicroBatches
 from autofit.planning.least_squares import Array
 from autofit.planning.posterior import Posterior
 from autofit.planning.proposals import gain_of_repeating, oom_cost
+from autofit.rounds import Estimate, Rounds, rounds_of, steady_log_speed
 from autofit.units import format_bytes, format_rate
 
 
 @dataclass(frozen=True)
-class Finalist:
-    """A plan in the final comparison, or as the search measured it.
+class Answer:
+    """The answer of a search.
 
     Attributes:
-        plan: the plan.
-        blocks: its fitting trials there, at least one.
-        log_speed: median over the blocks of the log of samples per second, with its start over
-            the whole training where that is known.
+        best: a trial of the plan that measured fastest, or that won a tie: its fastest turn of the
+            final comparison, if it was in it.
+        recommended: of the plan to train with: the best, or the baseline where these cannot be told
+            apart.
+        is_decided: whether the best plan was told from the baseline. Where that does not fit, or is
+            the best plan itself: whether no other plan may be faster by more than `MOST_LOST`.
     """
 
-    plan: Plan
-    blocks: tuple[Trial, ...]
-    log_speed: float
+    best: Trial
+    recommended: Trial
+    is_decided: bool
 
 
 def next_turn(posterior: Posterior) -> Plan | None:
     """Return the plan whose turn it is in the final comparison; None once it has ended."""
-    compared = finalists(posterior)
-    first = _next_newcomer(posterior, compared)
-    if first is not None or not compared:
-        return first
-    if sum(len(finalist.blocks) for finalist in compared) >= MOST_BLOCKS:
-        return None
-    winner = _winner(posterior, compared)
-    rivals = _worth_a_turn(posterior, compared, winner)
-    return min([winner, *rivals], key=lambda each: len(each.blocks)).plan if rivals else None
+    rounds = rounds_of(posterior.probes)
+    for done in range(max(0, len(rounds) - 1), min(len(rounds) + 1, MOST_ROUNDS)):
+        had_turn = rounds[done] if done < len(rounds) else {}
+        members = _in_order(_members(posterior, rounds[:done]), posterior.spec.seed + done)
+        left = [plan for plan in members if plan not in had_turn]
+        if left:
+            return left[0]
+    return None
 
 
 def best_of(posterior: Posterior) -> Trial | None:
-    """Return the answer; None: nothing fits.
+    """Return the best trial; None: nothing fits."""
+    answer = answer_of(posterior)
+    return None if answer is None else answer.best
 
-    After the final comparison it is a trial of its winner: the one of median speed. So it is where
-    the comparison was cut short after the baseline's turn, unless the search surely found a faster
-    plan.
-    """
-    compared = finalists(posterior)
-    searched = _searched(posterior)
-    if compared:
-        winner = _winner(posterior, compared)
-        turns = {finalist.plan for finalist in compared}
-        has_met = len(turns) > 1 and posterior.spec.space.baseline in turns
-        ahead = [_ahead(posterior, plan, winner.plan) for plan in searched.keys() - turns]
-        is_fastest = has_met and all(gap <= uncertain for gap, uncertain in ahead)
-        if is_fastest or next_turn(posterior) is None:
-            return middle_of(winner.blocks)
-    fastest = max(searched.values(), key=lambda each: each.log_speed, default=None)
-    if fastest is None:
+
+def answer_of(posterior: Posterior) -> Answer | None:
+    """Return the answer as far as it was measured; None: nothing fits."""
+    probes, baseline = by_plan(posterior.fitting), posterior.spec.space.baseline
+    if not probes:
         return None
-    turns_of = {finalist.plan: finalist for finalist in compared}
-    return middle_of(turns_of.get(fastest.plan, fastest).blocks)
+    comparison = _Comparison(posterior, posterior.fitting)
+    compared = [plan for plan in comparison.turns if plan in probes]
+    if not compared or (baseline in probes and not {baseline} < set(compared)):
+        compared = _finalists(posterior)
+    best = comparison.winner(compared)
+
+    def trial_of(plan: Plan) -> Trial:
+        turns = [trial for trial in probes[plan] if trial.kind is TrialKind.CONFIRMATION]
+        return max(turns, key=steady_log_speed) if turns else middle_of(probes[plan])
+
+    has_baseline = baseline in compared
+    if has_baseline and best != baseline:
+        is_decided = comparison.is_told_from(best, baseline)
+        if not is_decided and not comparison.may_be_faster(baseline, compared):
+            best, is_decided = baseline, True
+    else:
+        is_decided = not comparison.may_be_faster(best, compared)
+    is_safe = is_decided or not has_baseline
+    return Answer(trial_of(best), trial_of(best if is_safe else baseline), is_decided)
 
 
-def is_decided(posterior: Posterior, best: Plan) -> bool:
-    """Return whether what was measured says that no other plan is much faster than the best."""
-    is_open = _doubted(posterior, best) or _undecided(posterior, best)
-    return is_factor_decided(posterior, best) and not is_open
+def _members(posterior: Posterior, rounds: Sequence[Mapping[Plan, Trial]]) -> list[Plan]:
+    """Return the plans of the round after these, the two that matter most first.
 
-
-def is_factor_decided(posterior: Posterior, best: Plan) -> bool:
-    """Return whether what was measured tells how much faster the best plan is than the baseline.
-
-    It does not where the machine changed: where the best plan or the baseline ran at another speed
-    in the final comparison than in the search, however well the turns of each agree. Nor does it
-    where the baseline may be much faster than the best plan. Other plans have no say.
+    Of the first round, all finalists, one alone too, since it has to fit again. Later the plan
+    ahead and those that may change the answer; and finalists that had no turn, such as those that a
+    search found to which it returned.
     """
-    baseline = posterior.spec.space.baseline
-    has_changed = any(_changed(posterior, plan) for plan in (best, baseline))
-    return not has_changed and baseline not in _undecided(posterior, best)
+    finalists = _finalists(posterior)
+    if not rounds:
+        return finalists
+    before = [trial for each in rounds for trial in each.values()]
+    searched = [trial for trial in posterior.fitting if trial.kind is not TrialKind.CONFIRMATION]
+    fits = {trial.plan for trial in posterior.fitting}
+    comparison = _Comparison(posterior, [*searched, *(t for t in before if t.plan in fits)])
+    compared = [plan for plan in comparison.turns if plan in fits]
+    if not compared:
+        return finalists
+    ahead, baseline = comparison.winner(compared), posterior.spec.space.baseline
+    if baseline in compared and ahead != baseline:
+        is_told = comparison.is_told_from(ahead, baseline)
+        is_last = is_told and not (comparison.is_disturbed and len(rounds) < 2)
+        still = [] if is_last else [baseline]
+        still += comparison.gains(ahead, [plan for plan in compared if plan != baseline])
+    else:
+        still = comparison.may_be_faster(ahead, compared)
+    still += [plan for plan in finalists if plan not in comparison.turns]
+    return [ahead, *still] if still else []
 
 
-def finalists(posterior: Posterior) -> list[Finalist]:
-    """Return the plans that have had a turn in the final comparison, the fastest first."""
-    compared = _measured(posterior, turns=True).values()
-    return sorted(compared, key=lambda finalist: -finalist.log_speed)
+def _in_order(members: Sequence[Plan], seed: int) -> list[Plan]:
+    """Return plans in random order, but for the first two, which a short comparison needs most."""
+    draw = random.Random(seed)
+    first, others = list(members[:2]), list(members[2:])
+    draw.shuffle(first)
+    draw.shuffle(others)
+    return [*first, *others]
 
 
-def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan | None:
-    """Return the next plan to compare that has had no turn; None: all have.
+def _finalists(posterior: Posterior) -> list[Plan]:
+    """Return the plans of the first round: by what the search believes and measured.
 
-    First the leader, then the baseline, then the plan that measured fastest, whatever noise is
-    believed to explain; then the rivals, and what measured faster than the answer.
+    The leader, less what the risk costs that it does not fit again, and the baseline; then the plan
+    that measured fastest, whatever noise is believed to explain, and the rivals of the leader.
     """
-    beliefs = {}
-    for trial in posterior.fitting:
-        beliefs[trial.plan] = posterior.mean_log_speed(trial.plan)
-        if trial.kind is not TrialKind.CONFIRMATION:  # it need not fit again
-            beliefs[trial.plan] -= float(
-                oom_cost(posterior, np.array(posterior.oom_risk(trial.plan)))
-            )
-    if not beliefs:
-        return None
-    had_turn = {finalist.plan for finalist in compared}
-    leader = max(beliefs, key=lambda plan: beliefs[plan])
-    baseline = posterior.spec.space.baseline
-    wanted = [leader, baseline] if baseline in beliefs else [leader]
-    wanted.append(max(_searched(posterior).values(), key=lambda each: each.log_speed).plan)
-    rivals = had_turn - {baseline}
-    if len(rivals) <= MOST_RIVALS:
-        others = sorted(beliefs, key=lambda plan: -beliefs[plan])
-        wanted += [plan for plan in others if _gain_of_turn(posterior, plan, leader) > TIE]
-    if compared and len(rivals) <= MOST_MEASURED_FASTER:
-        winner = _winner(posterior, compared)
-        wanted += _measured_faster(posterior, winner.plan)
-        wanted += _doubted(posterior, winner.plan)
-    return next((plan for plan in wanted if plan not in had_turn), None)
+    search, fits = posterior.of_search, {trial.plan for trial in posterior.fitting}
+    speeds = {
+        plan: max(map(steady_log_speed, trials))
+        for plan, trials in by_plan(search.fitting).items()
+        if plan in fits
+    }
+    if not speeds:
+        return list(fits)
+    had_turn = {trial.plan for trial in posterior.fitting if trial.kind is TrialKind.CONFIRMATION}
+
+    def belief(plan: Plan) -> float:
+        risk = 0.0 if plan in had_turn else posterior.oom_risk(plan)
+        return search.mean_log_speed(plan) - float(oom_cost(search, np.array(risk)))
+
+    ordered = sorted(speeds, key=belief, reverse=True)
+    leader, baseline = ordered[0], posterior.spec.space.baseline
+    fastest = max(speeds, key=lambda plan: speeds[plan])
+    rivals = [plan for plan in ordered[1:] if _gain_of_turn(search, plan, leader) > TIE]
+    wanted = [leader, *([baseline] if baseline in speeds else []), fastest, *rivals[:MOST_RIVALS]]
+    return list(dict.fromkeys(wanted))
 
 
-def _worth_a_turn(
-    posterior: Posterior, compared: Sequence[Finalist], winner: Finalist
-) -> list[Finalist]:
-    """Return the finalists that more blocks are to tell from the winner: the baseline first.
+class _Comparison:
+    """Plans beside one another, their start over the whole training included.
 
-    It also has more while its blocks and the winner's leave the factor between them unsure, because
-    probes of either disagree.
+    Args:
+        posterior: of the search.
+        trials: that tell of their speeds.
+
+    Attributes:
+        turns: the plans that had a turn.
+        is_disturbed: whether work of others shows in the steps of the probes.
     """
-    undecided = _undecided(posterior, winner.plan)
-    near = [each for each in compared if each.plan in undecided]
-    baseline = posterior.spec.space.baseline
-    first = [each for each in near if baseline in (each.plan, winner.plan)]
-    if not first and winner.plan != baseline:
-        first = [
-            each
-            for each in compared
-            if each.plan == baseline
-            and min(len(each.blocks), len(winner.blocks)) < BLOCKS_WHERE_UNSURE
-            and _ahead(posterior, baseline, winner.plan)[1] > UNSURE
-        ]
-    return first or [
-        each for each in near if _gain_of_turn(posterior, each.plan, winner.plan) > TIE
-    ]
+
+    def __init__(self, posterior: Posterior, trials: Sequence[Trial]) -> None:
+        self._posterior, self._trials = posterior, by_plan(trials)
+        self._rounds = Rounds(trials, self._log_speed)
+        self.turns, self.is_disturbed = self._rounds.plans, self._rounds.is_disturbed
+
+    def winner(self, plans: Sequence[Plan]) -> Plan:
+        """Return the plan ahead of the others, or that wins a tie with it."""
+        baseline = self._posterior.spec.space.baseline
+        reference = baseline if baseline in plans else max(plans, key=self._turns_of)
+        ahead = {plan: self._ahead(plan, reference).log for plan in plans}
+        most = max(ahead.values())
+        tied = [plan for plan in plans if most - ahead[plan] <= MOST_GIVEN_UP]
+        return min(tied, key=lambda plan: _preference(self._posterior, self._trials[plan]))
+
+    def is_told_from(self, best: Plan, other: Plan) -> bool:
+        """Return whether a plan is faster than another."""
+        return self._ahead(best, other).low > 0
+
+    def may_be_faster(self, best: Plan, plans: Sequence[Plan]) -> list[Plan]:
+        """Return the plans that may be faster than the best by more than `MOST_LOST`."""
+        return [plan for plan in plans if plan != best and self._ahead(plan, best).high > MOST_LOST]
+
+    def gains(self, best: Plan, plans: Sequence[Plan]) -> list[Plan]:
+        """Return the plans that an error of their estimate would make faster by `MOST_LOST`.
+
+        That is about half of the way to the end of its interval. They change by how much the answer
+        is faster than the baseline, and not whether it is.
+        """
+        found = ((plan, self._ahead(plan, best)) for plan in plans if plan != best)
+        return [plan for plan, ahead in found if (ahead.log + ahead.high) / 2 > MOST_LOST]
+
+    def _ahead(self, plan: Plan, other: Plan) -> Estimate:
+        return Estimate(0.0, 0.0, 0.0) if plan == other else self._rounds.ahead(plan, other)
+
+    def _turns_of(self, plan: Plan) -> int:
+        return sum(trial.kind is TrialKind.CONFIRMATION for trial in self._trials[plan])
+
+    def _log_speed(self, trial: Trial) -> float:
+        start_up_s = float(self._posterior.start_up_s[self._posterior.index(trial.plan)])
+        log_speed = np.array(steady_log_speed(trial))
+        return float(self._posterior.over_training(log_speed, start_up_s))
 
 
-def _undecided(posterior: Posterior, best: Plan) -> list[Plan]:
-    """Return the plans that, with 95 %, may be faster than the best by more than `MOST_LOST`.
-
-    The baseline and any other plan by what was measured of both, because the report says by how
-    much the one is slower. All others by what is believed of them too, since the lines tell of
-    plans that were probed once.
-    """
-    baseline = posterior.spec.space.baseline
-
-    def may_be_faster(plan: Plan) -> bool:
-        if sum(_ahead(posterior, plan, best)) <= MOST_LOST:
-            return False
-        ahead = posterior.log_speed(plan) - posterior.log_speed(best)
-        return baseline in (plan, best) or float((ahead > MOST_LOST).mean()) > DOUBT
-
-    return [plan for plan in _searched(posterior) if plan != best and may_be_faster(plan)]
-
-
-def _changed(posterior: Posterior, plan: Plan) -> bool:
-    """Whether a plan's speed in the search and in the final comparison are far apart."""
-    blocks = [each.blocks for each in finalists(posterior) if each.plan == plan]
-    searched = _searched(posterior).get(plan)
-    if not blocks or not searched:
-        return False
-    apart = compared_log_speed(blocks[0]) - compared_log_speed(searched.blocks)
-    return abs(apart) > math.log(CHANGED)
-
-
-def _ahead(posterior: Posterior, plan: Plan, other: Plan) -> tuple[float, float]:
-    """Return the log by which a plan measured faster than another, and its 95 % uncertainty.
-
-    By the blocks of both, or else by the probes of the search of both.
-    """
-    found = _measured(posterior, turns=True)
-    if plan not in found or other not in found:
-        found = _searched(posterior)
-    first, second = found[plan], found[other]
-    significant = posterior.errors.significant([*first.blocks, *second.blocks])
-    return first.log_speed - second.log_speed, _error(posterior, first, second) * significant
-
-
-def _error(posterior: Posterior, first: Finalist, second: Finalist) -> float:
-    """Return the standard error of the log by which one measured faster than the other."""
-    return math.hypot(*(posterior.errors.of_all(each.blocks) for each in (first, second)))
-
-
-def _winner(posterior: Posterior, compared: Sequence[Finalist]) -> Finalist:
-    """Return the finalist that wins the final comparison."""
-    fastest = compared[0].log_speed
-    tied = [each for each in compared if fastest - each.log_speed <= MOST_GIVEN_UP]
-    return min(tied, key=lambda finalist: _preference(posterior, finalist))
-
-
-def _preference(posterior: Posterior, finalist: Finalist) -> tuple[bool, bool, int, int, int]:
+def _preference(posterior: Posterior, trials: Sequence[Trial]) -> tuple[bool, bool, int, int, int]:
     """Return a key that orders equally fast plans, the most welcome first."""
-    space = posterior.spec.space
+    space, plan = posterior.spec.space, trials[0].plan
     plain = space.default_settings
-    changed = [name for name, value in finalist.plan.settings.items() if plain.get(name) != value]
+    changed = [name for name, value in plan.settings.items() if plain.get(name) != value]
     numerics = max((posterior.spec.numerics.get(name, 0) for name in changed), default=0)
     return (
-        _lacks_headroom(posterior, finalist.blocks),
-        finalist.plan != space.baseline,
+        _lacks_headroom(posterior, trials),
+        plan != space.baseline,
         numerics,
         len(changed),
-        max(_held_bytes(trial) for trial in finalist.blocks),
+        max(map(_held_bytes, trials)),
     )
 
 
@@ -253,66 +248,13 @@ def _lacks_headroom(posterior: Posterior, trials: Sequence[Trial]) -> bool:
     Its bytes stray by `Posterior.memory_error`; two such deviations below the budget, about 98 %
     of all runs fit.
     """
-    held = max(_held_bytes(trial) for trial in trials)
-    error = posterior.memory_error(held)
+    held = max(map(_held_bytes, trials))
+    error = posterior.memory_error(held) if held else 0.0
     return held * math.exp(HEADROOM * error) > posterior.spec.vram_budget_bytes
 
 
-def _measured_faster(posterior: Posterior, than: Plan) -> list[Plan]:
-    """Return plans that the search found faster than that one, by an error, the fastest first.
-
-    Those that were compared with it are left out: blocks tell more.
-    """
-    searched, had_turn = _searched(posterior), _measured(posterior, turns=True)
-    return [
-        each.plan
-        for each in sorted(searched.values(), key=lambda each: -each.log_speed)
-        if each.plan not in had_turn
-        and each.log_speed - searched[than].log_speed > _error(posterior, each, searched[than])
-    ]
-
-
-def _doubted(posterior: Posterior, best: Plan) -> list[Plan]:
-    """Return larger micro-batches of the best plan's variant that measured far slower, only once.
-
-    They do so on some devices; and where the machine was slow for a time, which no probe at other
-    times shows. Once one has measured so again, the others are believed.
-    """
-    searched, compared = _searched(posterior), _measured(posterior, turns=True)
-    if best not in searched:
-        return []
-    slow = searched[best].log_speed - DOUBTED
-    doubted = [
-        each
-        for each in sorted(searched.values(), key=lambda each: -each.log_speed)
-        if each.plan.variant == best.variant
-        and each.plan.micro_batch > best.micro_batch
-        and each.log_speed < slow
-    ]
-    again = [each for each in doubted if each.plan in compared or len(each.blocks) > 1]
-    if any(compared.get(each.plan, each).log_speed < slow for each in again):
-        return []
-    return [each.plan for each in doubted if each not in again]
-
-
-def _searched(posterior: Posterior) -> Mapping[Plan, Finalist]:
-    """Return each plan that fits, as the search's probes have it."""
-    return _measured(posterior, turns=False)
-
-
-def _measured(posterior: Posterior, *, turns: bool) -> Mapping[Plan, Finalist]:
-    """Return each plan that fits by its turns, or else by the probes of the search."""
-    meant = (t for t in posterior.fitting if (t.kind is TrialKind.CONFIRMATION) == turns)
-    found = {}
-    for plan, its in by_plan(meant).items():
-        start_up_s = float(posterior.start_up_s[posterior.index(plan)])
-        log_speed = posterior.over_training(np.array(compared_log_speed(its)), start_up_s)
-        found[plan] = Finalist(plan, tuple(its), float(log_speed))
-    return found
-
-
 def _gain_of_turn(posterior: Posterior, plan: Plan, other: Plan) -> float:
-    """Return what another block of a plan is expected to gain in log speed.
+    """Return what another probe of a plan is expected to gain in log speed.
 
     Chosen without it is the one of the two that is expected to be faster.
     """
@@ -324,9 +266,8 @@ def _gain_of_turn(posterior: Posterior, plan: Plan, other: Plan) -> float:
 
 
 def _held_bytes(trial: Trial) -> int:
-    held = trial.measurement.held_bytes
-    assert held is not None, "a trial that fits has its held bytes"
-    return held
+    """Return what a trial held; 0: unknown, as in a study of the user's own without constraints."""
+    return trial.measurement.held_bytes or 0
 
 
 def left_out(posterior: Posterior) -> list[tuple[Settings, str]]:

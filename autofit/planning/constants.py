@@ -65,25 +65,21 @@ SURPRISE_PROBES = 4  # probes
 COSTLY_LEADERS = 2  # fastest variants beside which costly values are tried; not measured
 
 # The final comparison.
-TIE = 0.005  # worth: no turn is taken that is expected to gain less
+TIE = 0.005  # worth: a rival from which a turn is expected to gain less is no finalist
 MOST_GIVEN_UP = 0.02  # log speed: slower by no more than this is tied; a promise of the docs
 MOST_LOST = 0.05  # log speed: decided where, with 95 %, no plan is faster by more; a promise
-DOUBT = 0.05  # probability that is left: 95 %
-MOST_BLOCKS = 8  # turns
+MOST_ROUNDS = 4  # turns of each finalist; beside two busy loops a fifth decided hardly more
 MOST_RIVALS = 2  # plans
-MOST_MEASURED_FASTER = 6  # rivals that no belief may pass over, because they measured faster
-UNSURE = 0.2  # of the log of a factor, to either side with 95 %: "4 times" may be 3.3 or 4.9
-BLOCKS_WHERE_UNSURE = 3  # turns of each: their median leaves out one of another moment
-# A quiet machine repeats a plan within a few percent, the accumulation that the search leaves out
-# included; beside busy loops factors of 10 and 33 were seen.
-CHANGED = 2.0  # factor of a plan's speed from the search to the comparison: the machine changed
-DOUBTED = math.log(1.2)  # log speed lost by a larger micro-batch: less, but for few devices
+# Times the timed seconds of a search's probe, where steps scatter: of simulated pairs beside two
+# busy loops, four rounds then decide 75 of 100 and not 49.
+COMPARED_LONGER = 2.0
 HEADROOM = 2.0  # deviations of held bytes below the budget: 98 % of all runs fit
 MOST_ACCIDENTS = 3  # in a row, before a plan that ran shows whether the machine is to blame
 NOISY = 0.1  # log step time: from this scatter on, a reader is told that it bounds the gains
 
 # What is believed beforehand.
 MEMORY_ERROR = 0.02  # log bytes that a probe holds around its line, where no segment is larger
+LEAST_GROWING = 0.02  # share of what a first probe holds, beside what is known to be fixed
 CEILING_MARGIN = 0.8  # of these deviations below the budget at a ceiling: 80 % of its probes fit
 LEAST_SPREAD = 0.01  # log step time around its line: kernels suit some sizes better than others
 SURE = 2.0  # standard errors by which residuals exceed noise before they are called departures

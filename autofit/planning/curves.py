@@ -37,6 +37,7 @@ from autofit.plan import Dimension, Scalar, Settings, variant_key
 from autofit.planning.constants import (
     ALIKE,
     BEYOND,
+    LEAST_GROWING,
     LEAST_SPREAD,
     MANY_READINGS,
     SURE,
@@ -55,10 +56,11 @@ class Point:
 
     Attributes:
         variant: index of the variant.
-        x: micro-batch, in samples.
+        x: micro-batch, in samples; 0: of the intercept alone.
         y: bytes or seconds.
         error: standard deviation of log y from one probe to the next.
-        at_least: whether y is only a lower bound, because the probe ran out of memory there.
+        at_least: whether y is only a lower bound, because the probe ran out of memory there or
+            because it is only a part of what is fixed.
     """
 
     variant: int
@@ -211,14 +213,19 @@ class LineFamily:
     def _means(self, points: Sequence[Point]) -> tuple[Array, Array]:
         """Return prior means of A and B; without predicted lines, scaled by the first value.
 
-        Half of the first value is then attributed to the slope.
+        Half of the first value is then attributed to the slope, of what is not known to be fixed.
         """
-        if self._predicted or not points:
+        sized = [point for point in points if point.x > 0]
+        if self._predicted or not sized:
             return self._mean_a, self._mean_b
-        first = next((p for p in points if not p.at_least), points[0])
-        half = np.log(first.y / 2)
+        first = next((p for p in sized if not p.at_least), sized[0])
+        fixed = max((p.y for p in points if not p.x and p.variant == first.variant), default=0.0)
+        growing = max(first.y - fixed, LEAST_GROWING * first.y) / 2
         at_first = self._mean_b[first.variant]
-        return self._mean_a + half, self._mean_b - at_first + half - np.log(first.x)
+        return (
+            self._mean_a + np.log(first.y - growing),
+            self._mean_b - at_first + np.log(growing / first.x),
+        )
 
 
 class _Problem:

@@ -30,6 +30,7 @@ from autofit.plan import Plan, Settings, VariantKey, variant_key
 from autofit.planning.constants import (
     CEILING_MARGIN,
     DRAWS,
+    LEAST_GROWING,
     LEAST_SPREAD,
     MEMORY_ERROR,
     MEMORY_PRIOR,
@@ -195,6 +196,12 @@ class Posterior:
         """Return the posterior after those trials: this one if they hold the same probes."""
         fresh = Posterior(self.spec, trials, given=self.given)
         return self if fresh.probes == self.probes else fresh
+
+    @cached_property
+    def of_search(self) -> Posterior:
+        """The posterior without the turns of the final comparison."""
+        searched = [t for t in self.measured if t.kind is not TrialKind.CONFIRMATION]
+        return Posterior(self.spec, searched, given=self.given)
 
     def about(self, plans: Sequence[Plan]) -> Posterior:
         """Return the posterior with columns for these plans: this one if it has them."""
@@ -448,9 +455,14 @@ class Posterior:
     def memory_error(self, held_bytes: float) -> float:
         """Return the standard deviation of the log of what a probe holds, around its line.
 
-        It is `MEMORY_ERROR`, or that of rounding up to segments where that is more.
+        It is `MEMORY_ERROR` of what is not known to be fixed, or that of rounding up to segments
+        where that is more.
         """
-        return max(MEMORY_ERROR, math.sqrt(self._rounding(held_bytes)))
+        return max(self._own_error(held_bytes), math.sqrt(self._rounding(held_bytes)))
+
+    def _own_error(self, held_bytes: float) -> float:
+        fixed = min(self._fixed_bytes.values(), default=0)
+        return MEMORY_ERROR * max(LEAST_GROWING, 1 - fixed / held_bytes)
 
     def reading_error(self, held_bytes: float) -> float:
         """Return the error of the log of a line's bytes as one probe tells them.
@@ -500,7 +512,18 @@ class Posterior:
                     y, error = self._even(trial.measurement, y)
                 x = float(trial.plan.micro_batch)
                 points.append(Point(self.index(trial.plan), x, y, error, at_least=not is_exact))
-        return points
+        fixed = self._fixed_bytes.items()
+        return points + [Point(v, 0.0, y, MEMORY_ERROR, at_least=True) for v, y in fixed]
+
+    @cached_property
+    def _fixed_bytes(self) -> Mapping[int, int]:
+        """The bytes that are known to be fixed, by variant."""
+        fixed: dict[int, int] = {}
+        for trial in self.measured:
+            if known := trial.measurement.least_held_bytes:
+                index = self.index(trial.plan)
+                fixed[index] = min(known, fixed.get(index, known))
+        return fixed
 
     def _even(self, measured: Measurement, held: float) -> tuple[float, float]:
         """Return bytes held that grow evenly with the micro-batch, and the error of their log.
@@ -522,8 +545,9 @@ class Posterior:
         """
         rounding = self._rounding(held_bytes)
         shared = rounding / max(1, len(self._held_over_expected))
-        share = (rounding - shared) / (rounding - shared + MEMORY_ERROR**2)
-        return share, max(MEMORY_ERROR, math.sqrt((1 - share) * rounding + share * shared))
+        own = self._own_error(held_bytes)
+        share = (rounding - shared) / (rounding - shared + own**2)
+        return share, max(own, math.sqrt((1 - share) * rounding + share * shared))
 
     @cached_property
     def _held_over_expected(self) -> Sequence[float]:

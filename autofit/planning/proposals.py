@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.measurement import Trial
+from autofit.measurement import Trial, TrialKind, oom_probes_of
 from autofit.plan import Plan
 from autofit.planning.constants import (
     APART,
@@ -51,12 +51,12 @@ from autofit.planning.posterior import Mask, Posterior
 def oom_cost(posterior: Posterior, risk: Array) -> Array:
     """Return the cost of such a risk of running out of memory after these probes.
 
-    It grows with every OOM so far. With a prior on memory, risks are near the truth and the cost is
-    proportional to them. Without one, small risks are the least certain (on simulated devices,
-    risks below 1 % came true in 3 % of the probes, risks above 20 % in a quarter of the predicted
-    frequency), so it grows with the square root.
+    It grows with every OOM so far but the baseline's, which nobody chose to risk. With a prior on
+    memory, risks are near the truth and the cost is proportional to them. Without one, small risks
+    are the least certain (on simulated devices, risks below 1 % came true in 3 % of the probes,
+    risks above 20 % in a quarter of the predicted frequency), so it grows with the square root.
     """
-    happened = posterior.oom_probes
+    happened = oom_probes_of([t for t in posterior.probes if t.kind is not TrialKind.BASELINE])
     factor = SMALLEST_FACTOR if np.all(posterior.largest <= posterior.sizes.smallest) else 1.0
     if posterior.has_prior_memory:
         return factor * OOM_COST_WITH_PRIOR * (1 + happened / 2) * risk
@@ -125,7 +125,10 @@ def _next_sizes(posterior: Posterior, halfway: MicroBatches) -> list[MicroBatche
     bound = np.minimum(halfway, step * max(plan.micro_batch for plan in ran))
     steps: list[MicroBatches] = []
     even_steps: list[MicroBatches] = []
-    for limit in np.quantile(posterior.memory_limit, RISKS, axis=0):
+    limits = np.quantile(posterior.memory_limit, RISKS, axis=0)
+    # The next size of all, whatever its risk: between so few sizes no level of risk may have one
+    next_sizes = [posterior.sizes.at_least(int(size) + 1) for size in posterior.largest]
+    for limit in (*limits, np.array(next_sizes, dtype=np.float64)):
         wanted = np.maximum(np.minimum(limit, bound), posterior.sizes.smallest)
         sizes = posterior.sizes.handy(wanted)
         even = sizes // MULTIPLE * MULTIPLE

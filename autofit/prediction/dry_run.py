@@ -45,6 +45,7 @@ from autofit.prediction.cuda.values import (
     is_unsupported,
 )
 from autofit.prediction.sharded import one_of_ranks, ranks_unlike_the_first
+from autofit.prediction.uncompiled import uncompiled
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.registry import collect_dimensions
 from autofit.snapshot.snapshot import attributes_of, live_objects, preserved, walk
@@ -53,6 +54,7 @@ from autofit.strategy import Capabilities, Strategy, World
 from autofit.torch_private import gone_in
 from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.evaluation import evaluate, unchanged
+from autofit.training.lengths import Lengths
 from autofit.training.loss import LossSource
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload, compiled_part
@@ -86,6 +88,7 @@ class DryRun:
             workload has none.
         has_stand_in_loss: whether the mean of the model's outputs stood in for a loss.
         parameters: elements of the model's parameters; None of several ranks.
+        uncompiled: the lines that call compiled functions, which ran as they are written.
     """
 
     micro_batch: int
@@ -98,6 +101,7 @@ class DryRun:
     evaluation: Recording | None = None
     has_stand_in_loss: bool = False
     parameters: int | None = None
+    uncompiled: tuple[str, ...] = ()
 
     def recording_on(self, gpu: Gpu) -> Recording:
         """Return the allocations on a GPU."""
@@ -162,7 +166,7 @@ def _run(
                 others = ranks_unlike_the_first(training)
             sizes = traced_sizes(plan, copied)
             with watching(labels, training) if watching else nullcontext():
-                _run_steps(training, meta_batch(copied, sum(sizes), tracer), tracer, labels)
+                _run_steps(training, meta_step(copied, sizes, tracer), tracer, labels)
             allocations, work = tracer.allocations, tuple(tracer.operations or ())
             evaluation = _run_evaluation(training, copied, tracer)
     parameters = training.plain_model.parameters()
@@ -177,6 +181,7 @@ def _run(
         evaluation=evaluation,
         has_stand_in_loss=training.loss_source is LossSource.STAND_IN,
         parameters=None if world.size > 1 else sum(each.numel() for each in parameters),
+        uncompiled=tuple(sorted(tracer.uncompiled)),
     )
     return made, others
 
@@ -199,7 +204,7 @@ def _run_evaluation(training: Training, workload: Workload, tracer: CudaTracer) 
     if samples is None or eval_step is None:
         return None
     tracer.operations = None
-    batch = meta_batch(workload, samples, tracer, workload.evaluation_batch)
+    batch = _small_or_without_values(workload, samples, Workload.evaluation_batch, tracer)
     with unchanged(training):
         evaluate(training, eval_step, training.placed(batch), samples)
     return tracer.allocations
@@ -219,6 +224,7 @@ def stage(tracer: CudaTracer, live: Mapping[str, object] = MappingProxyType({}))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the user gets them when the step runs for real
         stack.enter_context(fake_cuda(tracer.gpu, tracer.note, tracer.is_on_gpu))
+        stack.enter_context(uncompiled(tracer.uncompiled.add))
         stack.enter_context(tracer)
         yield
 
@@ -325,7 +331,7 @@ def meta_copy(workload: Workload, tracer: CudaTracer) -> Workload:
             ) from error
         batches = {
             "sample_batch": _sample_batch(workload, tracer),
-            "eval_batch": _on_meta(workload.eval_batch, tracer),
+            "eval_batch": _eval_batch(workload, tracer),
         }
         return replace(workload, **copies, **batches)
 
@@ -349,30 +355,41 @@ def refuse_compiled(model: torch.nn.Module) -> None:
         )
 
 
-def meta_batch(
-    workload: Workload,
-    samples: int,
-    tracer: CudaTracer,
-    make: Callable[[int], Batch] | None = None,
-) -> Batch:
-    """Return a batch that does not count yet; a large one without values, if possible.
+def meta_step(workload: Workload, sizes: Sequence[int], tracer: CudaTracer) -> Any:
+    """Return what a step of those micro-batches takes, which does not count yet."""
+
+    def make(workload: Workload, samples: int) -> Any:
+        return workload.step_of(*(sizes if samples == sum(sizes) else (samples,)))
+
+    return _small_or_without_values(workload, sum(sizes), make, tracer)
+
+
+def _small_or_without_values(
+    workload: Workload, samples: int, make: Callable[[Workload, int], Any], tracer: CudaTracer
+) -> Any:
+    """Return what is made of so many samples; a large one without values, if possible.
 
     A user's function that makes batches may need values (lengths of packed sequences).
-
-    Args:
-        make: number of samples -> batch; None: the workload's batches to train on.
     """
-    make = make or workload.batch
     with tracer.aside():
-        if not workload.makes_batches:
-            return make(samples)
-        sample_bytes = sum(tensor.nbytes for tensor in tensors_of(make(1)))
+        if not _makes_values(workload):
+            return make(workload, samples)
+        fewest = workload.described_size
+        sample_bytes = sum(t.nbytes for t in tensors_of(make(workload, fewest))) / fewest
         if sample_bytes * samples <= LARGE_BYTES:
-            return make(samples)
-        return _without_values(lambda: make(samples), tracer)
+            return make(workload, samples)
+        light = workload
+        if workload.collate_fn is not None and not isinstance(workload.sample_batch, Lengths):
+            on_meta = _on_meta(list(workload.sample_batch), tracer)
+            light = replace(workload, sample_batch=on_meta)
+        return _without_values(
+            lambda: make(light, samples), tracer, lambda: make(workload, samples)
+        )
 
 
-def _without_values(make: Callable[[], _Made], tracer: CudaTracer) -> _Made:
+def _without_values(
+    make: Callable[[], _Made], tracer: CudaTracer, with_values: Callable[[], _Made] | None = None
+) -> _Made:
     state, unsupported = torch.get_rng_state(), tracer.unsupported
     with suppress(Exception), torch.device("meta"):
         made = make()
@@ -381,7 +398,7 @@ def _without_values(make: Callable[[], _Made], tracer: CudaTracer) -> _Made:
     # With values it may work; if not, the error is the user's.
     tracer.unsupported = unsupported
     torch.set_rng_state(state)
-    return make()
+    return (with_values or make)()
 
 
 def _memo(parts: Mapping[str, Any]) -> dict[int, Any]:
@@ -416,6 +433,11 @@ def _sample_batch(workload: Workload, tracer: CudaTracer) -> Any:
     return given if _reads_values(workload) else _on_meta(given, tracer)
 
 
+def _eval_batch(workload: Workload, tracer: CudaTracer) -> Any:
+    given = workload.eval_batch
+    return given if workload.collate_fn is not None else _on_meta(given, tracer)
+
+
 def _on_meta(batch: Any, tracer: CudaTracer) -> Any:
     """Return a batch on meta, with its integers known."""
 
@@ -430,7 +452,12 @@ def _on_meta(batch: Any, tracer: CudaTracer) -> Any:
 
 def _reads_values(workload: Workload) -> bool:
     """Return whether the user's functions get the sample batch, or a batch of theirs, to read."""
-    return workload.makes_batches or workload.loss_weight is not None
+    return _makes_values(workload) or workload.loss_weight is not None
+
+
+def _makes_values(workload: Workload) -> bool:
+    """Return whether the user's functions make the batches."""
+    return workload.makes_batches or workload.collate_fn is not None
 
 
 def sendable(workload: Workload) -> tuple[Workload, Mapping[int, torch.Tensor]]:
@@ -444,7 +471,9 @@ def sendable(workload: Workload) -> tuple[Workload, Mapping[int, torch.Tensor]]:
     batch = workload.sample_batch
     if not _reads_values(workload):
         batch = map_tensors(_known_alone, batch)
-    evaluated = map_tensors(_known_alone, workload.eval_batch)
+    evaluated = workload.eval_batch
+    if workload.collate_fn is None:
+        evaluated = map_tensors(_known_alone, evaluated)
     return replace(workload, sample_batch=batch, eval_batch=evaluated, loader=None), _memo(parts)
 
 

@@ -96,7 +96,7 @@ def _in_real_steps(builder: TrainingBuilder, resolved: ResolvedPlan) -> Owners:
     own = TrainingBuilder(builder.fresh_workload, device, builder.seed)
     workload, labels = own.fresh_workload(), Labels(device.tracer)
     owners = Owners(labels)
-    batch = workload.batch(sum(traced_sizes(resolved.plan, workload)))
+    batch = workload.step_of(*traced_sizes(resolved.plan, workload))
     with (
         device.accounting(),
         own.training(workload, resolved) as training,

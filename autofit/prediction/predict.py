@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from autofit.codec import Amount, from_json, to_json
-from autofit.devices.gpu_catalogue import NCCL_UNKNOWN, Gpu, find_gpu
-from autofit.devices.request import budget_bytes
+from autofit.devices.gpu_catalogue import ASSUMED, FITS, NCCL_UNKNOWN, Gpu, find_gpu
 from autofit.errors import InvalidArgument, hides_own_frames
-from autofit.memory.allocator import expandable_segments
+from autofit.memory.allocator import expandable_segments, ignored_options
 from autofit.memory.replay import replay
 from autofit.notebook import shown
 from autofit.plan import Dimension, Plan, ResolvedPlan, check_count, settings_of
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.cuda.roofline import Cost
-from autofit.prediction.dry_run import meta_dimensions
+from autofit.prediction.dry_run import DryRun, meta_dimensions
 from autofit.prediction.dry_run_worker import Progress, in_worker
 from autofit.prediction.needs import (
     MOST,
@@ -80,7 +80,7 @@ def predict(
     told = in_worker(
         _predict, workload, calibrated(find_gpu(gpu), calibration), *asked, known=known
     )
-    return replace(told, _workload=workload)
+    return replace(told, _workload=workload, _gpu_assumed=gpu is None)
 
 
 def predict_each(
@@ -137,6 +137,8 @@ def _asked(
 ) -> tuple[Plan, Sequence[Strategy], Mapping[str, Any]]:
     """Return the plan, its strategies and payloads, as `_predict` takes them."""
     check_arguments(workload, plan)
+    if (ignored := ignored_options()) is not None:
+        warnings.warn(ignored, stacklevel=3)
     chosen = plan_of_ranks(workload, plan, world_size)
     own = strategies_of(chosen) if strategies is None else load_strategies(strategies)
     return chosen, own, payloads or {}
@@ -188,6 +190,8 @@ class Prediction:
             `required_bytes` is no less. None: the workload has no eval_step.
         micro_batch_cost: the operations of a micro-batch by a roofline, good for ratios between
             plans of one training alone; None where the rates of the GPU are unknown.
+        notes: what was assumed or left out: of a GPU that only has a size, options of the
+            allocator, compiled functions.
     """
 
     plan: Plan
@@ -203,7 +207,9 @@ class Prediction:
     has_stand_in_loss: bool = False
     parameters: int | None = None
     evaluation_bytes: int | None = None
+    notes: tuple[str, ...] = ()
     _workload: Workload | None = field(default=None, repr=False, compare=False)
+    _gpu_assumed: bool = field(default=False, repr=False, compare=False)
 
     def fits(self, vram_budget: str | float | None = None) -> bool | None:
         """Return whether the plan fits into a VRAM budget, with the margin of the interval.
@@ -211,7 +217,8 @@ class Prediction:
         None: what NCCL takes decides, which is unknown.
 
         Args:
-            vram_budget: "24GiB", bytes, or a fraction of the GPU's memory; None: all of it.
+            vram_budget: "24GiB", bytes, or a fraction of what is usable of the GPU's memory; None:
+                all of that.
 
         Raises:
             InvalidArgument: it is no budget, or more than the GPU has.
@@ -227,14 +234,12 @@ class Prediction:
         return self.interval[1] + self.unknown_bytes - self._budget_bytes(vram_budget)
 
     def _budget_bytes(self, vram_budget: str | float | None) -> int:
-        total = self.gpu.total_bytes
-        given = total if vram_budget is None else vram_budget
-        return budget_bytes(given, total_bytes=total, free_bytes=total)
+        return self.gpu.budget_bytes(vram_budget)
 
     @cached_property
     def largest_micro_batch(self) -> int | None:
-        """The largest micro-batch that fits into the GPU's memory; see the method below."""
-        return self.largest_micro_batch_within(self.gpu.total_bytes)
+        """The largest micro-batch that fits into the GPU's usable memory; see the method below."""
+        return self.largest_micro_batch_within(self.gpu.usable_bytes)
 
     def largest_micro_batch_within(self, vram_budget_bytes: int) -> int | None:
         """Return the largest micro-batch that fits; None: one sample does not.
@@ -249,17 +254,26 @@ class Prediction:
         return in_worker(_largest_micro_batch, self._workload, *asked)
 
     def __str__(self) -> str:
-        lines = (f"  {label:<20}{text}" for label, text in self._rows().items())
-        return "\n".join([f"{self.plan} on {self.gpu.name}", *lines])
+        lines = [f"  {label:<20}{text}" for label, text in self._rows().items()]
+        return "\n".join([self._title, *lines, *self._notes])
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
-        return shown([f"{self.plan} on {self.gpu.name}"], list(self._rows().items()))
+        return shown([self._title, *self._notes], list(self._rows().items()))
+
+    @property
+    def _title(self) -> str:
+        return f"{self.plan} on {self.gpu.name}{ASSUMED * self._gpu_assumed}"
+
+    @property
+    def _notes(self) -> list[str]:
+        return [f"note: {note}" for note in self.notes]
 
     def _rows(self) -> dict[str, str]:
         low, high = (format_bytes(size) for size in self.interval)
         rows = {
             "required": f"{format_bytes(self.required_bytes)} ({low} to {high})",
+            "fits": f"{FITS[self.fits()]}, in {format_bytes(self.gpu.usable_bytes)}",
             "peak reserved": format_bytes(self.peak_reserved_bytes),
             "peak allocated": f"{format_bytes(self.peak_allocated_bytes)}, of which at that moment",
             **{f"  {kind}": format_bytes(self.breakdown[kind]) for kind in KINDS},
@@ -289,6 +303,9 @@ class Prediction:
             "unknown_bytes": self.unknown_bytes,
             "evaluation_bytes": self.evaluation_bytes,
             "has_stand_in_loss": self.has_stand_in_loss,
+            "fits": self.fits(),
+            "gpu_assumed": self._gpu_assumed,
+            "notes": list(self.notes),
         }
 
 
@@ -343,7 +360,18 @@ def predict_resolved(
         has_stand_in_loss=run.has_stand_in_loss,
         parameters=run.parameters,
         evaluation_bytes=need.evaluation_bytes,
+        notes=tuple(_notes_of(run, gpu)),
     )
+
+
+def _notes_of(run: DryRun, gpu: Gpu) -> Iterator[str]:
+    """Yield what was assumed or left out."""
+    if gpu.assumed is not None:
+        yield gpu.assumed
+    if (ignored := ignored_options()) is not None:
+        yield ignored
+    for line in run.uncompiled:
+        yield f"not compiled in the prediction, and may need less where it is: {line}"
 
 
 # In the worker.
@@ -372,7 +400,7 @@ def _predict_each(
     if not found:
         raise next(iter(lacking.values()))
     largest = {
-        name: _largest_micro_batch(workload, each, each.gpu.total_bytes, runs)
+        name: _largest_micro_batch(workload, each, each.gpu.usable_bytes, runs)
         for name, each in sorted(found.items(), key=lambda item: -item[1].gpu.total_bytes)
     }
     told = {name: (each, largest[name]) for name, each in found.items()}

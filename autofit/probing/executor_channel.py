@@ -43,11 +43,14 @@ from autofit.probing.serialization import Payload, nameless_file, read_payload, 
 from autofit.probing.worker_channel import START_TIMEOUT_S, WorkerChannel, path_of
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
-from autofit.units import kind_of
+from autofit.units import format_seconds, kind_of
 
 # A worker in an executor's process ends so long after its last request: a search that was killed
 # leaves nothing behind for longer, and choosing a plan takes less.
 IDLE_S = 60.0
+
+# Of one request, while none is answered: each is asked as late as an answer may take.
+MOST_COPIES = 8
 
 # After the end of the search, for a process to say by itself that its time was over.
 _SLACK_S = 5.0
@@ -204,17 +207,24 @@ class ExecutorChannel:
 
         An executor may lose an answer and say nothing. That looks like a long queue, so the first
         request stays in it beside the next.
+
+        Raises:
+            WorkerFailed: not one of `MOST_COPIES` was answered.
         """
         ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
         longest_s = START_TIMEOUT_S + deadline.seconds + _SLACK_S
         try:
-            while True:
+            for _ in range(MOST_COPIES):
                 self._submit(opening, asked).add_done_callback(ended.put)
                 left_s = max(0.0, deadline.ends_at + _SLACK_S - time.monotonic())
                 with suppress(queue.Empty):
                     return _result_of(ended.get(timeout=min(longest_s, left_s)))
                 if left_s <= longest_s:
                     raise SearchTimedOut("the time of the search is over")
+            raise WorkerFailed(
+                f"the executor has answered none of {MOST_COPIES} requests, one every "
+                f"{format_seconds(longest_s)}: are its machines there?"
+            )
         finally:
             for future in self._submitted:
                 future.cancel()

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 from autofit.probing.fork_server import FORKS
@@ -29,6 +29,10 @@ from autofit.probing.process_lifetime import MARK, NO_MARK
 _QUIET = {"KINETO_LOG_LEVEL": "6"}  # else torch's profiler announces itself in the last words
 # Variables that no library reads: pytest names each test there.
 _IGNORED = {"PYTEST_CURRENT_TEST"}
+# To fork takes a server milliseconds. One that does not answer within these seconds, or this share
+# of the time that is left, is replaced, and what replaces it has the rest to import torch in.
+_FORK_S, _SHARE_OF_FORK = 10.0, 0.25
+_REAP_S = 10.0  # for what was killed to end
 # It keeps messages apart; where there is none, a server does not fork, and gets only one message.
 _SOCKET = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_STREAM
 _SERVE = """
@@ -125,17 +129,22 @@ class ForkServer:
             TimeoutError: it has not in so many seconds.
             ServerDied: it ended instead.
         """
-        self.connection.settimeout(max(seconds, 1e-3))  # 0 would not wait, nor raise TimeoutError
+        ends_at = time.monotonic() + seconds
         try:
-            said = self.connection.recv(1)
+            self._may_wait(seconds)
+            if said := self.connection.recv(1):
+                self.forks = said == FORKS
+                return
+            returncode = self.wait(ends_at - time.monotonic())
         except BaseException:
             self.kill()
             raise
-        if not said:
-            self._printed.seek(0)
-            raise ServerDied(self.wait(), self._printed.read())
-        self.connection.settimeout(None)
-        self.forks = said == FORKS
+        self._printed.seek(0)
+        raise ServerDied(returncode, self._printed.read())
+
+    def _may_wait(self, seconds: float) -> None:
+        """Have the connection raise TimeoutError after that; 0 would mean not to wait at all."""
+        self.connection.settimeout(max(seconds, 1e-3))
 
     def run(
         self,
@@ -151,6 +160,7 @@ class ForkServer:
             ConnectionError: the server has ended.
             TimeoutError: it does not answer.
         """
+        self._may_wait(seconds)
         message = {
             "function": function,
             "given": given,
@@ -195,9 +205,18 @@ class ForkServer:
         """Whether this process started it, and it has ended."""
         return self._process is not None and self._process.poll() is not None
 
-    def wait(self) -> int:
-        """Wait until it has ended, and return its exit status."""
-        return -signal.SIGKILL if self._process is None else self._process.wait()
+    def wait(self, seconds: float | None = None) -> int:
+        """Wait until it has ended, and return its exit status.
+
+        Raises:
+            TimeoutError: it has not in so many seconds.
+        """
+        if self._process is None:
+            return -signal.SIGKILL
+        try:
+            return self._process.wait(None if seconds is None else max(seconds, 0.0))
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError from error
 
     def kill(self) -> None:
         """End it, and with it what it forked."""
@@ -205,7 +224,8 @@ class ForkServer:
         self._printed.close()
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            with suppress(TimeoutError):  # it is inside a call of a driver or a file system
+                self.wait(_REAP_S)
 
 
 def run_forked(
@@ -238,7 +258,7 @@ def run_forked(
         process: ForkedProcess | None = None
         if server is not None:
             try:
-                process = server.run(*asked, ends_at - time.monotonic())
+                process = server.run(*asked, min(_FORK_S, seconds * _SHARE_OF_FORK))
             except (ConnectionError, TimeoutError):  # it had nothing to do and has ended, or hangs
                 server.kill()
         if server is None or process is None:
@@ -324,17 +344,12 @@ atexit.register(_end_servers)
 
 
 def _flags() -> list[str]:
-    """Return Python's options for a server: those that decide where this process imports from.
+    """Return Python's options for a server: those of this process, as `multiprocessing` does.
 
     -P keeps the current directory off the path, where any json.py would be run; -u, because the
     last words of a worker count.
     """
-    given = {
-        "-I": sys.flags.isolated,
-        "-E": sys.flags.ignore_environment,
-        "-s": sys.flags.no_user_site,
-    }
-    return ["-u", "-P", *(flag for flag, is_set in given.items() if is_set)]
+    return ["-u", "-P", *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]  # typeshed lacks it
 
 
 def _path() -> list[str]:

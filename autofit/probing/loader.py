@@ -19,7 +19,6 @@ from autofit.errors import InvalidArgument, collect_garbage
 from autofit.plan import Plan
 from autofit.training.batch import (
     Batch,
-    BatchWatch,
     batch_size,
     describe,
     tensors_of,
@@ -31,6 +30,9 @@ from autofit.training.loader import (
     is_stream,
     make_loader,
 )
+from autofit.training.samples import Rows
+from autofit.training.watch import BatchWatch
+from autofit.training.workload import Workload
 from autofit.units import kind_of
 
 if TYPE_CHECKING:
@@ -65,17 +67,11 @@ def deliver(session: Session, *, settings: LoaderSettings, plan: Plan) -> Delive
         Exception: what the user's code raised.
     """
     workload = session.builder.fresh_workload()
-    watch = BatchWatch(plan, describe(workload.batch(workload.sample_batch_size)))
+    watch = BatchWatch(plan, describe(workload.batch(workload.described_size)))
     with _batches_of(session, settings) as (made, batches):
         batch = next(batches)
         batch_bytes = sum(tensor.nbytes for tensor in tensors_of(batch))
-        try:
-            samples = batch_size(batch)
-        except InvalidArgument as error:
-            raise InvalidArgument(
-                f"the loader delivers {kind_of(batch)} in which no tensor has a sample dimension: "
-                "its collate_fn must return tensors with the samples in dimension 0"
-            ) from error
+        samples = _samples_in(batch, workload, settings)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             watch.look(batch, samples, stacklevel=1)
@@ -86,8 +82,25 @@ def deliver(session: Session, *, settings: LoaderSettings, plan: Plan) -> Delive
             next(batches)
         samples, start = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - start) < DELIVERY_S:
-            samples += sum(batch_size(next(batches)) for _ in range(round_of))
+            samples += sum(_samples_in(next(batches), workload, settings) for _ in range(round_of))
     return Delivery(samples / elapsed, batch_bytes, is_stream(made), warned)
+
+
+def _samples_in(batch: Batch, workload: Workload, settings: LoaderSettings) -> int:
+    """Return the samples of a loader's batch: as many as were asked for, where rows do not tell.
+
+    Raises:
+        InvalidArgument: no tensor of a batch of rows has a dimension for samples.
+    """
+    if not isinstance(workload.samples, Rows):
+        return len(batch) if isinstance(batch, list) else settings.batch_size
+    try:
+        return batch_size(batch)
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            f"the loader delivers {kind_of(batch)} in which no tensor has a sample dimension: "
+            "its collate_fn must return tensors with the samples in dimension 0"
+        ) from error
 
 
 @contextmanager

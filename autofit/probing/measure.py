@@ -53,7 +53,7 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
     """
     device, workload = builder.device, builder.fresh_workload()
     foreign_before = device.foreign_bytes()
-    ran = _run(builder, workload, request)
+    ran = _run(builder, workload, request, vram_budget_bytes)
     device.synchronize()  # a dead device is to show while this frame holds the pinned batch
     foreign = device.foreign_bytes()
     available = device.total_bytes - max(foreign or 0, foreign_before or 0)
@@ -66,6 +66,7 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         peak_allocated_bytes=peak.peak_allocated_bytes,
         peak_reserved_bytes=peak.peak_reserved_bytes,
         non_torch_bytes=peak.non_torch_bytes,
+        resident_bytes=min(steps.update_bytes, default=None),
         allocator_retries=ran.retries,
         loss=steps.loss if math.isfinite(steps.loss) else None,
         losses=[loss for loss in steps.losses if math.isfinite(loss)],
@@ -104,7 +105,9 @@ class _Ran:
     evaluated: MemoryReading | None
 
 
-def _run(builder: TrainingBuilder, workload: Workload, request: ProbeRequest) -> _Ran:
+def _run(
+    builder: TrainingBuilder, workload: Workload, request: ProbeRequest, vram_budget_bytes: int
+) -> _Ran:
     plan, device = request.plan, builder.device
     places = micro_batches_to_run(workload, plan, full_accumulation=request.full_accumulation)
     short = micro_batches_to_run(workload, plan, full_accumulation=False)
@@ -121,23 +124,25 @@ def _run(builder: TrainingBuilder, workload: Workload, request: ProbeRequest) ->
             warm_up_s = perf_counter() - began
             warm_up_steps = steps.warm_up_steps * len(short) / len(places)
         steps.meet_shorter()
-        with device.accounting():
-            for _, shorter in mix[:-1] if device.tracked_steps else ():
+        if device.tracked_steps:
+            for _, shorter in mix[:-1]:
                 steps.run_tracked(shorter, 1)
-            before = device.read()
-            if device.tracked_steps:  # a long training is tracked all along, and shows what is late
-                steps.run_tracked(batch, max(device.tracked_steps, request.steps or 0))
-        while not enough_steps(steps.times_s, request) and math.isfinite(steps.loss):
-            left = STEPS_PER_BLOCK if request.steps is None else request.steps - len(steps.times_s)
-            steps.time(min(STEPS_PER_BLOCK, left))
+        retries_before = device.read().allocator_retries
+        steps.run_as_asked(request)
+        growth = _growth(steps, vram_budget_bytes)
+        if growth is None and steps.grew:  # these steps filled a cache: measure it as it is now
+            retries_before = device.read().allocator_retries
+            steps.run_as_asked(request)
+        if device.tracked_steps:
+            steps.time_as_asked(request)
         peak = device.read()
         return _Ran(
             steps,
             # A training_step may take all at once
             micro_batches=len(places) if training.has_split else 1,
             peak=peak,
-            retries=peak.allocator_retries - before.allocator_retries,
-            growth=_growth(device, steps),
+            retries=peak.allocator_retries - retries_before,
+            growth=growth,
             start_up_s=start_up_s(warm_up_s, warm_up_steps, steps.as_run_s[-1]),
             notes=training.notes(),
             evaluated=evaluation_peak(builder, workload, training, workload.eval_samples),
@@ -157,18 +162,23 @@ def _use_of(ran: _Ran) -> RankUse:
 def samples_on(
     builder: TrainingBuilder, workload: Workload, plan: Plan, places: Sequence[int]
 ) -> Batch:
-    """Return samples on the device for those micro-batches of a plan's optimizer step."""
+    """Return what a step of those micro-batches of a plan's takes, in host memory."""
     sizes = plan.micro_batch_sizes_of(builder.world.rank)
-    return map_tensors(builder.device.stage, workload.batch(sum(sizes[at] for at in places)))
+    return staged(builder.device, workload.step_of(*(sizes[at] for at in places)))
+
+
+def staged(device: Device, step: Any) -> Any:
+    """Return the batches of a step in the host memory that a data loader should fill."""
+    return map_tensors(device.stage, step)
 
 
 def _mix_on(
     builder: TrainingBuilder, workload: Workload, plan: Plan, places: Sequence[int]
 ) -> list[tuple[float, Batch]]:
-    """Return such samples of each length, with its share of the steps; the longest is the last."""
+    """Return such steps of each length, with its share of all; the longest is the last."""
     sizes = plan.micro_batch_sizes_of(builder.world.rank)
-    mix = workload.mix(sum(sizes[at] for at in places))
-    return [(share, map_tensors(builder.device.stage, batch)) for share, batch in mix]
+    mix = workload.mix_of_steps([sizes[at] for at in places])
+    return [(share, staged(builder.device, step)) for share, step in mix]
 
 
 def evaluation_peak(
@@ -245,9 +255,11 @@ class _Steps:
         as_run_s: of each length, the seconds with no more micro-batches than it ran.
         first_s: of each but the longest, those of its first step.
         end_bytes: allocated at the end of each step.
+        update_bytes: allocated where updates began, once the optimizer has its state.
         losses: one of each block of steps.
         loss: the last one.
         warm_up_steps: how many steps the warm-up took.
+        grew: whether memory grew with each step, if only for a while.
     """
 
     training: Training
@@ -259,16 +271,18 @@ class _Steps:
     as_run_s: list[list[float]] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
     end_bytes: list[int] = field(default_factory=list)
+    update_bytes: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     loss: float = math.nan
     warm_up_steps: int = 0
+    grew: bool = False
 
     def warm_up(self, batch: Batch) -> None:
         """Step until two steps have updated."""
         for _ in warm_up(self.training):
             self._run_one(batch)
         self.warm_up_steps = len(self.end_bytes)
-        del self.end_bytes[:-WARM_UP_STEPS]
+        del self.end_bytes[:-WARM_UP_STEPS], self.update_bytes[: 1 - WARM_UP_STEPS]
 
     def meet_shorter(self) -> None:
         """Time the first step of each length but the longest: its shapes are new."""
@@ -284,13 +298,49 @@ class _Steps:
         later = zip(self.first_s, self.as_run_s, strict=False)
         return [max(0.0, first - statistics.median(run)) for first, run in later if run]
 
+    def run_as_asked(self, request: ProbeRequest) -> None:
+        """Run the steps that show memory: on a device that tracks some, others than are timed.
+
+        A long training is tracked all along, and shows what is late.
+        """
+        if self.device.tracked_steps:
+            self.run_tracked(self.mix[-1][1], max(self.device.tracked_steps, request.steps or 0))
+        else:
+            self.time_as_asked(request)
+
+    def time_as_asked(self, request: ProbeRequest) -> None:
+        """Time as many steps as are asked for, or as are enough, and forget earlier ones."""
+        for times_s in (self.times_s, self.own_times_s, *self.as_run_s):
+            times_s.clear()
+        while not enough_steps(self.times_s, request) and math.isfinite(self.loss):
+            left = STEPS_PER_BLOCK if request.steps is None else request.steps - len(self.times_s)
+            self.time(min(STEPS_PER_BLOCK, left))
+
     def run_tracked(self, batch: Batch, count: int) -> None:
         """Run steps that the device accounts for and nobody times."""
-        for _ in range(count):
-            self._run_one(batch)
+        with self.device.accounting():
+            for _ in range(count):
+                self._run_one(batch)
+
+    def run_all_lengths(self, count: int) -> None:
+        """Run so many steps of each length, of which nothing is kept."""
+        with self.device.accounting():
+            for _ in range(count):
+                for _, batch in self.mix:
+                    _step(self.training, self.device, batch)
+
+    def collected_bytes(self) -> int:
+        """Return what is allocated after a garbage collection."""
+        collect_garbage()
+        return self.device.allocated_bytes()
+
+    def largest(self, *numbers: float) -> list[float]:
+        """Return the largest of each number over the ranks, which then decide alike."""
+        ranks = self.training.ranks
+        return list(numbers) if ranks is None else ranks.largest(numbers)
 
     def _run_one(self, batch: Batch) -> None:
-        self.loss = float(_step(self.training, self.device, batch)[0])
+        self.loss = float(_step(self.training, self.device, batch, self.update_bytes)[0])
         self.end_bytes.append(self.device.allocated_bytes())
 
     def time(self, count: int) -> None:
@@ -311,9 +361,7 @@ class _Steps:
             ran_s += [
                 self.device.seconds_between(each[length][0], each[length][-1]) for each in block
             ]
-        # By the slowest rank's times all of them decide alike whether to go on
-        ranks = self.training.ranks
-        self.times_s += times_s if ranks is None else ranks.largest(times_s)
+        self.times_s += self.largest(*times_s)  # by which all decide alike whether to go on
 
     def _mean_seconds(self, of_lengths: Sequence[Sequence[Any]]) -> float:
         """Return the mean over the lengths, by their shares, from the marks of a step of each."""
@@ -373,11 +421,16 @@ def _scale(training: Training) -> float:
     return 1.0 if training.scaler is None else float(training.scaler.get_scale())
 
 
-def _step(training: Training, device: Device, batch: Batch) -> tuple[torch.Tensor, list[Any]]:
+def _step(
+    training: Training, device: Device, batch: Batch, update_bytes: list[int] | None = None
+) -> tuple[torch.Tensor, list[Any]]:
     """Run one optimizer step; return its loss and marks between which its parts lie.
 
     The parts are the micro-batches, and the update at the end. With a training_step, nobody knows
     where its update begins, and the whole step is one part.
+
+    Args:
+        update_bytes: takes the bytes that are allocated where the update begins.
     """
     marks = [device.mark()]
     if training.recipe.training_step is not None:
@@ -389,6 +442,8 @@ def _step(training: Training, device: Device, batch: Batch) -> tuple[torch.Tenso
     undo()
     del marks[1]  # what precedes the first micro-batch belongs to it
     marks.append(device.mark())
+    if update_bytes is not None:
+        update_bytes.append(device.allocated_bytes())
     training.optimizer_step()
     return loss, [*marks, device.mark()]
 
@@ -464,6 +519,11 @@ def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
 
 LEAK_WINDOW_STEPS = 8
 FEWEST_ENDS = 3
+# Growth may end: torch has 32 streams a device, and caches and queues of metrics often hold 64 or
+# 100. It is watched for so many more steps, or seconds, and for as long as half of what is left of
+# the budget lasts.
+MOST_STEPS_OF_GROWTH = 128
+MOST_SECONDS_OF_GROWTH = 30.0
 # Growth that would not reach the budget within so many steps (a kept number) is not a leak.
 HORIZON_STEPS = 1_000_000
 
@@ -475,10 +535,12 @@ class Growth:
     Attributes:
         bytes_per_step: median growth from one step's end to the next.
         collectable: the garbage collector takes it back.
+        steps: in how many it was seen.
     """
 
     bytes_per_step: int
     collectable: bool
+    steps: int = 0
 
     def steps_until(self, headroom_bytes: int) -> int:
         """Return the steps until the growth has used up that much."""
@@ -494,9 +556,10 @@ class Growth:
         if self.collectable:
             return f"a reference cycle keeps {much} of every step until garbage collection"
         return (
-            f"memory grows by {much} in every step: the budget is reached in about "
-            f"{self.steps_until(headroom_bytes)} steps. Something keeps tensors, often a list of "
-            "losses with their graphs: keep loss.item() or loss.detach()"
+            f"memory grows by {much} in every step, and had not stopped after {self.steps} of "
+            f"them: the budget is reached in about {self.steps_until(headroom_bytes)} steps. "
+            "Something keeps tensors, often a list of losses with their graphs: keep loss.item() "
+            "or loss.detach(). If it is a cache that fills up, bound it lower, or fill it before"
         )
 
 
@@ -524,13 +587,47 @@ def growth_over(end_bytes: Sequence[int], collected_bytes: int) -> Growth | None
     if per_step is None:
         return None
     grown = end_bytes[-1] - end_bytes[0]
-    return Growth(per_step, collectable=end_bytes[-1] - collected_bytes > grown // 2)
+    collectable = end_bytes[-1] - collected_bytes > grown // 2
+    return Growth(per_step, collectable, len(end_bytes) - 1)
 
 
-def _growth(device: Device, steps: _Steps) -> Growth | None:
-    """Return what every step added, over the steps that the device accounted for alike."""
+def _growth(steps: _Steps, vram_budget_bytes: int) -> Growth | None:
+    """Return what every step added and does not end; more steps are run to find that out."""
+    device = steps.device
+    # The device accounted alike for these
     end_bytes = steps.end_bytes[0 if device.tracked_steps else WARM_UP_STEPS :]
-    if bytes_per_step(end_bytes) is None:
-        return None
-    collect_garbage()
-    return growth_over(end_bytes, device.allocated_bytes())
+    found = None
+    if bytes_per_step(end_bytes) is not None:
+        found = growth_over(end_bytes, steps.collected_bytes())
+    (keeps,) = steps.largest(found is not None and not found.collectable)
+    if not keeps:
+        return found
+    steps.grew = True
+    return _unending(steps, found or Growth(1, False, len(end_bytes) - 1), vram_budget_bytes)
+
+
+def _unending(steps: _Steps, growth: Growth, vram_budget_bytes: int) -> Growth | None:
+    """Watch growth for some steps more; return it as it is then, or None once it has ended.
+
+    Args:
+        steps: of the training.
+        growth: as it was seen; of a rank that has none, a byte a step.
+        vram_budget_bytes: no more than half of what is left of it is filled.
+    """
+    began, seen = perf_counter(), growth.steps
+    held, grown = steps.collected_bytes(), 1
+    while grown > 0:
+        room = vram_budget_bytes - steps.device.read().peak_held_bytes
+        is_over = (
+            growth.steps - seen >= MOST_STEPS_OF_GROWTH
+            or perf_counter() - began > MOST_SECONDS_OF_GROWTH
+            or growth.steps_until(room) < 2 * LEAK_WINDOW_STEPS
+        )
+        if any(steps.largest(is_over)):
+            return growth
+        steps.run_all_lengths(LEAK_WINDOW_STEPS)
+        held, before = steps.collected_bytes(), held
+        per_step = max(1, (held - before) // LEAK_WINDOW_STEPS)
+        growth = Growth(per_step, False, growth.steps + LEAK_WINDOW_STEPS)
+        grown = int(steps.largest(held - before)[0])
+    return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,6 +44,7 @@ from autofit.probing.messages import (
 )
 from autofit.probing.survey import (
     FIRST_SAMPLES,
+    NO_TIME,
     SPLIT_GRADIENTS,
     StrategyLost,
     Survey,
@@ -52,8 +53,9 @@ from autofit.probing.survey import (
     take_survey,
 )
 from autofit.probing.worker_channel import WorkerChannel
-from autofit.strategy import Comparison, Strategy
+from autofit.strategy import Comparison, Phase, Strategy
 from autofit.training.workload import Workload
+from autofit.units import format_seconds
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -66,6 +68,10 @@ MOST_REPEATS = 2
 #
 # The longest of the built-in strategies took 24 of them, for a GPT-2 of 12 layers on a CPU.
 FORWARDS_OF_A_LOOK = 50
+# Of the time that all looks have, where there is a timeout: after one that hangs there is as much
+# for those that follow, and for those before, which are taken again in a new worker.
+SHARE_OF_A_LOOK = 0.5
+LEAST_LOOK_S = 1.0  # of one that has begun
 _LARGEST_SEED = 2**32 - 1
 _Result = TypeVar("_Result")
 
@@ -177,6 +183,7 @@ class Prober(AbstractContextManager["Prober"]):
         self.strategies, self.start_s = strategies, 0.0
         self._channel, self._workload = channel, workload
         self._deadlines, self._ends_at = deadlines or Deadlines(), ends_at
+        self._looks = _Looks(strategies, self._deadlines)
         self._on_stage = on_stage
         self._lock: DeviceLock | None = None
         self._survey: Survey | None = None
@@ -200,8 +207,22 @@ class Prober(AbstractContextManager["Prober"]):
         """Process id of the worker; None where there is none."""
         return self._channel.pid
 
-    def survey(self) -> Survey:
+    def first_survey(self) -> Survey:
+        """Return the facts of the workload on the device, before any look that takes a while.
+
+        Raises:
+            Exception: as of `survey`.
+        """
+        names = [*(strategy.name for strategy in self.strategies), SPLIT_GRADIENTS]
+        call = self._look_up(dict.fromkeys(names, NO_TIME))
+        return self._looked(lambda: self._answer(call, looks=self._looks))
+
+    def survey(self, *, looks_end_at: float = math.inf) -> Survey:
         """Return the facts of the workload on the device; they are looked up once.
+
+        Args:
+            looks_end_at: when strategies' looks end, by `time.monotonic`: what was not looked at by
+                then is left out, with a note.
 
         Raises:
             InvalidArgument: the workload's functions make no model, optimizer or batch, or a
@@ -209,31 +230,40 @@ class Prober(AbstractContextManager["Prober"]):
             Exception: what the user's code raised where no trial forward can report it.
         """
         if self._survey is None:
-            try:
-                survey = self._take_survey()
-            except Exception as error:
-                note_tried(error, "looking the workload over")
-                raise
-            self._survey = note_own_copy(survey, self._workload)
+            self._survey = self._looked(partial(self._take_survey, looks_end_at))
         return self._survey
 
-    def _take_survey(self) -> Survey:
+    def _looked(self, take: Callable[[], Survey]) -> Survey:
+        try:
+            survey = take()
+        except Exception as error:
+            note_tried(error, "looking the workload over")
+            raise
+        return note_own_copy(survey, self._workload)
+
+    def _look_up(self, left_out: Mapping[str, str], **given: Any) -> Call:
+        budget = self.vram_budget_bytes
+        look_up = partial(take_survey, left_out=left_out, vram_budget_bytes=budget, **given)
+        return Call(look_up, budget)
+
+    def _take_survey(self, looks_end_at: float) -> Survey:
         """Return the survey without strategies whose looks lost a worker, one at a time.
 
-        And without what ranks parted ways over: their workers are new ones, each time.
+        And without what ranks parted ways over: their workers are new ones, each time. Each time
+        there is one look or value less, so that this ends.
         """
         left_out: dict[str, str] = {}
         raised: dict[tuple[str, Scalar], str | None] = {}
+        self._looks.end_at = looks_end_at
         while True:
-            look_up = partial(take_survey, left_out=left_out, raised=raised)
-            call = Call(
-                partial(look_up, vram_budget_bytes=self.vram_budget_bytes), self.vram_budget_bytes
-            )
-            looks = _Looks([each.name for each in self.strategies], self._deadlines)
+            looks_s = max(0.0, looks_end_at - time.monotonic())
+            call = self._look_up(left_out, raised=raised, looks_s=looks_s)
             try:
-                survey: Survey = self._answer(call, looks=looks)
+                survey: Survey = self._answer(call, looks=self._looks)
                 return survey
             except StrategyLost as lost:
+                if lost.strategy in left_out:  # what is lost with it was no look
+                    raise WorkerFailed(lost.detail) from None
                 left_out[lost.strategy] = lost.detail
             except Exception as error:
                 under = blamed(error)
@@ -333,7 +363,7 @@ class Prober(AbstractContextManager["Prober"]):
                 reply = self._channel.call(call, deadline, on_stage)
             except NoReply as lost:
                 if looks is not None and looks.now is not None:
-                    raise StrategyLost(looks.now, lost.detail) from None
+                    raise StrategyLost(looks.now, looks.why_lost(lost)) from None
                 if is_last or lost.outcome is Outcome.TIMEOUT:
                     raise WorkerFailed(lost.detail) from None
                 continue
@@ -369,39 +399,63 @@ class Prober(AbstractContextManager["Prober"]):
 
 
 class _Looks:
-    """Follows a survey by its stages: whose look is under way, and how long it may take.
+    """Follows surveys by their stages: whose look is under way, and how long it may take.
 
     Args:
-        names: of the strategies that look.
+        strategies: that look.
         deadlines: of the prober.
 
     Attributes:
+        end_at: when the looks end, by `time.monotonic`.
         now: the name of the look that is under way; None: something else is.
     """
 
-    def __init__(self, names: Sequence[str], deadlines: Deadlines) -> None:
-        self._look_of = {stage_of(name): name for name in (*names, SPLIT_GRADIENTS)}
+    def __init__(self, strategies: Sequence[Strategy], deadlines: Deadlines) -> None:
+        names = [*(strategy.name for strategy in strategies), SPLIT_GRADIENTS]
+        self._look_of = {stage_of(name): name for name in names}
+        # What ranks cannot do without has no share of the time, but all of it
+        self._needed = {each.name for each in strategies if each.phase is Phase.PARALLEL}
+        self._unknown_s = self._look_s = deadlines.unknown_s
         self._deadlines = deadlines
+        self.end_at = math.inf
         self.now: str | None = None
+        self._share_s: float | None = None
+
+    def why_lost(self, lost: NoReply) -> str:
+        """Return how the look that is under way was lost."""
+        if lost.outcome is not Outcome.TIMEOUT or self._share_s is None:
+            return lost.detail
+        return (
+            f"its look took longer than its share of the timeout, {format_seconds(self._share_s)}"
+        )
 
     def bounding(self, deadline: Deadline, on_stage: OnStage) -> OnStage:
         """Return `on_stage`, with each stage moving the deadline."""
         self.now, stage_before, began = None, "", time.monotonic()
-        look_s = self._deadlines.unknown_s
 
         def moved(stage: str) -> None:
-            nonlocal stage_before, began, look_s
+            nonlocal stage_before, began
             if stage == STILL_RUNNING:  # it moves no deadline
                 return
             if stage_before == FIRST_SAMPLES:
                 forward_s = time.monotonic() - began
-                look_s = min(look_s, self._deadlines.of(FORWARDS_OF_A_LOOK * forward_s))
+                self._look_s = min(self._look_s, self._deadlines.of(FORWARDS_OF_A_LOOK * forward_s))
             stage_before, began = stage, time.monotonic()
             self.now = self._look_of.get(stage)
-            deadline.restart(self._deadlines.unknown_s if self.now is None else look_s)
+            deadline.restart(self._seconds())
             on_stage(stage)
 
         return moved
+
+    def _seconds(self) -> float:
+        """Return the seconds that what is under way may take."""
+        self._share_s = None
+        if self.now is None:
+            return self._unknown_s
+        share_s = max(LEAST_LOOK_S, SHARE_OF_A_LOOK * (self.end_at - time.monotonic()))
+        if share_s < self._look_s and self.now not in self._needed:
+            self._share_s = share_s
+        return self._look_s if self._share_s is None else share_s
 
 
 def open_prober(
@@ -443,6 +497,7 @@ def open_prober(
             device=target.device,
             seed=target.seed,
             threads=target.threads,
+            ends_at=ends_at,
         )
     elif executor is not None:
         from autofit.probing.executor_channel import ExecutorChannel  # most searches run here

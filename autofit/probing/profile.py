@@ -25,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from autofit.measurement import BOUNDS
 from autofit.plan import ResolvedPlan
 from autofit.probing.flops import ModelFlops
-from autofit.probing.measure import WARM_UP_STEPS, micro_batches_to_run
-from autofit.training.batch import Batch, map_tensors
+from autofit.probing.measure import WARM_UP_STEPS, micro_batches_to_run, staged
+from autofit.training.batch import Batch
 from autofit.training.training import Training
 from autofit.training.workload import compiled_part
 
@@ -103,7 +103,7 @@ def profile_plan(
     sizes = [plan.micro_batch_sizes[place] for place in places]
     on_gpu = device.torch_device.type == "cuda"
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
-    batch = map_tensors(device.stage, workload.batch(sum(sizes)))
+    batch = staged(device, workload.step_of(*sizes))
     with builder.training(workload, resolved) as training:
         for _ in range(WARM_UP_STEPS):
             began = time.perf_counter()
@@ -117,7 +117,7 @@ def profile_plan(
             device.synchronize()
         if trace is not None:
             profiler.export_chrome_trace(trace)
-        mix = workload.mix(sum(sizes)) if counts_flops else []
+        mix = workload.mix_of_steps(sizes) if counts_flops else []
         flops = sum(share * _flops_of_a_step(training, each) for share, each in mix)
     builder.reclaim_or_not()
     events = [each for each in profiler.events() or () if each.device_type.name == "CPU"]

@@ -10,11 +10,14 @@ collective can be freed otherwise. So no backend's way of giving up is relied on
 
 from __future__ import annotations
 
+import math
+import os
 import queue
 import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,6 +40,7 @@ from autofit.probing.worker_channel import START_TIMEOUT_S, WorkerChannel
 from autofit.strategy import Strategy, World
 from autofit.training.ranks import join
 from autofit.training.workload import Workload
+from autofit.units import counted
 
 if TYPE_CHECKING:
     from autofit.probing.session import Session
@@ -48,6 +52,11 @@ _SLACK_S = 5.0
 # Between two looks for a stage to tell of.
 _POLL_S = 0.02
 _HOST = "127.0.0.1"
+# For a connection within this machine, which takes less than a millisecond. Torch's store lets
+# signals wait meanwhile, and its own default is five minutes.
+_CONNECT_S = 5.0
+# Ranks beyond the machine's cores and GPUs only take turns; so many may, for a trial.
+_MOST_TAKING_TURNS = 64
 _Result = TypeVar("_Result")
 
 
@@ -59,10 +68,13 @@ class RankChannel:
         workload, strategies, seed: of every rank, see `WorkerChannel`.
         device: "cuda": each rank takes the GPU of its number; "cpu"; None: cuda where there is one.
         threads: that torch computes with on each rank; None: as here, or on the CPU a share.
+        ends_at: when the search ends, in the seconds of `time.monotonic`.
 
     Raises:
-        InvalidArgument: the workload cannot be pickled, or the device is one GPU.
-        WorkerFailed: there is no room for the workload's file.
+        InvalidArgument: the workload cannot be pickled, the device is one GPU, or a machine as this
+            one has no use for so many ranks.
+        WorkerFailed: there is no room for the workload's file, or ranks could not meet.
+        SearchTimedOut: the search ended first.
     """
 
     def __init__(
@@ -74,9 +86,12 @@ class RankChannel:
         device: str | None = None,
         seed: int = 0,
         threads: int | None = None,
+        ends_at: float = math.inf,
     ) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports no name
 
+        _check_number(size)
+        _check_host()
         if device_of_rank(device, World(0, 0, size)) == "cpu":  # which they share
             threads = threads or max(1, torch.get_num_threads() // size)
         self._generation = 0
@@ -86,6 +101,8 @@ class RankChannel:
         self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
         try:
             for rank in range(size):
+                if time.monotonic() > ends_at:
+                    raise SearchTimedOut("the time of the search is over")
                 world = World(rank, rank, size)
                 name = device_of_rank(device, world)
                 channel = WorkerChannel(
@@ -95,7 +112,13 @@ class RankChannel:
             with socket.create_server((_HOST, 0)) as server:  # torch's own listens to all the world
                 port, listening = server.getsockname()[1], server.detach()
             self._store = TCPStore(
-                _HOST, port, None, True, wait_for_workers=False, master_listen_fd=listening
+                _HOST,
+                port,
+                None,
+                True,
+                timedelta(seconds=_CONNECT_S),
+                wait_for_workers=False,
+                master_listen_fd=listening,
             )
         except BaseException:
             self.close()
@@ -106,7 +129,7 @@ class RankChannel:
         """Process id of rank 0's worker; None where there are no workers now."""
         return None if self._facts is None else self._channels[0].pid
 
-    def open(self, ends_at: float = float("inf")) -> DeviceFacts:
+    def open(self, ends_at: float = math.inf) -> DeviceFacts:
         """Have every rank's worker run, hold its device and be one of a process group."""
         if self._facts is None:
             opening = self._on_each(lambda channel: channel.open(ends_at))
@@ -117,7 +140,11 @@ class RankChannel:
             joins = partial(_join, host=_HOST, port=self._store.port, name=name)
             budget = min(facts.total_bytes for facts in opened)
             deadline = Deadline.after(START_TIMEOUT_S, ends_at)
-            reply = self.call(Call(joins, budget), deadline, ignore_stage)
+            try:
+                reply = self.call(Call(joins, budget), deadline, ignore_stage)
+            except NoReply as lost:
+                self.drop()
+                raise WorkerFailed(f"the ranks' workers could not join: {lost.detail}") from None
             if reply.exception is not None:
                 self.drop()
                 raise WorkerFailed(f"the ranks' workers could not join: {reply.exception}")
@@ -209,6 +236,42 @@ def device_of_rank(asked: str | None, world: World) -> str | None:
     if name == "cpu" or (name is None and not device_count()):
         return "cpu"
     return f"cuda:{world.local_rank}"
+
+
+def _check_number(ranks: int) -> None:
+    """Refuse ranks that a machine cannot run side by side: a typing error would make their files.
+
+    Raises:
+        InvalidArgument: there are more than its cores and GPUs, and more than take turns.
+    """
+    from torch.cuda import device_count
+
+    most = max(_MOST_TAKING_TURNS, os.cpu_count() or 1, device_count())
+    if ranks > most:
+        raise InvalidArgument(
+            f"ranks={ranks}: each rank is a process on this machine, which has "
+            f"{counted(os.cpu_count() or 1, 'core')} and {counted(device_count(), 'GPU')}: give at "
+            f"most {most}. predict and check answer for any number (--world-size)"
+        )
+
+
+def _check_host() -> None:
+    """Refuse where no process reaches another: torch's store would try for minutes.
+
+    Raises:
+        WorkerFailed: it is so, as in a sandbox without a loopback device.
+    """
+    try:
+        with (
+            socket.create_server((_HOST, 0)) as server,
+            socket.create_connection(server.getsockname(), _CONNECT_S),
+        ):
+            pass
+    except OSError as error:
+        raise WorkerFailed(
+            f"ranks meet at {_HOST}, which this process cannot reach ({error.strerror or error}): "
+            "bring the loopback device up (ip link set lo up), or search with one rank"
+        ) from error
 
 
 def _join(session: Session, host: str, port: int, name: str) -> None:

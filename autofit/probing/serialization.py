@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType, ModuleType, SimpleNamespace
+from types import FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import IO, Any
 
 import cloudpickle
@@ -108,6 +108,23 @@ def _register(parameter: torch.nn.Parameter, hooks: dict[str, list[Any]]) -> Non
             getattr(parameter, name)(hook)
 
 
+def _compiler_of(function: Any) -> tuple[Any, Any] | None:
+    """Return what `torch.compile` made of its options, and the function that it was given.
+
+    None: the object is no compiled function, or this torch keeps them elsewhere.
+    """
+    plain = getattr(function, "__dict__", {}).get("_torchdynamo_orig_callable")
+    if plain is None or not isinstance(function, FunctionType):
+        return None
+    names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    compiler = next((cell.cell_contents for name, cell in names if name == "self"), None)
+    return None if compiler is None else (compiler, plain)
+
+
+def _compiled(compiler: Any, plain: Any) -> Any:
+    return compiler(plain)
+
+
 def _is_special_module(obj: Any) -> bool:
     """Return whether it is a module of another class, which cloudpickle does not pickle by name.
 
@@ -130,7 +147,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return rebuild, arguments, hooks, None, None, _register
         if _is_special_module(obj):
             return importlib.import_module, (obj.__name__,)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if reduced is not NotImplemented and (parts := _compiler_of(obj)) is not None:
+            return _compiled, parts  # its wrapper holds the compiler's state of this process
+        return reduced
 
 
 def _rebuild_storage(content: bytes) -> torch.UntypedStorage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from autofit.devices.base import Device, MemoryReading
 from autofit.errors import (
@@ -46,7 +47,10 @@ class Session:
         builder: makes trainings of the workload on the device.
         strategies, notes: as given.
         on_stage: called by what runs here with the name of each stage that begins.
+        looked_at: what a survey keeps for the next one.
     """
+
+    looked_at: Any = None
 
     def __init__(
         self,

@@ -12,7 +12,9 @@ that are compared in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -32,9 +34,11 @@ from autofit.space import Space
 from autofit.strategy import Comparison, Phase, Strategy
 from autofit.torch_private import gone_in
 from autofit.training.batch import Batch, describe
+from autofit.training.contradictions import doubtful
 from autofit.training.fingerprint import fingerprint
 from autofit.training.lengths import Tokens, tokens_of_mix
 from autofit.training.loss import LossSource
+from autofit.training.samples import Rows, SamplesKind, rows_of
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload, compiled_in_place, compiled_part
 from autofit.units import format_bytes
@@ -61,7 +65,9 @@ class Survey:
         loss: where the loss comes from, in words; None where the trial forward failed.
         sample_batch_size: samples in the user's batch.
         sample_shapes: place of each tensor in the sample batch -> its dtype and shape.
-        batched: the places of those that hold samples.
+        samples: what the samples are: rows, what collate_fn takes, or what a function makes.
+        batched: the places of those that hold samples; None: they are not told apart.
+        described_size: samples of the batch with those shapes.
         global_batch: samples per optimizer step to keep.
         split_gradients: how split and whole gradients compare; None: not asked, or failed.
         may_change_accumulation: whether the accumulation steps may change.
@@ -83,7 +89,9 @@ class Survey:
     loss: str | None
     sample_batch_size: int
     sample_shapes: Mapping[str, str]
-    batched: Sequence[str]
+    samples: SamplesKind
+    batched: Sequence[str] | None
+    described_size: int
     global_batch: int | None
     split_gradients: Comparison | None
     may_change_accumulation: bool
@@ -196,6 +204,8 @@ def note_own_copy(survey: Survey, workload: Workload) -> Survey:
 
 LOOKING = "looking the workload over"
 FIRST_SAMPLES = f"{LOOKING}: its first samples"
+# Why a look is left out that never began.
+NO_TIME = "the timeout left no time to look at it"
 # The name of the look that compares split and whole gradients.
 SPLIT_GRADIENTS = "split gradients"
 
@@ -223,6 +233,7 @@ def take_survey(
     vram_budget_bytes: int,
     left_out: Mapping[str, str] = MappingProxyType({}),
     raised: Mapping[tuple[str, Scalar], str | None] = MappingProxyType({}),
+    looks_s: float = math.inf,
 ) -> Survey:
     """Return the facts of a session's workload on its device, which is limited to the budget.
 
@@ -230,6 +241,7 @@ def take_survey(
         session: holds both, limited to `vram_budget_bytes`.
         left_out: by name, why a strategy is not asked for its dimensions.
         raised: see `autofit.equivalence.ranks.without_unequal`.
+        looks_s: seconds after which no further look begins, but of what ranks cannot do without.
 
     Raises:
         StrategyLost: the device died.
@@ -237,44 +249,151 @@ def take_survey(
             breaks the contract of plug-ins.
         Exception: what the user's code raised in making them.
     """
+    looks = _Looks(session, left_out, time.monotonic() + looks_s)
     session.on_stage(LOOKING)
-    busy = session.builder.device.busy()
-    one, world = _OneModel(session.builder), session.builder.world
-    builder = _BuilderOfOne(one.workload, session.builder.device, session.builder.seed, world)
-    model = _model_facts(builder, one.model)
-    if (compiled := compiled_part(one.model)) is not None:
-        session.on_stage(f"{LOOKING}: {compiled}")
-    loss = _loss_source(session, builder)
-    dimensions, notes = _dimensions(session, builder, left_out)
+    first = session.looked_at
+    if first is None:
+        first = session.looked_at = _FirstLook.of(session)
+    builder, model, one = first.builder, first.model, first.one
+    compared = compare_split_gradients(
+        builder, builder.fresh_workload(), lost=looks.why_left_out(SPLIT_GRADIENTS)
+    )
+    dimensions, notes = _dimensions(session, builder, looks)
+    world = session.builder.world
     if world.size > 1:
         dimensions, notes = _that_ranks_share(session, one.model, dimensions, notes, raised)
+    session.on_stage(LOOKING)  # no look any more: who dies in what follows lost none
     workload = builder.fresh_workload()
-    session.on_stage(stage_of(SPLIT_GRADIENTS))
-    compared = compare_split_gradients(
-        builder,
-        workload,
-        lost=left_out.get(SPLIT_GRADIENTS),
-    )
+    if not looks.may_be_taken_again:
+        session.looked_at = None
     return Survey(
         environment=builder.device.environment,
         vram_budget_bytes=vram_budget_bytes,
         fingerprint=model.fingerprint,
         parameters=model.parameters,
         parameter_bytes=model.parameter_bytes,
-        loss=loss,
+        loss=first.loss,
         sample_batch_size=workload.sample_batch_size,
-        sample_shapes=describe(workload.batch(workload.sample_batch_size)),
-        batched=sorted(workload.samples.batched),
+        sample_shapes=describe(workload.batch(workload.described_size)),
+        samples=workload.samples.kind,
+        batched=_batched(workload),
+        described_size=workload.described_size,
         global_batch=workload.global_batch,
         split_gradients=compared.comparison,
         may_change_accumulation=compared.why_kept is None,
         dimensions=dimensions,
-        notes=(*_notes_of(session, model, compiled), *notes, *compared.notes),
-        busy=busy,
+        notes=(
+            *_notes_of(session, model, first.compiled),
+            *notes_on_samples(workload),
+            *notes,
+            *compared.notes,
+        ),
+        busy=first.busy,
         world_size=world.size,
         accumulation_kept=compared.why_kept,
-        tokens=tokens_of_mix(workload.mix(workload.sample_batch_size), workload.samples.batched),
+        tokens=_tokens(workload),
     )
+
+
+def _batched(workload: Workload) -> list[str] | None:
+    rows = rows_of(workload.samples)
+    return None if rows is None else sorted(rows.batched)
+
+
+def notes_on_samples(workload: Workload) -> Iterator[str]:
+    """Yield what the user should know of how samples were counted and cut."""
+    if not workload.chose_size and workload.global_batch is None:
+        what = "a function n -> batch" if workload.makes_batches else "a data set"
+        yield (
+            f"The baseline's micro-batch of {workload.sample_batch_size} is autofit's choice, "
+            f"since {what} has no size of its own: pass global_batch= to compare with yours"
+        )
+    if not isinstance(workload.samples, Rows) or workload.makes_batches:
+        return
+    if names := doubtful(workload.longest_batch):
+        shapes = describe(workload.longest_batch)
+        yield (
+            f"{ACT}{', '.join(f'{name} {shapes[name]}' for name in names[:3])} "
+            f"{'is' if len(names) == 1 else 'are'} not cut into micro-batches, having other than "
+            f"{workload.sample_batch_size} rows: if that grows with the samples, pass samples and "
+            "Workload(collate_fn=)"
+        )
+
+
+def _tokens(workload: Workload) -> Tokens | None:
+    """Return the tokens of a sample, where the batch has a row for each."""
+    size = workload.described_size
+    mix = workload.mix(size)
+    rows = rows_of(workload.samples) or Rows.of_size(mix[-1][1], size)
+    return tokens_of_mix(mix, rows.batched)
+
+
+@dataclass(frozen=True)
+class _FirstLook:
+    """What a survey begins with, kept for another one of the same session.
+
+    Attributes:
+        one: the model of all looks.
+        builder: of trainings of that model.
+        model: its facts.
+        busy, loss: as of `Survey`.
+        compiled: the part of the model that is compiled, in words; None: none is.
+    """
+
+    one: _OneModel
+    builder: TrainingBuilder
+    model: _ModelFacts
+    busy: str | None
+    loss: str | None
+    compiled: str | None
+
+    @classmethod
+    def of(cls, session: Session) -> _FirstLook:
+        """Look at a session's model and its first samples."""
+        busy, given = session.builder.device.busy(), session.builder
+        one = _OneModel(given)
+        builder = _BuilderOfOne(one.workload, given.device, given.seed, given.world)
+        model = _model_facts(builder, one.model)
+        if (compiled := compiled_part(one.model)) is not None:
+            session.on_stage(f"{LOOKING}: {compiled}")
+        return cls(one, builder, model, busy, _loss_source(session, builder), compiled)
+
+
+class _Looks:
+    """Which looks are left out.
+
+    Args:
+        session: of the survey.
+        left_out: by name, why a look is left out.
+        end_at: when no further one begins, by `time.monotonic`.
+    """
+
+    def __init__(self, session: Session, left_out: Mapping[str, str], end_at: float) -> None:
+        self._session, self._left_out, self._end_at = session, left_out, end_at
+
+    @property
+    def may_be_taken_again(self) -> bool:
+        """Whether no look was to be taken, so that another survey is to follow."""
+        names = [strategy.name for strategy in self._session.strategies]
+        return {SPLIT_GRADIENTS, *names} <= self._left_out.keys()
+
+    def why_left_out(self, name: str, *, is_needed: bool = False) -> str | None:
+        """Return why a look is left out; None where it begins now, and its stage is told."""
+        if (why := self._left_out.get(name)) is not None:
+            return why
+        if not is_needed and self._is_over():
+            return NO_TIME
+        self._session.on_stage(stage_of(name))
+        return None
+
+    def _is_over(self) -> bool:
+        """Return whether the time is over; of several ranks, for the first."""
+        is_over, world = time.monotonic() >= self._end_at, self._session.builder.world
+        if world.size > 1 and self._end_at < math.inf:
+            from autofit.training.ranks import Ranks  # most searches are of one device
+
+            is_over = Ranks(world, self._session.builder.device.torch_device).of_first(is_over)
+        return is_over
 
 
 def _that_ranks_share(
@@ -466,16 +585,15 @@ def _source_of_loss(training: Training, batch: Batch) -> LossSource | None:
 def _dimensions(
     session: Session,
     builder: TrainingBuilder,
-    left_out: Mapping[str, str],
+    looks: _Looks,
 ) -> tuple[dict[str, Dimension], list[str]]:
     dimensions: dict[str, Dimension] = {}
     notes: list[str] = []
     for strategy in session.strategies:
-        name = strategy.name
-        if name in left_out:
-            notes.append(f"{name} left out: {left_out[name]}")
+        name, is_needed = strategy.name, strategy.phase is Phase.PARALLEL
+        if (why := looks.why_left_out(name, is_needed=is_needed)) is not None:
+            notes.append(f"{name} left out: {why}")
             continue
-        session.on_stage(stage_of(name))
         context = StrategyContext(builder, [])
         found = _look(session, builder, strategy, context)
         notes += context.notes

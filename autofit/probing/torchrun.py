@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import signal
 import sys
@@ -15,10 +16,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autofit.errors import InvalidArgument, WorkerFailed
-from autofit.interrupts import interrupts_deferred
+from autofit.interrupts import interruptible, interrupts_deferred
 from autofit.plan import check_count
 from autofit.probing.messages import Reply, message_of_reply, reply_of
 from autofit.probing.process_lifetime import runs_here, this_process
@@ -45,12 +47,15 @@ def ranks_meant(asked: Any) -> int:
     return world_of_environment().size if asked is None else check_count("ranks", asked)
 
 
-def owned_by_rank_0(lead: Callable[[int], _Result], *, ranks: int | None = None) -> _Result:
+def owned_by_rank_0(
+    lead: Callable[[int], _Result], *, ranks: int | None = None, ends_at: float = math.inf
+) -> _Result:
     """Return what `lead` does in the process of rank 0, or raise what it raises, on every rank.
 
     Args:
         lead: called with the number of ranks, whose workers it owns; what it returns is plain data.
         ranks: how many are asked for; None: as many as torchrun started, or one.
+        ends_at: until when the processes try to reach one another, by `time.monotonic`.
 
     Raises:
         InvalidArgument: torchrun started another number of ranks, or ranks on several machines; or
@@ -61,7 +66,7 @@ def owned_by_rank_0(lead: Callable[[int], _Result], *, ranks: int | None = None)
         _refuse_a_group_that_torchrun_did_not_start()
         return lead(ranks or 1)
     _check_one_machine(world)
-    store = _store(world)
+    store = _store(world, ends_at=ends_at)
     if world.rank > 0:
         atexit.register(_wait_for_owner, store)
         reply = reply_of(_awaited(store))
@@ -105,7 +110,9 @@ def _refuse_a_group_that_torchrun_did_not_start() -> None:
         )
 
 
-def _store(world: World, environment: Mapping[str, str] = os.environ) -> Store:
+def _store(
+    world: World, environment: Mapping[str, str] = os.environ, ends_at: float = math.inf
+) -> Store:
     """Return the store of this call, through which the processes of the ranks speak.
 
     Raises:
@@ -123,11 +130,15 @@ def _store(world: World, environment: Mapping[str, str] = os.environ) -> Store:
         ) from None
     _times_called += 1
     is_served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    wait = timedelta(seconds=_CONNECT_S)
+    # It tries twice
+    wait = timedelta(seconds=max(0.1, min(_CONNECT_S, ends_at - time.monotonic()) / 2))
+    connect = partial(TCPStore, host, port, None)
     try:
         if world.rank == 0 and not is_served and _served is None:
-            _served = TCPStore(host, port, None, True, wait_for_workers=False, multi_tenant=True)
-        return PrefixStore(f"autofit/{_times_called}", TCPStore(host, port, None, False, wait))
+            serve = partial(connect, True, wait, wait_for_workers=False, multi_tenant=True)
+            _served = interruptible(serve)
+        client = interruptible(partial(connect, False, wait))
+        return PrefixStore(f"autofit/{_times_called}", client)
     except RuntimeError as error:
         raise InvalidArgument(
             f"there are {world.size} ranks, and rank {world.rank} cannot reach {host}:{port} "

@@ -1,4 +1,4 @@
-"""Trains a report's best plan on the user's own model, in the user's process.
+"""Trains a report's recommended plan on the user's own model, in the user's process.
 
 A report remembers the functions of the search in the process that searched. A loaded one does not:
 they are passed again. torch is imported only inside `apply`.
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
     from autofit.plan import Plan
-    from autofit.training.batch import Samples
     from autofit.training.loss import Recipe
+    from autofit.training.samples import CollateFn, Samples
     from autofit.training.training import Training
     from autofit.training.workload import Workload
 
@@ -43,7 +43,7 @@ def apply(
     remembered: Sequence[Strategy],
     workload: Workload | None,
 ) -> Training:
-    """Return a training of the best plan on that model and optimizer, as `Report.apply` says.
+    """Return a training of the recommended plan on model and optimizer, as `Report.apply` says.
 
     Args:
         record, workload: of the search; workload None: not known in this process.
@@ -51,10 +51,11 @@ def apply(
         given: functions that replace those of the search, by name; None: the one of the search.
         remembered: the strategies of the search; the installed ones are used for other names.
     """
-    from autofit.training.batch import BatchWatch
     from autofit.training.training import Training
+    from autofit.training.watch import BatchWatch
 
     functions = {name: value for name, value in given.items() if value is not None}
+    samples = _samples(record, batched, functions.pop("collate_fn", None), workload)
     if record.lacks_loss and not functions.keys() & _LOSSES:  # any scalar shows memory and speed
         raise InvalidArgument(
             f"the search was given no loss and took {record.workload['loss']}, which is nothing to "
@@ -63,7 +64,7 @@ def apply(
     recipe = _recipe(record, workload, functions)
     device = _device_of(model)
     _warn_of_another_size(record, model)
-    world = _world_of(record.best.plan)
+    world = _world_of(record.recommended.plan)
     has_training_step = recipe.training_step is not None
     made = _made_optimizer(optimizer, model, world, has_training_step=has_training_step)
     if any(training.holds(model, optimizer) for training in _TRAININGS):
@@ -75,12 +76,14 @@ def apply(
         model,
         made,
         recipe,
-        record.resolve_best(strategies, remembered),
+        record.resolve_plan(strategies, remembered),
         device=device,
-        samples=_samples(record, batched),
+        samples=samples,
         watch=BatchWatch(
-            record.best_plan_to_rerun.of_rank(world.rank),
+            record.plan_to_rerun.of_rank(world.rank),
             record.workload["sample_shapes"],
+            sample_size=record.workload.get("described_size"),
+            samples=samples,
             weighs_samples=recipe.loss_weight is None
             and recipe.training_step is None
             and not record.workload.get("allow_accumulation_change"),
@@ -96,15 +99,42 @@ _TRAININGS: WeakSet[Training] = WeakSet()
 """All that were returned, and that somebody still holds."""
 
 
-def _samples(record: Record, batched: Iterable[str] | None) -> Samples:
-    """Return which tensors of a batch hold samples, as the search cut them.
+def _samples(
+    record: Record,
+    batched: Iterable[str] | None,
+    collate_fn: CollateFn | None,
+    workload: Workload | None,
+) -> Samples:
+    """Return how a step's samples become micro-batches: as in the search, or as is said now.
+
+    Raises:
+        InvalidArgument: the search had a collate_fn that is not given again; or as of `_rows`.
+    """
+    from autofit.training.samples import Collated, Made, Rows, SamplesKind
+
+    kind = record.workload.get("samples", SamplesKind.ROWS)
+    if collate_fn is None and workload is not None and batched is None:
+        collate_fn = workload.collate_fn
+    knows_rows = batched is not None or "batched" in record.workload
+    if collate_fn is not None:
+        return Collated(collate_fn, Rows(*_rows(record, batched)) if knows_rows else None)
+    if not knows_rows and kind == SamplesKind.COLLATED:
+        raise InvalidArgument(
+            "the search used collate_fn, and a loaded report holds no functions: pass "
+            "collate_fn=... to apply"
+        )
+    if batched is None and kind == SamplesKind.MADE:
+        return Made()
+    return Rows(*_rows(record, batched))
+
+
+def _rows(record: Record, batched: Iterable[str] | None) -> tuple[frozenset[str], frozenset[str]]:
+    """Return which tensors of a batch hold samples, as the search cut them, and the others.
 
     Raises:
         InvalidArgument: the report does not say, and neither does the caller; or there is no such
             tensor.
     """
-    from autofit.training.batch import Samples
-
     names = record.workload["sample_shapes"].keys()
     known = record.workload.get("batched") if batched is None else list(batched)
     if known is None:
@@ -117,7 +147,7 @@ def _samples(record: Record, batched: Iterable[str] | None) -> Samples:
             f"batched= names {', '.join(map(repr, strangers))}: the tensors of the sample batch "
             f"are {', '.join(map(repr, names))}"
         )
-    return Samples(frozenset(known), frozenset(names) - frozenset(known))
+    return frozenset(known), frozenset(names) - frozenset(known)
 
 
 def _world_of(plan: Plan) -> World:
@@ -148,7 +178,8 @@ def _recipe(record: Record, workload: Workload | None, functions: dict[str, Any]
         if functions.keys() & {"loss_fn", "criterion"}:  # either replaces the other
             functions = {"loss_fn": None, "criterion": None} | functions
         return replace(workload.recipe, **functions)
-    missing = [name for name in record.functions_given if name not in functions]
+    given = (name for name in record.functions_given if name != "collate_fn")
+    missing = [name for name in given if name not in functions]
     if functions.keys() & _LOSSES:
         missing = [name for name in missing if name not in _LOSSES]
     if missing:

@@ -8,7 +8,7 @@ from textwrap import shorten
 from typing import Any
 
 from autofit.measurement import ACT, BOUNDS, Trial, TrialKind, spread_of
-from autofit.report.paste import lines_of_best, lines_of_trainer
+from autofit.report.paste import lines_by_hand, lines_of_trainer
 from autofit.report.rates import rate_rows
 from autofit.report.record import Record
 from autofit.report.summary import (
@@ -64,7 +64,7 @@ def sections(record: Record, place: Place = IN_PYTHON) -> Iterator[Section]:
     """Yield the parts, those first that most readers want."""
     yield Section("Best plan and baseline", table=[("", "best", "baseline"), *figures(record)])
     yield Section("Train by the plan", list(training_lines(record, place)), is_code=True)
-    if by_hand := lines_of_best(record):
+    if by_hand := lines_by_hand(record):
         yield Section("The same in a loop of your own", by_hand, is_code=True)
     if notes := list(_notes(record)):
         yield Section("Notes", notes)
@@ -82,7 +82,7 @@ def sections(record: Record, place: Place = IN_PYTHON) -> Iterator[Section]:
 
 def _findings(record: Record) -> Iterator[Section]:
     """Yield what was found beside the answer."""
-    if ranks := record.best.measurement.ranks:
+    if ranks := record.recommended.measurement.ranks:
         held = [
             (str(rank), format_bytes(use.held_bytes), format_seconds(use.step_time_s))
             for rank, use in enumerate(ranks)
@@ -140,7 +140,7 @@ def figures(record: Record) -> list[tuple[str, str, str]]:
 
 def _figures(trial: Trial, record: Record) -> dict[str, str]:
     plan, measured = trial.plan, trial.measurement
-    speed, blocks = record.speed_of(trial), record.blocks(plan)
+    speed, blocks = record.speed_of(trial), record.turns(plan)
     step_s = plan.samples_per_step / speed if speed else None
     return {
         "micro-batch": str(plan.micro_batch),
@@ -165,9 +165,9 @@ def training_lines(record: Record, place: Place) -> Iterator[str]:
             yield f"report = {place.report}"
         yield from by_trainer
         return
-    ranks = record.best.plan.world_size
+    ranks = record.recommended.plan.world_size
     share = "this rank's share of " if ranks > 1 else ""
-    samples = counted(record.best.plan.samples_per_step, "sample")
+    samples = counted(record.recommended.plan.samples_per_step, "sample")
     yield f"with {apply_line(record, place)} as training:"
     yield f"    for batch in loader:  # {share}{samples}"
     yield "        loss = training.step(batch)"
@@ -263,12 +263,10 @@ def changes(before: Record, after: Record) -> Section:
         for label in {**was, **now}
         if label in _ALWAYS_COMPARED or was.get(label) != now.get(label)
     ]
-    speeds = [record.speed_of(record.best) for record in (before, after)]
-    if all(speeds):
-        ranges = [record.speed_range(record.best) for record in (before, after)]
-        ratio = ratio_words((speeds[1] or 0.0) / (speeds[0] or 1.0), *ranges)
+    is_other = "fingerprint" in [label for label, *_ in rows]
+    if ratio := _speedup(before, after, is_other=is_other):
         rows.insert(len(_ALWAYS_COMPARED), ("speedup", "", ratio))
-    lines = [f"{ACT}The workloads differ"] * ("fingerprint" in [label for label, *_ in rows])
+    lines = [f"{ACT}The workloads differ"] * is_other
     lines += [
         f"{ACT}The {name} report does not decide which plan is the fastest"
         for name, record in (("earlier", before), ("later", after))
@@ -277,9 +275,26 @@ def changes(before: Record, after: Record) -> Section:
     return Section("Changes", lines, [("", "before", "after"), *rows])
 
 
+def _speedup(before: Record, after: Record, *, is_other: bool) -> str | None:
+    """Return the later speed over the earlier one, or why there is none; None: no speed is known.
+
+    Args:
+        is_other: whether the workloads differ.
+    """
+    speeds = [record.speed_of(record.recommended) for record in (before, after)]
+    if not all(speeds):
+        return None
+    if is_other:
+        return "not comparable"
+    if not (is_sure(before) and is_sure(after)):
+        return "not decided"
+    ranges = [record.speed_range(record.recommended) for record in (before, after)]
+    return ratio_words((speeds[1] or 0.0) / (speeds[0] or 1.0), *ranges)
+
+
 def _facts(record: Record) -> dict[str, str]:
     """Return the facts of a report in words, by label; what each search has anew is left out."""
-    best, baseline = record.best, record.baseline_beside_best
+    best, baseline = record.recommended, record.baseline_beside_best
     facts = {
         "plan": plan_words(best.plan, record),
         "throughput": speed_words(best, record),

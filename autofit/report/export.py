@@ -1,4 +1,4 @@
-"""A report's best plan as text that another stack takes, by the stack's name.
+"""A report's recommended plan as text that another stack takes, by the stack's name.
 
 What a stack has no argument for stands in the text's comments, with the code that does it.
 """
@@ -21,7 +21,7 @@ _HALF = {"bfloat16": "bf16", "float16": "fp16"}
 def exported(
     record: Record, stack: str, strategies: Sequence[Strategy] = (), place: Place = IN_PYTHON
 ) -> str:
-    """Return the best plan as a stack's text.
+    """Return the recommended plan as a stack's text.
 
     Args:
         record: of the search.
@@ -37,7 +37,7 @@ def exported(
     if stack not in _TRAINERS:
         known = ", ".join(_TRAINERS)
         raise InvalidArgument(f"there is no export {stack!r}; there are: pytorch, {known}")
-    parts = parts_of(record.resolve_best(None, strategies), record.default_settings)
+    parts = parts_of(record.resolve_plan(None, strategies), record.default_settings)
     return _TRAINERS[stack](record, parts)
 
 
@@ -56,8 +56,8 @@ def _loop(record: Record, place: Place) -> list[str]:
         "",
         "",
         f"def train({', '.join(('model', 'optimizer', 'batches', *needed))}):",
-        f'    """Yield the loss of each step; a batch has {record.best.plan.samples_per_step} '
-        'samples."""',
+        '    """Yield the loss of each step; a batch has '
+        f'{record.recommended.plan.samples_per_step} samples."""',
         f"    with report.apply({given}) as training:",
         "        for batch in batches:",
         "            yield training.step(batch)",
@@ -67,7 +67,7 @@ def _loop(record: Record, place: Place) -> list[str]:
 def _accelerate_config(record: Record, parts: Sequence[Part]) -> str:
     """Return the YAML of `accelerate launch --config_file`."""
     dtype, rest = _divided(parts)
-    plan = record.best.plan
+    plan = record.recommended.plan
     clip = record.workload.get("clip_grad_norm")
     clipping = f"# accelerator.clip_grad_norm_(model.parameters(), {clip}) before optimizer.step()"
     values = {
@@ -93,7 +93,7 @@ def _accelerate_config(record: Record, parts: Sequence[Part]) -> str:
 def _deepspeed_config(record: Record, parts: Sequence[Part]) -> str:
     """Return DeepSpeed's JSON, with what it has no field for under "_comment"."""
     dtype, rest = _divided(parts)
-    plan = record.best.plan
+    plan = record.recommended.plan
     values: dict[str, Any] = {
         "_comment": [line.removeprefix("# ") for line in (*_about(record), *rest)],
         "train_batch_size": plan.micro_batch * plan.accumulation_steps,
@@ -130,7 +130,7 @@ def _divided(parts: Sequence[Part]) -> tuple[str | None, list[str]]:
 
 def _about(record: Record) -> Iterator[str]:
     yield from (f"# {line}" for said in one_line(record).splitlines() for line in wrap(said, 97))
-    sizes = record.best.plan.micro_batch_sizes
+    sizes = record.recommended.plan.micro_batch_sizes
     if len(set(sizes)) > 1:
         yield (
             f"# The plan splits {sum(sizes)} samples into {' + '.join(map(str, sizes))}; a trainer "

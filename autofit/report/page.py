@@ -70,7 +70,7 @@ def _header(what: str, about: str, title: str) -> str:
 
 def _answer(answer: Summary, record: Record) -> str:
     """Return the table, beside it what to act on, what to note and the line to apply."""
-    held = record.best.measurement.held_bytes or 0
+    held = record.recommended.measurement.held_bytes or 0
     share = min(100.0, 100 * held / record.vram_budget_bytes)
     meter = f'<span class="meter"><i style="width:{share:.1f}%"></i></span>'
     rows = []

@@ -32,10 +32,10 @@ def lines_of_trainer(record: Record) -> Sequence[str]:
     return LINES_OF_TRAINER.get(record.workload.get("trainer", ""), ())
 
 
-def lines_of_best(record: Record) -> Sequence[str]:
-    """Return code that trains as the best plan does; (): a strategy of it is not installed here."""
+def lines_by_hand(record: Record) -> Sequence[str]:
+    """Return code that trains as the recommended plan does; (): it needs what is not installed."""
     if not record.was_read:
-        return record.paste.get(record.best.number, ())
+        return record.paste.get(record.recommended.number, ())
     try:
         resolved = record.resolve_best()
     except InvalidArgument:

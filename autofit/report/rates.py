@@ -59,9 +59,9 @@ def rate_rows(record: Record) -> Iterator[tuple[str, str, str]]:
 
 
 def rate_line(record: Record) -> str | None:
-    """Return the best plan's rates in a line; None: none is known that a reader would look for."""
-    words = _words(record, record.best)
-    if "mfu" not in rates_of(record, record.best):
+    """Return the recommended plan's rates in a line; None: none that a reader would look for."""
+    words = _words(record, record.recommended)
+    if "mfu" not in rates_of(record, record.recommended):
         words.pop("model FLOP/s", None)
     named = [f"{label}: {text}" for label, text in words.items()]
     return "; ".join(named) or None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, get_args
@@ -25,13 +26,11 @@ from autofit.codec import (
 )
 from autofit.errors import InvalidArgument
 from autofit.measurement import (
-    Noise,
     Trial,
     TrialKind,
     by_plan,
     check_ran,
     compared_log_speed,
-    middle_of,
     probes_of,
 )
 from autofit.plan import (
@@ -48,16 +47,32 @@ from autofit.plan import (
 )
 from autofit.registry import resolve, strategies_of
 from autofit.report.rates import rates_by_name
+from autofit.rounds import Estimate, Rounds
 from autofit.space import Space
 from autofit.strategy import Strategy
 
 SCHEMA = 1
 
 _Function: TypeAlias = Literal[
-    "loss_fn", "criterion", "loss_weight", "before_step", "training_step"
+    "collate_fn", "loss_fn", "criterion", "loss_weight", "before_step", "training_step"
 ]
 FUNCTIONS: tuple[str, ...] = get_args(_Function)
 """Arguments that are functions: a report names those that were given, and holds no code."""
+
+
+class Undecided(StrEnum):
+    """Why a search did not tell its best plan from the baseline."""
+
+    NOISE = "noise"
+    """The final comparison ended: the plans are too near, or their speeds too unsteady."""
+    TIMEOUT = "timeout"
+    """The time was over before."""
+    MAX_PROBES = "max_probes"
+    """The probes were used up before."""
+    INTERRUPTED = "interrupted"
+    """Ctrl-C or SIGTERM came before."""
+    FAILED = "failed"
+    """The machine, the workers or the study failed before; `stopped_because` says how."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +88,7 @@ class SearchSummary:
         effort: "quick", "normal" or "thorough".
         sessions: how often it was begun: once, and again each time that it was resumed.
         comparison_ended: whether the final comparison came to its own end.
-        is_decided: whether what was measured says that no other plan is much faster than the best.
-        is_factor_decided: whether it tells how much faster the best is than the baseline.
+        undecided_because: why the best plan was not told from the baseline; None: it was.
         busy: what others did on the device, such as "load 5.1 on 2 cores"; None: not much.
         planned_samples: that the training will take; None: not told.
         epoch_samples: samples of an epoch; None: not known.
@@ -89,8 +103,7 @@ class SearchSummary:
     effort: str = "normal"
     sessions: Count = 1
     comparison_ended: bool = True
-    is_decided: bool = True
-    is_factor_decided: bool = True
+    undecided_because: Undecided | None = None
     busy: str | None = None
     planned_samples: Count | None = None
     epoch_samples: Count | None = None
@@ -160,7 +173,7 @@ class Record:
         search: the course of the search.
         dimensions: setting -> its values, with payloads.
         trials: all of them, in order.
-        best_number: number of the trial to train with.
+        best_number: number of the trial of the plan that measured fastest, or that won a tie.
         baseline_number: number of the trial that it is compared with.
         skipped: variants that were not run, with reasons.
         paste: trial number -> lines of code that train in the same way.
@@ -174,9 +187,10 @@ class Record:
         findings: what was found beside the answer: the largest evaluation, the loader, and what
             bounds a step.
         was_read: whether all this comes from a file, which may be anybody's: its code is not shown.
+        recommended_number: number of the trial to train with; None: that of the best.
 
     Raises:
-        InvalidArgument: the best trial or the baseline is not among the trials.
+        InvalidArgument: one of those three trials is not among the trials.
     """
 
     version: str
@@ -197,13 +211,16 @@ class Record:
     calibration: Mapping[str, Any] = field(default_factory=dict)
     findings: Mapping[str, Any] = field(default_factory=dict)
     was_read: bool = False
+    recommended_number: int | None = None
 
     def __post_init__(self) -> None:
         numbers = {trial.number for trial in self.trials}
-        missing = sorted({self.best_number, self.baseline_number} - numbers)
-        if missing:
+        named = {self.best_number, self.baseline_number}
+        named |= set() if self.recommended_number is None else {self.recommended_number}
+        if missing := sorted(named - numbers):
             raise InvalidArgument(
-                f"trial {missing[0]} is the best one or the baseline, but not among the trials"
+                f"trial {missing[0]} is the best one, the baseline or the recommended one, but not "
+                "among the trials"
             )
 
     def trial(self, number: int) -> Trial:
@@ -222,23 +239,34 @@ class Record:
 
     @property
     def best(self) -> Trial:
-        """The trial to train with."""
+        """The trial of the plan that measured fastest, or that won a tie."""
         return self.trial(self.best_number)
 
     @property
-    def best_plan_to_rerun(self) -> Plan:
-        """The best plan without the settings at their default.
+    def recommended(self) -> Trial:
+        """The trial to train with: the best, or the baseline where that was not told from it."""
+        number = self.recommended_number
+        return self.trial(self.best_number if number is None else number)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the best plan was told from the baseline."""
+        return self.search.undecided_because is None
+
+    @property
+    def plan_to_rerun(self) -> Plan:
+        """The recommended plan without the settings at their default.
 
         A workload, device or installation that lacks one of those settings can still run it.
         """
-        return self.best.plan.without(self.default_settings)
+        return self.recommended.plan.without(self.default_settings)
 
-    def resolve_best(
+    def resolve_plan(
         self,
         strategies: Iterable[str | Strategy] | None = None,
         remembered: Sequence[Strategy] = (),
     ) -> ResolvedPlan:
-        """Resolve the best plan; only the strategies that change something are needed.
+        """Resolve the recommended plan; only the strategies that change something are needed.
 
         Args:
             strategies, remembered: see `autofit.registry.strategies_of`.
@@ -247,17 +275,17 @@ class Record:
             InvalidArgument: a strategy that the plan needs is not installed, or cannot read a
                 payload of it.
         """
-        plan = self.best.plan if self.best.plan.world_size > 1 else self.best_plan_to_rerun
+        whole = self.recommended.plan
+        plan = whole if whole.world_size > 1 else self.plan_to_rerun
         needed = strategies_of(plan, strategies, remembered)
-        best = self.best.plan
-        return resolve(best, Space(self.dimensions, 1), needed, self.payloads(best.settings))
+        return resolve(whole, Space(self.dimensions, 1), needed, self.payloads(whole.settings))
 
     @property
     def baseline_beside_best(self) -> Trial:
-        """The baseline's block of median speed in the final comparison; else its first trial."""
+        """The baseline's fastest turn in the final comparison; else its first trial."""
         first = self.trial(self.baseline_number)
-        blocks = self.blocks(first.plan)
-        return middle_of(blocks) if blocks else first
+        turns = self.turns(first.plan)
+        return turns[-1] if turns else first
 
     @property
     def is_confirmed(self) -> bool:
@@ -266,28 +294,33 @@ class Record:
 
     @property
     def factor(self) -> float | None:
-        """The best plan's speed over the baseline's, by the final comparison alone.
+        """The best plan's speed over the baseline's, by the final comparison.
 
         None if it is not decided or confirmed, or the baseline was not compared with it.
         """
-        if not self.search.is_factor_decided:
+        best, baseline = self.best.plan, self.trial(self.baseline_number).plan
+        was_compared = self.is_confirmed and {best, baseline} <= set(self._rounds.plans)
+        if not (was_compared and self.is_decided):
             return None
-        best = self.compared_speed(self.best.plan)
-        baseline = self.compared_speed(self.trial(self.baseline_number).plan)
-        if not (self.is_confirmed and best and baseline):
-            return None
-        return best / baseline
+        return math.exp(self.ahead(best, baseline).log) if best != baseline else 1.0
 
-    def blocks(self, plan: Plan) -> list[Trial]:
+    def ahead(self, plan: Plan, other: Plan) -> Estimate:
+        """Return the log by which a plan is faster than another, both of which ran and fit."""
+        return self._rounds.ahead(plan, other)
+
+    def turns(self, plan: Plan) -> list[Trial]:
         """Return the plan's fitting trials of the final comparison, the slowest first."""
         its = [t for t in self.trials if t.plan == plan and t.kind is TrialKind.CONFIRMATION]
         ran = [trial for trial in its if trial.ok and trial.samples_per_second]
         return sorted(ran, key=lambda trial: trial.samples_per_second or 0.0)
 
     def compared_speed(self, plan: Plan) -> float | None:
-        """Return the plan's median samples/s in the final comparison; None: it was not in it."""
-        blocks = self.blocks(plan)
-        return math.exp(compared_log_speed(blocks)) if blocks else None
+        """Return the plan's samples/s in its fastest turn of the final comparison; None: none.
+
+        Work of others only slows down, so that turn was disturbed least.
+        """
+        turns = self.turns(plan)
+        return turns[-1].samples_per_second if turns else None
 
     def speed_of(self, trial: Trial) -> float | None:
         """Return the plan's samples/s in the final comparison, the trial's own if that was cut."""
@@ -297,18 +330,17 @@ class Record:
     def speed_range(self, trial: Trial) -> tuple[float | None, float | None]:
         """Return the 95 % interval of the speed that `speed_of` returns; None: nothing was timed.
 
-        By what the plan's blocks, or the trial alone, and all repeated plans tell of the errors.
+        By all of the plan's turns; of a plan that had none, by the steps of the trial.
         """
-        trials = (self.blocks(trial.plan) if self.is_confirmed else []) or [trial]
-        if not all(each.samples_per_second for each in trials):
-            return None, None
-        reach = self._noise.of_all(trials) * self._noise.significant(trials)
-        speed = compared_log_speed(trials)
-        return math.exp(speed - reach), math.exp(speed + reach)
+        speed = self.speed_of(trial)
+        if not (self.is_confirmed and speed and self.turns(trial.plan)):
+            return trial.samples_per_second_low, trial.samples_per_second_high
+        told = self._rounds.speed(trial.plan)
+        return speed * math.exp(told.low - told.log), speed * math.exp(told.high - told.log)
 
     @cached_property
-    def _noise(self) -> Noise:
-        return Noise([trial for trial in probes_of(self.trials) if trial.ok])
+    def _rounds(self) -> Rounds:
+        return Rounds(probes_of(self.trials))
 
     def searched_speed(self, plan: Plan) -> float | None:
         """Return the plan's median samples/s in the search alone; None: it did not fit there."""
@@ -354,6 +386,7 @@ class Record:
                 "search": self.search,
                 "dimensions": forms_of(self.dimensions),
                 "calibration": self.calibration,
+                "recommended": self._row(self.recommended),
                 "best": self._row(self.best),
                 "baseline": self._row(self.trial(self.baseline_number)),
                 "frontier": [self._row(trial) for trial in self.frontier],
@@ -387,6 +420,7 @@ class Record:
         try:
             record = _record_in(without_controls(data))
             check_ran(record.best)
+            check_ran(record.recommended)
             return record
         except InvalidArgument as error:
             raise InvalidArgument(f"this is not a complete autofit report: {error}") from error
@@ -408,6 +442,10 @@ class _Tokens(TypedDict):
     padding_share: Number | None
 
 
+SamplesName = Literal["rows", "collate_fn", "function"]
+"""What the samples of a training are; see `autofit.training.samples`."""
+
+
 class _Workload(TypedDict):
     fingerprint: str
     parameters: Amount
@@ -415,6 +453,8 @@ class _Workload(TypedDict):
     loss: str | None
     sample_shapes: dict[str, str]
     lacks_loss: NotRequired[bool]
+    samples: NotRequired[SamplesName]
+    described_size: NotRequired[Count]
     batched: NotRequired[list[str]]
     tokens: NotRequired[_Tokens]
     given: NotRequired[list[_Function]]
@@ -518,6 +558,7 @@ class _File:
     baseline: _Numbered
     trials: list[_Pasted]
     skipped: tuple[Skipped, ...]
+    recommended: _Numbered | None = None
     notes: tuple[str, ...] = ()
     difference: _Difference | None = None
     memory: dict[str, _MemoryUse] = field(default_factory=dict)
@@ -559,6 +600,7 @@ def _record_in(data: Mapping[str, Any]) -> Record:
         calibration=data.get("calibration", {}),
         findings=data.get("findings", {}),
         was_read=True,
+        recommended_number=file.recommended and file.recommended["number"],
     )
 
 
@@ -577,16 +619,15 @@ def _check_memory_use(use: Mapping[str, Any]) -> None:
 
 
 def one_a_plan(trials: Iterable[Trial]) -> list[Trial]:
-    """Return a trial of each plan that fits: that of median speed in the final comparison, if any.
+    """Return a trial of each plan that fits: its fastest turn in the final comparison, if any.
 
     Of a plan that was not in it, the last; a vetoed proposal only repeats an earlier result.
     """
     ran = (t for t in trials if t.kind is not TrialKind.VETOED and t.ok and t.samples_per_second)
     of = by_plan(ran)
-    blocks = {
-        plan: [t for t in its if t.kind is TrialKind.CONFIRMATION] for plan, its in of.items()
-    }
-    return [middle_of(blocks[plan]) if blocks[plan] else its[-1] for plan, its in of.items()]
+    turns = {plan: [t for t in its if t.kind is TrialKind.CONFIRMATION] for plan, its in of.items()}
+    speed = attrgetter("samples_per_second")
+    return [max(turns[plan], key=speed) if turns[plan] else its[-1] for plan, its in of.items()]
 
 
 def frontier(

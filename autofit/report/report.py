@@ -1,4 +1,4 @@
-"""The report of a search: view it, save it, load it, and train with its best plan.
+"""The report of a search: view it, save it, load it, and train as it recommends.
 
 torch is imported only by `apply`, so a saved report opens on any machine.
 """
@@ -21,7 +21,7 @@ from autofit.measurement import ACT, Trial
 from autofit.notebook import shown
 from autofit.plan import Plan, check_count
 from autofit.report.record import Record
-from autofit.report.summary import Place, one_line, summary
+from autofit.report.summary import Place, one_line, summary, warnings_of
 from autofit.strategy import Strategy
 from autofit.units import counted
 
@@ -52,13 +52,39 @@ class Report:
 
     @property
     def best(self) -> Trial:
-        """The trial of the plan to train with: `.plan`, `.samples_per_second`, `.measurement`."""
+        """The trial of the plan that measured fastest, or that won a tie with such.
+
+        It is that of `plan` where the search decided: `.plan`, `.samples_per_second`,
+        `.measurement`.
+        """
         return self.record.best
 
     @property
     def plan(self) -> Plan:
-        """The plan to train with."""
-        return self.best.plan
+        """The plan to train with: the best, or the baseline where that was not told from it.
+
+        Where the baseline does not fit it is the best in any case.
+        """
+        return self.record.recommended.plan
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the best plan was told from the baseline, with 95 %.
+
+        Else `record.search.undecided_because` names the reason: "noise", "timeout", "max_probes",
+        "interrupted" or "failed".
+        """
+        return self.record.is_decided
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the reader should act on, the weightiest first."""
+        return tuple(warnings_of(self.record))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks that ask for nothing."""
+        return tuple(note for note in self.record.notes if not note.startswith(ACT))
 
     @property
     def baseline(self) -> Trial:
@@ -82,9 +108,9 @@ class Report:
 
     @property
     def speedup(self) -> float | None:
-        """Samples per second, best plan over baseline, by the final comparison alone.
+        """Samples per second, best plan over baseline, by the final comparison.
 
-        None if that did not end, or the baseline was not in it; the same as `record.factor`.
+        None if that did not end or decide, or the baseline was not in it; as `record.factor`.
         """
         return self.record.factor
 
@@ -145,7 +171,7 @@ class Report:
         return target
 
     def export(self, stack: str, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the best plan as another stack's text, and write it to a file if one is given.
+        """Return the recommended plan as another stack's text; write it to a file if one is given.
 
         What the stack has no argument for stands in comments, with the code that does it.
 
@@ -176,21 +202,23 @@ class Report:
         loss_weight: Callable[..., Any] | None = None,
         before_step: Callable[..., Any] | None = None,
         training_step: Callable[..., Any] | None = None,
+        collate_fn: Callable[..., Any] | None = None,
         batched: Iterable[str] | None = None,
         strategies: Iterable[str | Strategy] | None = None,
     ) -> Training:
-        """Apply the best plan to the user's own model and optimizer, in this process.
+        """Apply the recommended plan to the user's own model and optimizer, in this process.
 
         Args:
             model: on the device it trains on.
             optimizer: over its parameters; with training_step, a mapping of several. For a plan of
                 several ranks, a function of parameters, such as torch.optim.AdamW.
             loss_fn: None: as in the search. A loaded report holds no functions: pass this and the
-                next four again, as far as the search had them.
+                next five again, as far as the search had them.
             criterion: likewise.
             loss_weight: likewise.
             before_step: likewise.
             training_step: likewise.
+            collate_fn: likewise; steps then take lists of samples.
             batched: names of the batch's tensors that hold samples, and are cut into micro-batches:
                 some of the keys of `record.workload["sample_shapes"]`; None: as in the search.
             strategies: names or Strategy objects that apply the plan's settings; None: those of
@@ -215,6 +243,7 @@ class Report:
             "loss_weight": loss_weight,
             "before_step": before_step,
             "training_step": training_step,
+            "collate_fn": collate_fn,
         }
         return apply(
             self.record,

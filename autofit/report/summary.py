@@ -19,15 +19,19 @@ from autofit.measurement import ACT, NOT_TRIED, Outcome, RankUse, Trial, probes_
 from autofit.plan import Plan, Settings, unlike
 from autofit.report.paste import lines_of_trainer
 from autofit.report.rates import rate_line
-from autofit.report.record import Record
+from autofit.report.record import Record, Undecided
+from autofit.rounds import Estimate
 from autofit.space import Space
 from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded
 
 MOST_LINES = 15
 """Of the answer in a terminal: as many as are read before scrolling."""
-_DISAGREE = 1.25
-"""Before a final comparison: where probes of one plan differ by more, they give no factor. On an
-idle machine they differ by a few percent."""
+_OF_THE_CODE = (
+    Outcome.UNSUPPORTED,
+    Outcome.USER_ERROR,
+    Outcome.SIZE_LIMIT,
+    Outcome.NONFINITE,
+)
 _EQUAL = 1e-3
 """Roundings of float32 move gradients less; bfloat16 and ignored statistics move them more."""
 _MOST_SHAPES = 3
@@ -105,37 +109,32 @@ class Summary:
     more: str
 
     def messages(self, width: int, most_lines: int) -> list[str]:
-        """Return warnings, which begin with "! ", and remarks in at most so many lines.
+        """Return warnings, which begin with "! ", and below them the remarks as a paragraph.
 
-        A message takes two lines, or one where that leaves room for more; what has no room is
-        counted.
+        A warning is never cut or left out, whatever room there is. The last remarks are left out
+        and counted where the lines would be more than `most_lines`.
         """
-        texts = [*(f"{ACT}{text}" for text in self.warnings), *self.remarks]
-        for most in (2, 1):
-            wrapped = (
-                textwrap.wrap(
-                    text, width, subsequent_indent="  ", max_lines=most, placeholder=" ..."
-                )
-                for text in texts
-            )
-            lines = [line for block in wrapped for line in block]
+        warnings = [
+            line
+            for text in self.warnings
+            for line in textwrap.wrap(f"{ACT}{text}", width, subsequent_indent="  ")
+        ]
+        for unseen in range(len(self.remarks) + 1):
+            shown = self.remarks[: len(self.remarks) - unseen]
+            lines = [*warnings, *textwrap.wrap(". ".join(shown), width, subsequent_indent="  ")]
+            if unseen:
+                lines.append(f"{counted(unseen, 'note')} more: see More")
             if len(lines) <= most_lines:
                 return lines
-        unseen = len(lines) - most_lines + 1
-        notes = min(unseen, len(self.remarks))
-        words = [counted(unseen - notes, "warning")] * (unseen > notes)
-        words += [counted(notes, "note")] * (notes > 0)
-        return [*lines[:-unseen], f"{' and '.join(words)} more: see More"]
+        return lines
 
 
 def summary(record: Record, place: Place = IN_PYTHON) -> Summary:
     """Return the answer of a record as it is shown at that place."""
-    baseline = record.baseline_beside_best
-    beside = baseline if baseline.plan != record.best.plan else next_best(record)
-    is_best = record.best.plan == baseline.plan
-    columns = ("", "best", "baseline")
-    if is_best:
-        columns = ("", "baseline" if is_sure(record) else "baseline (kept)", "next best")
+    beside, columns = beside_recommended(record), ("", "best", "baseline")
+    if recommends_baseline(record):
+        is_candidate = record.best.plan != record.recommended.plan
+        columns = ("", "baseline", "best candidate" if is_candidate else "next best")
     return Summary(
         title=_title(record),
         columns=columns if beside else (columns[0], columns[1], ""),
@@ -148,18 +147,34 @@ def summary(record: Record, place: Place = IN_PYTHON) -> Summary:
 
 
 def one_line(record: Record) -> str:
-    """Return the best plan, its speed and how that compares, on one line."""
-    best = record.best
-    words = f"{describe(best.plan, record)}: {speed_words(best, record)}"
-    if best.plan == record.baseline_beside_best.plan and is_sure(record):
-        return f"{words}, the baseline"
+    """Return the recommended plan, its speed and how that compares, on one line."""
+    chosen = record.recommended
+    words = f"{describe(chosen.plan, record)}: {speed_words(chosen, record)}"
+    if recommends_baseline(record):
+        return f"{words}, the baseline" + ("" if record.is_decided else " (not decided)")
     ratio = speedup_words(record)
     return f"{words}, {ratio} against the baseline" if ratio else words
 
 
 def is_sure(record: Record) -> bool:
-    """Whether the final comparison ended and decided which plan is the fastest."""
-    return record.is_confirmed and record.search.is_decided
+    """Whether the final comparison ended and told the best plan from the baseline."""
+    return record.is_confirmed and record.is_decided
+
+
+def recommends_baseline(record: Record) -> bool:
+    """Whether the plan to train with is the baseline."""
+    return record.recommended.plan == record.baseline_beside_best.plan
+
+
+def beside_recommended(record: Record) -> Trial | None:
+    """Return what the recommended plan is shown beside.
+
+    The baseline; beside the baseline itself the best candidate, or the next best plan.
+    """
+    if not recommends_baseline(record):
+        return record.baseline_beside_best
+    is_candidate = record.best.plan != record.recommended.plan
+    return record.best if is_candidate else next_best(record)
 
 
 def describe(plan: Plan, record: Record) -> str:
@@ -175,7 +190,7 @@ def speed_words(trial: Trial, record: Record) -> str:
     speed, (low, high) = record.speed_of(trial), record.speed_range(trial)
     if not low or not high:
         return format_rate(speed)
-    if record.search.is_factor_decided:
+    if record.is_decided:
         rate = format_rate(speed, spread_of(low, high) * (speed or 0.0))
         return f"{rate} ({range_words(low, high)})"
     ran = [t for t in probes_of(record.trials) if t.plan == trial.plan and t.samples_per_second]
@@ -202,26 +217,25 @@ def speedup_words(record: Record, of: Trial | None = None, over: Trial | None = 
     of, over = of or record.best, over or record.baseline_beside_best
     if not (of.ok and over.ok) or of.plan == over.plan:
         return None
-    search, keeps_baseline = record.search, record.best.plan == record.baseline_beside_best.plan
-    if not (search.is_decided if keeps_baseline else search.is_factor_decided):
+    if not record.is_decided:
         return "not decided"
-    speed, other = record.speed_of(of), record.speed_of(over)
-    if not speed or not other:
+    if not (of.samples_per_second and over.samples_per_second):
         return None
-    for plan in () if record.is_confirmed else (of.plan, over.plan):
-        ran = [t for t in probes_of(record.trials) if t.plan == plan and t.samples_per_second]
-        speeds = [trial.samples_per_second or 0.0 for trial in ran]
-        if max(speeds) > _DISAGREE * min(speeds):
-            return "not decided"
-    words = ratio_words(speed / other, record.speed_range(of), record.speed_range(over))
+    words = _factor_words(record.ahead(of.plan, over.plan))
     return words if record.is_confirmed else f"{words}, not confirmed"
+
+
+def _factor_words(ahead: Estimate) -> str:
+    factor, low, high = map(math.exp, (ahead.log, ahead.low, ahead.high))
+    return f"{rounded(factor, (high - low) / 2, 2)}x ({range_words(low, high, 2)})"
 
 
 def ratio_words(factor: float, *ranges: tuple[float | None, float | None]) -> str:
     """Return a ratio of two speeds with those ranges: "1.14x (1.11-1.17)"."""
     reach = math.hypot(*(math.log(high / low) / 2 for low, high in ranges if low and high))
     low, high = factor * math.exp(-reach), factor * math.exp(reach)
-    return f"{rounded(factor, (high - low) / 2, 2)}x ({range_words(low, high, 2)})"
+    # A factor of a wide range keeps a digit, as the range's ends do
+    return f"{rounded(factor, min((high - low) / 2, factor), 2)}x ({range_words(low, high, 2)})"
 
 
 def shown_memory(held: int | None, budget: int | None = None) -> str:
@@ -236,11 +250,11 @@ def shown_memory(held: int | None, budget: int | None = None) -> str:
 
 
 def apply_line(record: Record, place: Place) -> str:
-    """Return one line of Python that trains by the best plan, by the trainer that was searched."""
+    """Return one line of Python that trains as recommended, by the trainer that was searched."""
     if by_trainer := lines_of_trainer(record):
         lines = "; ".join(line.partition("  #")[0] for line in by_trainer)
         return lines if place.report == "report" else f"report = {place.report}; {lines}"
-    optimizer = "optimizer" if record.best.plan.world_size == 1 else "make_optimizer"
+    optimizer = "optimizer" if record.recommended.plan.world_size == 1 else "make_optimizer"
     needed = [] if place.has_functions else list(record.functions_given)
     if record.lacks_loss:
         needed = ["loss_fn", *needed]
@@ -253,7 +267,7 @@ def _title(record: Record) -> str:
     target = str(workload.get("target") or workload.get("model") or "")
     name = target.rpartition(":")[2] or f"{workload['parameters']:,} parameters"
     where = environment.get("gpu") or environment["device"]
-    ranks = record.best.plan.world_size
+    ranks = record.recommended.plan.world_size
     version = ".".join(str(environment["torch"]).split(".")[:2])
     oom = f" ({search.oom_probes} out of memory)" if search.oom_probes else ""
     return (
@@ -263,7 +277,7 @@ def _title(record: Record) -> str:
 
 
 def _rows(record: Record, beside: Trial | None) -> Iterator[Columns]:
-    best, shown = record.best, beside if beside and beside.ok else None
+    best, shown = record.recommended, beside if beside and beside.ok else None
     outcome = beside.measurement.outcome if beside else None
     held = shown_memory(best.measurement.held_bytes, record.vram_budget_bytes)
     failed = {None: "", Outcome.OOM: "out of memory"}.get(outcome, str(outcome).replace("_", " "))
@@ -272,7 +286,7 @@ def _rows(record: Record, beside: Trial | None) -> Iterator[Columns]:
     yield "plan", plan_words(best.plan, record), theirs
     yield "throughput", speed_words(best, record), speed
     yield "peak memory", held, shown_memory(shown.measurement.held_bytes) if shown else ""
-    if beside and beside.plan == record.baseline_beside_best.plan:
+    if not recommends_baseline(record):
         if ratio := speedup_words(record):
             yield "speedup", ratio, ""
     elif beside and (ratio := speedup_words(record, beside, best)):
@@ -295,29 +309,26 @@ def written(settings: Settings) -> str:
 
 
 def next_best(record: Record) -> Trial | None:
-    """Return a trial of the fastest plan but the best, by the final comparison if it was in it."""
+    """Return the fastest plan but the best, by the final comparison if it was in it."""
     best = record.best.plan
     compared = [plan for plan, _ in record.finalists if plan != best] if record.is_confirmed else []
     if compared:
-        return record.blocks(compared[0])[-1]
+        return record.turns(compared[0])[-1]
     ran = [t for t in probes_of(record.trials) if t.plan != best and t.ok and t.samples_per_second]
     return max(ran, key=lambda t: record.searched_speed(t.plan) or 0.0, default=None)
 
 
 def warnings_of(record: Record) -> Iterator[str]:
     """Yield what the reader should act on, the weightiest first."""
-    best, baseline = record.best, record.baseline_beside_best
+    best, baseline = record.recommended, record.baseline_beside_best
     sizes = [trial.plan.samples_per_step for trial in (baseline, best)]
     if sizes[0] != sizes[1]:
         yield (
             f"The global batch changed from {sizes[0]} to {sizes[1]} samples: pass global_batch= "
             "to keep it"
         )
-    if not record.search.is_decided:
-        busy = f" ({record.search.busy})" if record.search.busy else ""
-        is_third = record.search.is_factor_decided and best.plan != baseline.plan
-        what = "whether a third plan is over 5 % faster" if is_third else "which plan is fastest"
-        yield f"Not decided: too noisy{busy} to tell {what}. Rerun when idle"
+    if not record.is_decided:
+        yield undecided_words(record)
     elif not record.is_confirmed:
         yield (
             f"Not confirmed: the search stopped before its final comparison "
@@ -328,17 +339,68 @@ def warnings_of(record: Record) -> Iterator[str]:
         yield f"{start.words(record)}: search again on an idle machine before you rely on it"
     if record.lacks_loss:
         yield "There was no loss, and a real one may take more memory: pass criterion= or loss_fn="
+    yield from sizes_that_failed(record)
     yield from (note.removeprefix(ACT) for note in record.notes if note.startswith(ACT))
     loader = record.findings.get("loader") or {}
     if loader.get("bottleneck") not in (None, "device"):
         yield loader_verdict(loader)
 
 
+_UNDECIDED = {
+    Undecided.TIMEOUT: "the time was over before that could be told: give a longer timeout",
+    Undecided.MAX_PROBES: "max_probes was reached before that could be told: allow more",
+    Undecided.INTERRUPTED: "the search was interrupted before that could be told: let it end",
+}
+
+
+def undecided_words(record: Record) -> str:
+    """Return what was not decided, why, and what is recommended in its place."""
+    search, reason = record.search, record.search.undecided_because
+    why = _UNDECIDED.get(reason) if reason else None
+    if reason is Undecided.FAILED:
+        why = f"the search ended before that could be told ({search.stopped_because})"
+    if why is None:
+        busy = f" ({search.busy})" if search.busy else ""
+        why = f"speeds are too near or too unsteady{busy}: search again on an idle machine"
+    if not recommends_baseline(record):
+        return f"Not decided whether another plan is over 5 % faster: {why}"
+    if record.best.plan == record.recommended.plan:
+        return f"Not decided whether another plan is over 5 % faster than the baseline: {why}"
+    return (
+        "Not decided whether the best candidate is faster than the baseline, so that the baseline "
+        f"is recommended: {why}"
+    )
+
+
+def sizes_that_failed(record: Record) -> Iterator[str]:
+    """Yield that no micro-batch above those that ran could run, or none below, and why.
+
+    Where it is not for lack of memory: then no plan of another size could win.
+    """
+    probes = probes_of(record.trials)
+    ran = [trial.plan.micro_batch for trial in probes if trial.measurement.outcome.ran]
+    variants = {trial.plan.variant for trial in probes if trial.measurement.outcome.ran}
+    raised = [trial for trial in probes if trial.measurement.outcome in _OF_THE_CODE]
+    for side, beyond in (("above", max(ran)), ("below", min(ran))):
+        failed = [
+            trial
+            for trial in raised
+            if (trial.plan.micro_batch > beyond) == (side == "above")
+            and trial.plan.micro_batch != beyond
+        ]
+        # A variant that runs at another size has failed for its size
+        failed.sort(key=lambda trial: trial.plan.variant not in variants)
+        if failed:
+            lines = (failed[0].measurement.detail or failed[0].measurement.outcome.value).strip()
+            yield f"No micro-batch {side} {beyond} ran: {lines.splitlines()[0]}"
+
+
 def _remarks(record: Record) -> Iterator[str]:
-    best, baseline = record.best, record.baseline_beside_best
+    best, baseline = record.recommended, record.baseline_beside_best
     if line := rate_line(record):
         yield line
-    if best.plan == baseline.plan and record.search.is_decided:
+    failed = any(sizes_that_failed(record))
+    if best.plan == baseline.plan and record.is_decided and not failed:
         other = next_best(record)
         speed = 0.0 if other is None else record.speed_of(other) or 0.0
         if speed <= (record.speed_of(best) or 0.0):
@@ -357,13 +419,13 @@ def _remarks(record: Record) -> Iterator[str]:
         yield f"The ranks hold {held_by_ranks(ranks)}"
     if record.findings.get("evaluation"):
         yield evaluation_words(record)
-    tried = [note for note in record.notes if note.startswith(NOT_TRIED)]
-    yield ". ".join([*validity(record), *tried])
+    yield from validity(record)
+    yield from (note for note in record.notes if note.startswith(NOT_TRIED))
 
 
 def evaluation_words(record: Record) -> str:
     """Return what an evaluation beside the best plan holds, and the largest that has room."""
-    found, own = record.findings["evaluation"], record.best.measurement.evaluation_held_bytes
+    found, own = record.findings["evaluation"], record.recommended.measurement.evaluation_held_bytes
     if "largest_samples" not in found:
         return f"An evaluation holds {format_bytes(own)}; a larger one was not tried"
     least = "" if found["is_bound"] else "at least "
@@ -394,19 +456,47 @@ def held_by_ranks(ranks: Sequence[RankUse]) -> str:
 def validity(record: Record) -> Iterator[str]:
     """Yield which samples the answer holds for, and how equal the gradients are."""
     shapes: Mapping[str, str] = record.workload["sample_shapes"]
-    keys = (name.strip("[]'") for name in shapes)
-    named = [
-        shape if key.isdigit() else f"{key} {shape}"
-        for key, shape in zip(keys, shapes.values(), strict=True)
+    batched = record.workload.get("batched") or list(shapes)
+    held = [
+        f"{_shown_name(name)}{_of_one_sample(shapes[name])}" for name in shapes if name in batched
     ]
-    more = f" and {len(named) - _MOST_SHAPES} more" if len(named) > _MOST_SHAPES else ""
-    yield f"Valid up to {', '.join(named[:_MOST_SHAPES])}{more}"
+    constant = [f"{_shown_name(name)}{shapes[name]}" for name in shapes if name not in batched]
+    yield f"For samples up to {_listed(held)}" + f"; constant: {_listed(constant)}" * bool(constant)
+    if how := _BATCHES.get(record.workload.get("samples", "")):
+        yield how
     if record.difference is not None:
         gradient = record.difference["gradient"]
         if gradient <= _EQUAL:
             yield f"Gradients match the baseline to {gradient:.0e}"
         else:
             yield f"Gradients differ from the baseline's by {100 * gradient:.2g} %"
+
+
+_BATCHES = {
+    "collate_fn": "Batches are made of samples by collate_fn",
+    "function": "The function n -> batch was believed about n",
+}
+"""How samples become batches, where they are no rows."""
+
+
+def _listed(words: Sequence[str]) -> str:
+    more = f" and {len(words) - _MOST_SHAPES} more" if len(words) > _MOST_SHAPES else ""
+    return f"{', '.join(words[:_MOST_SHAPES])}{more}"
+
+
+def _shown_name(name: str) -> str:
+    """Return where a tensor stands in a batch, of a plain key or place alone without brackets."""
+    if re.fullmatch(r"(\[\d+\])?", name):
+        return ""
+    key = re.fullmatch(r"\['(\w+)'\]", name)
+    return f"{key[1] if key else name} "
+
+
+def _of_one_sample(shape: str) -> str:
+    """Return a type and shape without its first dimension: "int64[128]" of "int64[8, 128]"."""
+    kind, _, sizes = shape.partition("[")
+    rest = sizes.rstrip("]").split(", ")[1:]
+    return f"{kind}[{', '.join(rest)}]" if rest else kind
 
 
 @dataclass(frozen=True)
@@ -433,12 +523,12 @@ class PayOff:
 
 
 def pay_off(record: Record) -> PayOff | None:
-    """Return what the best plan's start takes; None: it starts at once, or nobody measured it.
+    """Return what the recommended plan's start takes; None: nothing, or nobody measured it.
 
     It is seen against the fastest plan of the search that does: a baseline alone in the final
     comparison is no measure of it. Where both were compared there, their speeds are those.
     """
-    space, best = Space(record.dimensions, 1), record.best.plan
+    space, best = Space(record.dimensions, 1), record.recommended.plan
 
     def starts_at_once(plan: Plan) -> bool:
         return not space.is_costly({**record.default_settings, **plan.settings})

@@ -1,4 +1,4 @@
-"""A report as text: the answer in at most fifteen lines, and with `verbose` everything.
+"""A report as text: the answer on one screen, and with `verbose` everything.
 
 As Markdown, for a pull request: the answer, and all else folded away.
 """
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -27,9 +28,12 @@ _INDENT = "    "
 _AT_END = re.compile(r"(?: |\x1b\[[0-9;]*m)+$")  # spaces, and what colours them
 _LEFT = frozenset((1, 2, 3, 4))
 """Columns of the trials that are words."""
-_OUTCOME = len("unsupported")
-_MOST_OF_TABLE = 10
-"""Lines of title and table that leave two for messages; else cells are cut."""
+_LEAST_MESSAGES = 2
+"""Lines for messages where a plan of many settings takes the rest of the screen."""
+_BETWEEN = 2
+"""Spaces between columns."""
+_BREAKS = ("=", "./", "_")
+"""Characters after which a word that is longer than its column is broken, best first."""
 
 Part = str | Table | Text
 
@@ -47,7 +51,8 @@ def render(
     Args:
         record: of the search.
         width: in columns; of fewer than 20 the text is as of 20.
-        verbose: everything; else the answer, in at most `MOST_LINES` lines.
+        verbose: everything; else the answer, in at most `MOST_LINES` lines, and as many more as
+            the settings of its plans take.
         color: the answer stands out in a terminal; without, there are no control characters.
         place: where it is shown.
     """
@@ -71,6 +76,8 @@ def laid_out(parts: Iterable[Part], width: int, *, color: bool = False) -> str:
         legacy_windows=False,
     )
     for part in parts:
+        if isinstance(part, Table):
+            _fit(part, width)
         if isinstance(part, Table | Text):
             console.print(part, soft_wrap=isinstance(part, Text))
         elif part.startswith(_INDENT):  # code would not run with its lines broken
@@ -88,7 +95,7 @@ def table(
     titles: Sequence[str], lines: Iterable[Sequence[str]], *, right: Iterable[int] = ()
 ) -> Table:
     """Return a table without lines whose columns are left-aligned but for those named."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    made = Table(box=None, pad_edge=False, padding=(0, _BETWEEN, 0, 0), header_style="")
     for number, title in enumerate(titles):
         is_right = number in right
         made.add_column(title, justify="right" if is_right else "left", overflow="fold")
@@ -97,20 +104,63 @@ def table(
     return made
 
 
+def _fit(made: Table, width: int) -> None:
+    """Break the cells of a table that is too wide: between words, and else at `_BREAKS`.
+
+    The widest columns are narrowed; rich would break long words anywhere.
+    """
+    columns = [[cell for cell in column.cells if isinstance(cell, Text)] for column in made.columns]
+    titles = [str(column.header) if made.show_header else "" for column in made.columns]
+    widths = [
+        max(map(cell_len, [title, *(line for cell in cells for line in cell.plain.splitlines())]))
+        for title, cells in zip(titles, columns, strict=True)
+    ]
+    room = max(width - _BETWEEN * (len(widths) - 1), len(widths))
+    while sum(widths) > room:
+        widths[widths.index(max(widths))] -= 1
+    for cells, most in zip(columns, widths, strict=True):
+        for cell in cells:
+            cell.plain = "\n".join(_broken(cell.plain, most))
+
+
+def _broken(text: str, width: int) -> Iterator[str]:
+    """Yield lines of at most so many columns."""
+    for given in text.splitlines():
+        line = ""
+        for word in given.split(" "):
+            if cell_len(f"{line} {word}") <= width or not line:
+                line = f"{line} {word}" if line else word
+            else:
+                yield line
+                line = word
+            while cell_len(line) > width:
+                first, line = _cut(line, width)
+                yield first
+        yield line
+
+
+def _cut(word: str, width: int) -> tuple[str, str]:
+    """Return as much of a word as has room, if possible up to one of `_BREAKS`, and the rest."""
+    room = word[:width]
+    ends = (max(room.rfind(character) for character in each) + 1 for each in _BREAKS)
+    end = next(filter(None, ends), max(1, width - word.endswith(",")))
+    return word[:end], word[end:]
+
+
 def _answer(record: Record, width: int, *, color: bool, place: Place) -> str:
     """Return the answer; messages get the lines that the table and the commands leave."""
     answer = summary(record, place)
     figures = table(answer.columns, answer.rows)
     figures.columns[1].style = "bold green" if is_sure(record) else "bold yellow"
-    figures.columns[1].max_width = width // 2
+    if sum(max(map(cell_len, cells)) for cells in zip(*answer.rows, strict=True)) > width:
+        for column in figures.columns:  # a setting a line
+            for cell in column.cells:
+                cell.plain = cell.plain.replace(", ", ",\n")
     title = Text(answer.title, style="bold")
     title.truncate(width, overflow="ellipsis")
     head = laid_out([title, "", figures, ""], width, color=color)
-    if head.count("\n") > _MOST_OF_TABLE:
-        for column in figures.columns:
-            column.no_wrap, column.overflow = True, "ellipsis"
-        head = laid_out([title, "", figures, ""], width, color=color)
     room = MOST_LINES - head.count("\n") - len(("", "Apply", "More"))
+    room = max(room, _LEAST_MESSAGES)
     messages = [
         Text(line, style="yellow" if line.startswith(ACT) else "")
         for line in answer.messages(width, room)
@@ -141,12 +191,7 @@ def in_text(section: Section) -> Iterator[Part]:
         yield made
         return
     yield ""
-    made = table(titles, lines, right=set(range(len(titles))) - _LEFT)
-    for at, column in enumerate(made.columns):
-        column.no_wrap = at not in (3, 4)
-        column.overflow = "fold"
-    made.columns[4].min_width = _OUTCOME
-    yield made
+    yield table(titles, lines, right=set(range(len(titles))) - _LEFT)
 
 
 _SPECIAL = re.compile(r"([\\`*\[\]|])")

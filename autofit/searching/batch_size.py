@@ -11,6 +11,7 @@ import torch
 from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.probing.torchrun import ranks_meant
 from autofit.report.report import Report
+from autofit.report.summary import warnings_of
 from autofit.searching.events import OnEvent
 from autofit.searching.options import SearchOptions
 from autofit.searching.search import search
@@ -19,14 +20,18 @@ from autofit.training.workload import Workload, workload_of
 
 @dataclass(frozen=True)
 class BatchSize:
-    """The fastest split of a global batch that fits, with every setting at its default.
+    """The fastest micro-batch that fits, with every setting at its default.
 
     Attributes:
         micro_batch: samples of a forward pass, as many in each one.
-        accumulation_steps: micro-batches of an optimizer step.
+        accumulation_steps: micro-batches of an optimizer step; 1 where no global batch was given.
         global_batch: samples of an optimizer step: the product of those two.
         peak_bytes: most bytes that the training held, non-torch bytes included; None: unknown.
         samples_per_second: at the median step time; None: nothing was timed.
+        largest_micro_batch: the largest that ran within the budget, which may not be the fastest.
+        is_decided: whether the split was told from that of the sample batch; where it was not,
+            this is the latter.
+        warnings: of the search, such as that split gradients differ from whole ones.
         report: of the search, with all that was tried.
     """
 
@@ -35,6 +40,9 @@ class BatchSize:
     global_batch: int
     peak_bytes: int | None
     samples_per_second: float | None
+    largest_micro_batch: int
+    is_decided: bool
+    warnings: tuple[str, ...]
     report: Report
 
 
@@ -56,25 +64,25 @@ def find_batch_size(
 ) -> BatchSize:
     """Find the micro-batch and accumulation that train fastest, and change nothing else.
 
-    A search over even splits of the global batch alone, as plain PyTorch runs them. Where splitting
-    changes the gradients, as with BatchNorm, the accumulation stays that of the sample batch; see
-    `SearchOptions.allow_accumulation_change`. Of the micro-batches that fit the fastest is
-    returned, not the largest: how large one may be on a GPU a dry run tells,
+    With a global batch, a search over its even splits alone, as plain PyTorch runs them. Where
+    splitting changes the gradients, as with BatchNorm, the accumulation stays that of the sample
+    batch; see `SearchOptions.allow_accumulation_change`. Without one the micro-batch is free, and
+    with it the samples of an optimizer step. The fastest that fits is returned, and beside it the
+    largest that ran: how large one may be on a GPU a dry run tells, too,
     `estimate_memory(...).largest_micro_batch`.
 
     Args:
-        global_batch: samples per optimizer step, which are kept; None: as many as the sample batch.
+        global_batch: samples per optimizer step, which are kept; None: free.
         options: a `SearchOptions`; its splits are even in any case. The others: as for `search`.
 
     Raises:
-        InvalidArgument: an argument is invalid, the sample batch is a function and there is no
-            global batch, or there are several ranks.
+        InvalidArgument: an argument is invalid, or there are several ranks.
         Exception: as of `autofit.search`.
     """
     given = {"criterion": criterion, "loss_fn": loss_fn, "optimizer": optimizer}
     workload = workload_of(model, sample_batch, **given, global_batch=global_batch)
     report = search(
-        _with_global_batch(workload),
+        workload,
         vram_budget=vram_budget,
         device=device,
         strategies=[],
@@ -83,23 +91,18 @@ def find_batch_size(
         progress=progress,
         options=_with_even_split(SearchOptions() if options is None else options),
     )
-    plan, best = report.plan, report.best
+    chosen = report.record.recommended
     return BatchSize(
-        plan.micro_batch,
-        plan.accumulation_steps,
-        plan.samples_per_step,
-        best.measurement.held_bytes,
-        best.samples_per_second,
+        chosen.plan.micro_batch,
+        chosen.plan.accumulation_steps,
+        chosen.plan.samples_per_step,
+        chosen.measurement.held_bytes,
+        chosen.samples_per_second,
+        max(trial.plan.micro_batch for trial in report.trials if trial.ok),
+        report.is_decided,
+        tuple(warnings_of(report.record)),
         report,
     )
-
-
-def _with_global_batch(workload: Workload) -> Workload:
-    if workload.global_batch is not None:
-        return workload
-    if workload.makes_batches:
-        raise InvalidArgument("the sample batch is a function: give a global_batch to keep")
-    return replace(workload, global_batch=workload.sample_batch_size)
 
 
 def _with_even_split(options: SearchOptions) -> SearchOptions:

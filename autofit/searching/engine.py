@@ -9,6 +9,7 @@ the timeout ends is not stored.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,17 @@ from dataclasses import dataclass, replace
 import optuna
 from optuna.samplers import BaseSampler
 
-from autofit.errors import DeviceUnavailable, SearchTimedOut, StudyError, WorkerFailed
+from autofit.errors import (
+    AutofitError,
+    DeviceUnavailable,
+    SearchTimedOut,
+    StudyError,
+    WorkerFailed,
+    is_users,
+    mark_users,
+    users_code,
+    with_type,
+)
 from autofit.interrupts import Interrupts, interrupts_remembered
 from autofit.measurement import (
     Measurement,
@@ -30,20 +41,22 @@ from autofit.measurement import (
 )
 from autofit.plan import Plan
 from autofit.planning import confirmation, planner
-from autofit.planning.constants import MOST_ACCIDENTS
+from autofit.planning.constants import COMPARED_LONGER, MOST_ACCIDENTS
 from autofit.planning.planner import believing
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.probing.prober import SupportsProbing
 from autofit.registry import resolve
-from autofit.report.record import Skipped
+from autofit.report.record import Skipped, Undecided
 from autofit.searching import events, result, trial_codec
 from autofit.searching.limits import COMPARED, Allowance
 from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Job, Place, Runner
 from autofit.searching.sampler import Sampler
 from autofit.searching.study import Store
+
+_LOGGER = logging.getLogger("autofit")
 
 # Vetoed proposals in a row that end a search: its sampler has nothing else to offer.
 MOST_VETOES = 50
@@ -65,6 +78,7 @@ def run_search(
     clock: Callable[[], float] = time.monotonic,
     began: float | None = None,
     kept_s: float = 0.0,
+    baseline: ProbeResult | None = None,
 ) -> SearchResult:
     """Search for the fastest plan that fits.
 
@@ -81,19 +95,23 @@ def run_search(
         clock: tells the time in seconds.
         began: when the time began to count, by the clock; None: now.
         kept_s: seconds of `timeout_s` that are left for what comes after.
+        baseline: of its probe, where that ran before; a study that has one keeps its own.
 
     Returns:
         The result; also after Ctrl-C, or where the machine became ill, no worker can be started
-        any more or the study cannot be read or written, if anything that fits had been measured.
+        any more, the study cannot be read or written or this code fails, if anything that fits had
+        been measured.
 
     Raises:
         NoFeasiblePlan: not one plan that was tried fits the budget.
         WorkloadFailed: the plain workload itself failed, or its loss is not finite.
+        InvalidArgument: the space is too large.
         StudyError: the study cannot be written, and nothing that fits had been measured.
         WorkerFailed: no worker could be started, or one plan after the other ended by accidents.
         SearchTimedOut: the time was over before anything that fits had been measured.
-        Exception: whatever the user's code raised on the plain workload.
+        Exception: whatever the user's code raised on the plain workload, or `on_event`.
     """
+    spec.space.check_can_be_planned()
     started = clock() if began is None else began
     allowance = Allowance(max_probes, timeout_s, clock, started, kept_s)
     held = nullcontext(store) if store is not None else Store.open(None, spec.identity)
@@ -107,6 +125,7 @@ def run_search(
             allowance,
             on_event or (lambda event: None),
             may_veto=veto,
+            measured_baseline=baseline,
         )
         return search.result(_ended(search))
 
@@ -122,6 +141,11 @@ def _ended(search: Search) -> Stop:
     except (
         KeyboardInterrupt, SearchTimedOut, WorkerFailed, DeviceUnavailable, StudyError
     ) as error:  # fmt: skip
+        stop = search.cut_short(error)
+    except Exception as error:
+        if isinstance(error, AutofitError) or is_users(error):
+            raise
+        _LOGGER.error("the search was ended by an error", exc_info=error)
         stop = search.cut_short(error)
     finally:
         with suppress(StudyError):  # what is being raised says so already
@@ -181,10 +205,13 @@ class Search:
         on_event: events.OnEvent,
         *,
         may_veto: bool,
+        measured_baseline: ProbeResult | None = None,
     ) -> None:
         self._runner, self._spec, self._store = runner, spec, store
         self._foreign_sampler, self._may_veto = foreign_sampler, may_veto
-        self._allowance, self._on_event = allowance, on_event
+        self._measured_baseline = measured_baseline
+        self._allowance = allowance
+        self._on_event = users_code()(on_event)  # what it raises ends the search, as it was raised
         self._trials = store.trials
         left = allowance.probes_left(self._trials)
         if store.ended is None and (left is None or left >= COMPARED):
@@ -214,7 +241,9 @@ class Search:
             raise error
         if isinstance(error, SearchTimedOut):
             return self.stop_for_time()
-        because = INTERRUPTED if isinstance(error, KeyboardInterrupt) else str(error)
+        because = str(error) if isinstance(error, AutofitError) else with_type(error)
+        if isinstance(error, KeyboardInterrupt):
+            because = INTERRUPTED
         return Stop(because, may_probe=False)
 
     def stop_for_time(self) -> Stop:
@@ -228,10 +257,10 @@ class Search:
             NoFeasiblePlan, WorkloadFailed: no plan can be returned.
             StudyError: the study has lost its baseline.
         """
-        best = confirmation.best_of(self._posterior)
-        if best is None and self._allowance.seconds_left == 0:
+        answer = confirmation.answer_of(self._posterior)
+        if answer is None and self._allowance.seconds_left == 0:
             raise self._allowance.too_short()
-        if best is None:
+        if answer is None:
             raise result.nothing_fits(self._posterior, self._trials)
         baseline = self._baseline
         if baseline is None:  # it is the first probe of any study that is whole
@@ -244,16 +273,34 @@ class Search:
         return SearchResult(
             self._spec,
             self._trials,
-            best,
+            answer.best,
+            answer.recommended,
             baseline,
             tuple(Skipped(*each) for each in confirmation.left_out(self._posterior)),
             because,
             comparison_ended=has_compared,
-            is_decided=confirmation.is_decided(self._posterior, best.plan),
-            is_factor_decided=confirmation.is_factor_decided(self._posterior, best.plan),
+            undecided_because=self._why_undecided(stop, answer, has_compared=has_compared),
             with_more_time=stop.with_more_time,
             may_probe=stop.may_probe,
         )
+
+    def _why_undecided(
+        self, stop: Stop, answer: confirmation.Answer, *, has_compared: bool
+    ) -> Undecided | None:
+        """Return why the answer is not decided; None: it is.
+
+        A baseline beside which there was no time to run another plan is not.
+        """
+        is_alone = len({trial.plan for trial in self._posterior.probes}) == 1
+        is_cut = is_alone and not stop.is_exhausted and self._store.ended is None
+        if answer.is_decided and not is_cut:
+            return None
+        if has_compared and not is_cut:
+            return Undecided.NOISE
+        if not stop.may_probe:
+            return Undecided.INTERRUPTED if stop.because == INTERRUPTED else Undecided.FAILED
+        no_probe_left = self._allowance.probes_left(self._trials) == 0
+        return Undecided.MAX_PROBES if no_probe_left else Undecided.TIMEOUT
 
     def _next_without_timeout(self) -> Plan | None:
         """Return the plan that would be next without the timeout; None: none, or unknown."""
@@ -282,6 +329,7 @@ class Search:
         """
         stop: Stop | None = None
         try:
+            self._take_measured_baseline()
             while True:
                 stop = stop or self._fill()
                 if stop is not None and not self._flights:
@@ -293,21 +341,45 @@ class Search:
                 raise self._allowance.too_short() from None
             return self.stop_for_time()
 
+    def _take_measured_baseline(self) -> None:
+        """Store the baseline's trial where it ran before; run it again after an accident."""
+        probed, self._measured_baseline = self._measured_baseline, None
+        if probed is None or self._trials:
+            return
+        plan = self._spec.space.baseline
+        flight = _Flight(self._store.ask(plan), plan, TrialKind.BASELINE, None)
+        if self._may_be_accident(plan, probed.measurement):
+            job = Job(self._request(plan, TrialKind.BASELINE, None))
+            self._flights[job] = flight
+            self._repeat(job, probed.measurement)
+        else:
+            self._finish(flight, probed)
+
     def _fill(self) -> Stop | None:
         """Have a plan run in every free slot, if there is one; return why no further one will."""
-        vetoes = 0
+        vetoed: list[Trial] = []
         while len(self._flights) < self._runner.slots:
             choice = self._next_choice()
             if choice is None or isinstance(choice, Stop):
                 return choice
             is_baseline = self._baseline is None and choice == self._spec.space.baseline
-            vetoed = self._launch(choice, TrialKind.BASELINE if is_baseline else TrialKind.SEARCH)
-            vetoes = 0 if vetoed is None else vetoes + 1
+            kind = TrialKind.BASELINE if is_baseline else TrialKind.SEARCH
+            refused = self._launch(choice, kind)
+            vetoed = [] if refused is None else [*vetoed, refused]
             if self._store.study.stopped:
                 return Stop("the sampler has no more plans to offer")
-            if vetoes == MOST_VETOES:
-                return Stop(f"{MOST_VETOES} proposals in a row were expected not to fit")
+            if len(vetoed) == MOST_VETOES:
+                return Stop(self._why_vetoed(vetoed))
         return None
+
+    def _why_vetoed(self, vetoed: Sequence[Trial]) -> str:
+        """Return why these proposals of a sampler, the last ones of all, were not run."""
+        ran = {trial.plan for trial in self._posterior.probes}
+        again = sum(trial.plan in ran for trial in vetoed)
+        rest = len(vetoed) - again
+        whys = [f"{again} had run before"] if again else []
+        whys += [f"{rest} were expected not to fit or not to work"] if rest else []
+        return f"{len(vetoed)} proposals in a row were not run: {' and '.join(whys)}"
 
     def _next_choice(self) -> Plan | BaseSampler | Stop | None:
         """Return the plan to run next, or who proposes it; None: first what is in flight ends."""
@@ -480,6 +552,10 @@ class Search:
             self._repeat(job, probed.measurement)
             return None
         del self._flights[job]
+        return self._finish(flight, probed)
+
+    def _finish(self, flight: _Flight, probed: ProbeResult) -> Trial:
+        """Store the trial of a plan that ran; raise as `_land` does."""
         measurement, error = self._blamed(flight.plan, probed)
         trial = self._stored(
             flight.asked,
@@ -487,6 +563,7 @@ class Search:
         )
         error = error or result.workload_failure(trial)
         if error is not None:
+            mark_users(error)
             raise error
         ended_well = not trial.measurement.outcome.may_be_accident
         self._accidents = [] if ended_well else [*self._accidents, trial]
@@ -549,7 +626,8 @@ class Search:
             full_accumulation=is_confirmation,
             expected_seconds=expected_seconds,
             seconds_left=seconds_left,
-            most_timed_seconds=self._spec.effort.most_timed_seconds,
+            most_timed_seconds=self._spec.effort.most_timed_seconds
+            * (COMPARED_LONGER if is_confirmation else 1.0),
         )
 
     def _seconds_left(self, kind: TrialKind) -> float | None:

@@ -58,20 +58,20 @@ def look_for_findings(
         on_stage: called with the name of each stage that begins.
         facts: filled with the findings as JSON data, by name.
     """
-    best, baseline = record.best, record.baseline_beside_best
-    if best.measurement.evaluation_peak_bytes is not None:
+    best, baseline, chosen = record.best, record.baseline_beside_best, record.recommended
+    if chosen.measurement.evaluation_peak_bytes is not None:
         from autofit.probing.evaluation import largest_evaluation
 
         budget = spec.vram_budget_bytes
-        resolved = resolve(best.plan, spec.space, prober.strategies)
+        resolved = resolve(chosen.plan, spec.space, prober.strategies)
         with _failure("evaluation", facts) as found:
             on_stage("looking for the largest evaluation batch")
             look = partial(largest_evaluation, resolved=resolved, vram_budget_bytes=budget)
             found |= asdict(prober.run(look, budget))
     if loader is not None:
         with _failure("loader", facts) as found:
-            consumed = record.speed_of(best) or 0.0
-            measure_loader(prober, loader, best.plan, consumed, on_stage, found)
+            consumed = record.speed_of(chosen) or 0.0
+            measure_loader(prober, loader, chosen.plan, consumed, on_stage, found)
     with _failure("bounds", facts) as found:
         on_stage("measuring what bounds a step")
         found["best"] = _shares(prober, spec, record, best, trace, facts)

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -20,8 +21,9 @@ import torch
 from autofit.errors import InvalidArgument
 from autofit.plan import check_count
 from autofit.snapshot import process
-from autofit.training.batch import describe
+from autofit.training.batch import batch_size, describe
 from autofit.training.lengths import Lengths
+from autofit.training.samples import CollateFn
 from autofit.units import kind_of
 
 # Samples of a data set that are looked at for the longest ones, evenly spread over it.
@@ -34,14 +36,37 @@ _FIRST = 32
 _SECONDS = 10.0
 
 
-def longest_batch(
+@dataclass(frozen=True)
+class LoaderBatch:
+    """What a workload takes for a sample batch, from a loader.
+
+    Attributes:
+        given: a list of samples; or a batch, where the loader has no samples to choose from.
+        collate_fn: of the loader, which makes a batch of samples; None: `given` is a batch.
+    """
+
+    given: Any
+    collate_fn: CollateFn | None = None
+
+    @property
+    def batch(self) -> Any:
+        """As the loader makes it."""
+        return self.given if self.collate_fn is None else self.collate_fn(self.given)
+
+    @property
+    def samples(self) -> int:
+        """The number of samples."""
+        return batch_size(self.given) if self.collate_fn is None else len(self.given)
+
+
+def longest_samples(
     loader: Any,
     examine: int = MOST_EXAMINED,
     batch_size: int | None = None,
     *,
     seconds: float = _SECONDS,
-) -> Any:
-    """Return a batch of a loader's longest samples.
+) -> LoaderBatch:
+    """Return a loader's longest samples, as many as its batches have.
 
     Where samples have no part whose length could vary (a text, or one dimension of values such as
     token ids), as images have none, a few are looked at in place of `examine`.
@@ -54,16 +79,17 @@ def longest_batch(
         seconds: after so many the longest that were found are taken, with a warning.
 
     Raises:
-        InvalidArgument: it delivers nothing.
+        InvalidArgument: it delivers nothing, or only once: it is an iterator.
     """
+    _check_restarts(loader)
     with _random_states_kept():
         dataset, samples = _dataset_of(loader, batch_size)
         if dataset is None:
-            return _first_batches(loader, _BATCHES, seconds, kept=1)[-1]
+            return LoaderBatch(_first_batches(loader, _BATCHES, seconds, kept=1)[-1])
         places = _places(dataset, examine)
         measured = _measured((dataset[place] for place in places), len(places), seconds)
-        longest = heapq.nlargest(samples, measured)
-        return _collated(loader, [sample for *_, sample in longest], samples)
+        longest = [sample for *_, sample in heapq.nlargest(samples, measured)]
+        return LoaderBatch(_in_turn(longest, samples), PlainCollate(loader.collate_fn))
 
 
 def from_loader(loader: Any, n: int = MOST_EXAMINED) -> Lengths:
@@ -74,36 +100,49 @@ def from_loader(loader: Any, n: int = MOST_EXAMINED) -> Lengths:
     last bounds the memory alone. Batches that are padded to one length are one batch.
 
     Args:
-        loader: a `DataLoader`. Samples of its dataset are looked at, for ten seconds at most, and
-            put together by its `collate_fn`; of any other iterable, and of streamed data, the
-            first batches are looked at.
+        loader: a `DataLoader`. Samples of its dataset are looked at, for ten seconds at most; the
+            workload puts them together by its `collate_fn`. Of any other iterable, and of streamed
+            data, the first batches are looked at, and taken as they are.
         n: samples to look at, spread over the data set.
 
     Raises:
-        InvalidArgument: it is no loader, it delivers nothing, or n is no count.
+        InvalidArgument: it is no loader, it delivers nothing or only once, or n is no count.
     """
     if not isinstance(loader, Iterable):
         raise InvalidArgument(f"from_loader takes a DataLoader, got {kind_of(loader)}")
+    _check_restarts(loader)
     n = check_count("n", n)
     with _random_states_kept():
-        made = _three_batches(loader, n)
-    merged: dict[str, tuple[float, Any]] = {}
-    for weight, batch in zip((1.0, 1.0, 0.0), made, strict=True):
-        shapes = str(describe(batch))
-        merged[shapes] = weight + merged.get(shapes, (0.0, None))[0], batch
+        three = _three_batches(loader, n)
+        merged: dict[str, tuple[float, Any]] = {}
+        for weight, each in zip((1.0, 1.0, 0.0), three, strict=True):
+            shapes = str(describe(each.batch))
+            merged[shapes] = weight + merged.get(shapes, (0.0, None))[0], each.given
     weights, distinct = zip(*merged.values(), strict=True)
-    return Lengths(distinct, weights)
+    return Lengths(distinct, weights, collate_fn=three[-1].collate_fn)
 
 
-def _three_batches(loader: Any, examine: int) -> list[Any]:
+def _check_restarts(loader: Any) -> None:
+    """Refuse what delivers its batches once, such as a generator: the training would lack them."""
+    if isinstance(loader, Iterator) and iter(loader) is loader:
+        raise InvalidArgument(
+            f"{kind_of(loader)} delivers its batches once, and the training would lack those that "
+            "are looked at: pass the loader itself, not an iterator over it"
+        )
+
+
+def _three_batches(loader: Any, examine: int) -> list[LoaderBatch]:
     """Return the batches of both quartiles, and the longest."""
     dataset, samples = _dataset_of(loader, None)
     if dataset is None:
         count = min(examine, _BATCHES)
         batches = _first_batches(loader, count, _SECONDS, kept=count)
-        return [*_quartiles(batches), batches[-1]]
-    three = _three_lengths(dataset, examine, samples)
-    return [_collated(loader, [dataset[at] for at in places], samples) for places in three]
+        return list(map(LoaderBatch, [*_quartiles(batches), batches[-1]]))
+    collate_fn = PlainCollate(loader.collate_fn)
+    return [
+        LoaderBatch(_in_turn([dataset[at] for at in places], samples), collate_fn)
+        for places in _three_lengths(dataset, examine, samples)
+    ]
 
 
 def _three_lengths(dataset: Any, examine: int, samples: int) -> list[list[int]]:
@@ -168,9 +207,22 @@ def _places(dataset: Any, examine: int) -> list[int]:
     return places
 
 
-def _collated(loader: Any, chosen: Sequence[Any], samples: int) -> Any:
-    """Return a batch of so many samples: these in turn."""
-    return _plain(loader.collate_fn([chosen[at % len(chosen)] for at in range(samples)]))
+def _in_turn(chosen: Sequence[Any], samples: int) -> list[Any]:
+    return [chosen[at % len(chosen)] for at in range(samples)]
+
+
+@dataclass(frozen=True)
+class PlainCollate:
+    """A loader's `collate_fn`, whose mappings become dicts.
+
+    Attributes:
+        of_loader: list of samples -> batch.
+    """
+
+    of_loader: CollateFn
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return _plain(self.of_loader(samples))
 
 
 def _plain(batch: Any) -> Any:

@@ -146,6 +146,10 @@ class SearchArguments:
         for name in ("max_probes", "planned_steps"):
             if (count := getattr(self, name)) is not None:
                 check_count(name, count)
+        if not isinstance(self.strategies, str | Sequence) and isinstance(
+            self.strategies, Iterable
+        ):
+            object.__setattr__(self, "strategies", tuple(self.strategies))  # it is read again
         check_timeout(self.timeout)
         check_study(self.study)
         progress = self.progress

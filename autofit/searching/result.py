@@ -21,7 +21,7 @@ from autofit.probing.prober import Prober
 from autofit.probing.survey import Survey
 from autofit.registry import resolve
 from autofit.report.paste import paste_lines
-from autofit.report.record import FUNCTIONS, Record, SearchSummary, Skipped
+from autofit.report.record import FUNCTIONS, Record, SearchSummary, Skipped, Undecided
 from autofit.strategy import Strategy
 from autofit.training.batch import describe
 from autofit.training.lengths import Lengths
@@ -45,31 +45,39 @@ class SearchResult:
     Attributes:
         spec: the specification of the search.
         trials: every trial of the study, in order.
-        best: the trial of the plan to train with. It ran and fits; its kind is confirmation, unless
-            the search was cut short before that.
+        best: a trial of the plan that measured fastest, or that won a tie. It ran and fits; its
+            kind is confirmation, unless the search was cut short before that.
+        recommended: a trial of the plan to train with: the best, or the baseline where that was not
+            told from it.
         baseline: the first trial.
         skipped: settings that were left out, with the reasons.
         stopped_because: why no further plan was searched.
         comparison_ended: whether the final comparison came to its own end.
-        is_decided: whether what was measured says that no other plan is much faster than the best.
-        is_factor_decided: whether it tells how much faster the best is than the baseline.
+        undecided_because: why the best plan was not told from the baseline; None: it was.
         with_more_time: the plan that a longer timeout would have tried next; None: there was time
             enough, or something else ended the search.
         may_probe: whether the prober may be used any more: not after Ctrl-C, nor where the machine
             became ill or no worker could be started.
+        notes: for the reader, on what was left out after the search.
     """
 
     spec: SearchSpec
     trials: tuple[Trial, ...]
     best: Trial
+    recommended: Trial
     baseline: Trial
     skipped: tuple[Skipped, ...]
     stopped_because: str
     comparison_ended: bool = True
-    is_decided: bool = True
-    is_factor_decided: bool = True
+    undecided_because: Undecided | None = None
     with_more_time: Plan | None = None
     may_probe: bool = True
+    notes: Sequence[str] = ()
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the best plan was told from the baseline."""
+        return self.undecided_because is None
 
     @property
     def probes(self) -> int:
@@ -126,7 +134,11 @@ def record_of(
             )
             for trial in result.trials
         },
-        notes=(*survey.notes, *_notes_on(survey, result), *_of_lengths(workload, result.best)),
+        notes=(
+            *survey.notes,
+            *_notes_on(survey, result),
+            *_of_lengths(workload, result.recommended),
+        ),
         difference=difference,
         memory=memory,
         # What the baseline's probe on a GPU teaches later predictions
@@ -135,6 +147,7 @@ def record_of(
             if survey.environment.gpu is None or non_torch_bytes is None
             else {"non_torch_bytes": non_torch_bytes}
         ),
+        recommended_number=result.recommended.number,
     )
 
 
@@ -154,7 +167,9 @@ def _workload_facts(workload: Workload, survey: Survey) -> dict[str, Any]:
         "given": [name for name in FUNCTIONS if getattr(workload, name) is not None],
         "clip_grad_norm": workload.clip_grad_norm,
         "sample_shapes": dict(survey.sample_shapes),
-        "batched": survey.batched,
+        "samples": survey.samples.value,
+        "described_size": survey.described_size,
+        **({"batched": survey.batched} if survey.batched is not None else {}),
         **({"tokens": asdict(survey.tokens)} if survey.tokens else {}),
     }
 
@@ -171,8 +186,7 @@ def _summary_of(
         seed=result.spec.seed,
         effort=result.spec.effort.value,
         comparison_ended=result.comparison_ended,
-        is_decided=result.is_decided,
-        is_factor_decided=result.is_factor_decided,
+        undecided_because=result.undecided_because,
         busy=survey.busy,
         planned_samples=result.spec.planned_samples,
     )
@@ -180,12 +194,13 @@ def _summary_of(
 
 def _notes_on(survey: Survey, result: SearchResult) -> Iterator[str]:
     """Yield what a reader should know of the answer, the machine, and the time."""
-    plan, run = result.best.plan, result.best.measurement.micro_batches_run
+    plan, run = result.recommended.plan, result.recommended.measurement.micro_batches_run
     if plan.accumulation_steps > 1 and run == 1:
         yield (
             f"{ACT}training_step never called training.micro_batches: unless it splits the batch "
             f"itself, all {plan.samples_per_step} samples of a step ran at once"
         )
+    yield from result.notes
     if survey.busy is not None:
         yield f"The machine was busy ({survey.busy}): small differences in speed are uncertain"
     if survey.environment.device == "cpu":
@@ -193,7 +208,7 @@ def _notes_on(survey: Survey, result: SearchResult) -> Iterator[str]:
             "On a CPU the VRAM budget limits the tensors, counted as a GPU's allocator would hold "
             "them, not the memory of the process"
         )
-    yield from result.best.measurement.notes
+    yield from result.recommended.measurement.notes
     if result.with_more_time is not None:
         left = result.with_more_time.without(result.spec.space.default_settings)
         yield f"{NOT_TRIED}{left}, because time ran out"
@@ -203,7 +218,8 @@ def _of_lengths(workload: Workload, best: Trial) -> Iterator[str]:
     """Yield notes on the lengths of samples: their mix, and the price of a new one."""
     given = workload.sample_batch
     if isinstance(given, Lengths):
-        shares = [f"{share:.0%} {next(iter(describe(b).values()))}" for share, b in given.mix]
+        mix = workload.mix(workload.described_size)
+        shares = [f"{share:.0%} {next(iter(describe(b).values()))}" for share, b in mix]
         yield f"The speed is that of steps of {len(shares)} lengths: {', '.join(shares)}"
     if new_shape_s := best.measurement.new_shape_s:
         seconds = format_seconds(max(new_shape_s))

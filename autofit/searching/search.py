@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,10 +16,12 @@ import torch
 from autofit.devices.cpu import load_of_others
 from autofit.errors import NoFeasiblePlan, SearchTimedOut, hides_own_frames
 from autofit.interrupts import interrupts_remembered
-from autofit.measurement import Trial
+from autofit.measurement import Trial, TrialKind
 from autofit.memory.blocks import LARGE_SEGMENT_BYTES
 from autofit.notebook import is_watched
+from autofit.plan import ResolvedPlan
 from autofit.planning.search_spec import Effort, SearchSpec
+from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.probing.torchrun import owned_by_rank_0, ranks_meant
@@ -28,13 +31,13 @@ from autofit.report.report import Report
 from autofit.searching import events
 from autofit.searching.engine import run_search
 from autofit.searching.events import Event, OnEvent
+from autofit.searching.faithful import judged
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
 from autofit.searching.options import SearchArguments, SearchOptions
 from autofit.searching.predicted_lines import most_seconds, predicted_lines
 from autofit.searching.result import (
     INTERRUPTED,
     SearchResult,
-    difference_of,
     memory_of,
     record_of,
     with_measured_need,
@@ -47,6 +50,10 @@ from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
 from autofit.training.workload import Workload, workload_of
 from autofit.units import counted
+
+# Of what is left of the timeout after the baseline, for what strategies look at before any of their
+# settings is tried: probes need the rest. They take a tenth of a minute for most models.
+SHARE_FOR_LOOKS = 1 / 3
 
 _OF_RANKS = "Where memory goes and what bounds a step was not measured: there are several ranks"
 
@@ -128,7 +135,7 @@ def _searched(asked: SearchArguments, workload: Workload) -> Report:
     )
     places = Places.asked(asked.device, options, ranks=size)
     course = _Course(workload, asked, chosen, level, places)
-    record = owned_by_rank_0(course.run, ranks=options.ranks)
+    record = owned_by_rank_0(course.run, ranks=options.ranks, ends_at=course.ends_at)
     return Report(record, strategies=chosen, workload=workload)
 
 
@@ -189,18 +196,20 @@ class _Course:
                 check_opens(self.asked.study)
             try:
                 with self.open_prober(0, ranks, on_stage=self._on_stage) as prober:
-                    survey = self._inspect(prober)
+                    survey, baseline = self._inspect(prober, is_alone=ranks == 1)
                     identity = self._identity(survey)
                     on_others = partial(self.open_prober, ranks=ranks)
                     with (
-                        open_runner(prober, self.places, on_others, self._on_stage) as runner,
+                        open_runner(prober, self._places, on_others, self._on_stage) as runner,
                         Store.open(
                             self.asked.study, identity, began=self.asked.allowance.began
                         ) as store,
                     ):
+                        if prober.vram_budget_bytes != survey.vram_budget_bytes:
+                            baseline = None  # it ran within another budget
                         survey = replace(survey, vram_budget_bytes=prober.vram_budget_bytes)
                         survey, spec = self._specify(prober, survey, store, identity)
-                        result = self._explore(prober, runner, spec, store)
+                        result = self._explore(prober, runner, spec, store, baseline)
                         sessions = store.session_seconds
                     self._describe(prober, survey, result, sessions, is_alone=ranks == 1)
                     self._on_stage("ending the worker")
@@ -215,9 +224,56 @@ class _Course:
             seconds = sum(sessions[:-1]) + self.asked.allowance.elapsed_s
             return replace(self.record, search=replace(self.record.search, seconds=seconds))
 
-    def _inspect(self, prober: Prober) -> Survey:
-        """Return what a worker says of the workload and the device."""
-        survey = prober.survey().without_opt_in(self.asked.named)
+    @property
+    def _places(self) -> Places:
+        """Where plans run: on no further devices where no time is left for another plan."""
+        is_over = self.asked.allowance.seconds_left == 0
+        return replace(self.places, devices=self.places.devices[:1]) if is_over else self.places
+
+    def _inspect(self, prober: Prober, *, is_alone: bool) -> tuple[Survey, ProbeResult | None]:
+        """Return what a worker says of the workload and the device, and the baseline's probe.
+
+        The baseline runs first, so that there is an answer whatever the strategies' looks take. Of
+        several ranks it needs one of them, and a study that is resumed has its own.
+        """
+        first, baseline = None, None
+        if is_alone and not self._resumes:
+            first = prober.first_survey()
+            check_weights_fit(first)
+            baseline = self._run_baseline(prober, first)
+        try:
+            survey = prober.survey(looks_end_at=self._looks_end_at)
+        except SearchTimedOut:
+            if first is None or baseline is None or not baseline.measurement.ok:
+                raise
+            survey = first
+        if first is not None:  # before this search computed there
+            survey = replace(survey, busy=first.busy)
+        return self._as_asked(survey), baseline
+
+    @property
+    def _resumes(self) -> bool:
+        study = self.asked.study
+        return study is not None and os.path.exists(study)
+
+    @property
+    def _looks_end_at(self) -> float:
+        left_s = self.asked.allowance.seconds_left
+        return math.inf if left_s is None else time.monotonic() + SHARE_FOR_LOOKS * left_s
+
+    def _run_baseline(self, prober: Prober, first: Survey) -> ProbeResult:
+        """Run the baseline before it is known which settings it leaves at their first values."""
+        options = self.asked.options
+        plan = first.space(options.max_micro_batch, even=options.even_split).baseline
+        told = self.asked.allowance.progress()
+        self.on_event(events.ProbeStarted(plan, TrialKind.BASELINE, None, told))
+        effort = Effort(options.effort)
+        request = ProbeRequest(ResolvedPlan(plan), most_timed_seconds=effort.most_timed_seconds)
+        return prober.probe(request)
+
+    def _as_asked(self, survey: Survey) -> Survey:
+        """Return the survey of what the arguments allow, and tell of a busy machine."""
+        survey = survey.without_opt_in(self.asked.named)
         if self.asked.planned_steps is None:
             survey = survey.without_costly(self.asked.named)
         if self.asked.options.allow_accumulation_change:
@@ -257,6 +313,7 @@ class _Course:
             space = survey.space(
                 self.asked.options.max_micro_batch, even=self.asked.options.even_split
             )
+            space.check_can_be_planned()
             apart = partial(
                 open_prober, self.workload, self.strategies, Target("cpu"), ends_at=self.ends_at
             )
@@ -267,7 +324,7 @@ class _Course:
                 apart if survey.world_size > 1 else None,
                 most_seconds(self.asked.allowance.seconds_left),
             )
-            survey = replace(survey, notes=(*survey.notes, *notes))
+            survey = replace(survey, notes=(*survey.notes, *notes, *space.notes()))
             own = {strategy.name: strategy for strategy in self.strategies}
             spec = SearchSpec(
                 space,
@@ -288,7 +345,12 @@ class _Course:
         return survey, replace(spec, effort=effort, planned_samples=planned_samples)
 
     def _explore(
-        self, prober: Prober, runner: Runner, spec: SearchSpec, store: Store
+        self,
+        prober: Prober,
+        runner: Runner,
+        spec: SearchSpec,
+        store: Store,
+        baseline: ProbeResult | None,
     ) -> SearchResult:
         """Search; an error that nothing fits says what the smallest plan was measured to need."""
         allowance, has_loader = self.asked.allowance, self.workload.loader is not None
@@ -308,6 +370,7 @@ class _Course:
                 on_event=on_event,
                 began=allowance.began,
                 kept_s=SHARE_FOR_LOADER * (allowance.timeout_s or 0.0) if has_loader else 0.0,
+                baseline=baseline,
             )
         except NoFeasiblePlan as error:
             if allowance.probes_left(store.trials) == 0:
@@ -332,7 +395,7 @@ class _Course:
         try:
             if result.may_probe:
                 self._on_stage("comparing the answer's gradients with the baseline's")
-            difference = difference_of(prober, result)
+            result, difference = judged(prober, result)
             memory = memory_of(prober, result) if is_alone else {}
         except KeyboardInterrupt:
             result = replace(result, stopped_because=INTERRUPTED, may_probe=False)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from contextlib import suppress
 
 from autofit.measurement import Measurement, Outcome, TrialKind
 from autofit.plan import Plan, Settings
@@ -21,6 +19,7 @@ from autofit.searching.events import (
     StageStarted,
     Vetoed,
 )
+from autofit.streams import complain
 from autofit.units import counted, format_bytes, format_clock
 
 _LOGGER = logging.getLogger("autofit")
@@ -51,11 +50,9 @@ def logged(then: OnEvent | None, *, slowly: bool = False) -> OnEvent:
         if (line := words.line(event)) is not None:
             _LOGGER.log(logging.WARNING if is_warning(event) else logging.INFO, "%s", line)
             is_due = time.monotonic() - last >= SECONDS_BETWEEN
-            unseen = sys.stderr is not None and not _LOGGER.isEnabledFor(logging.INFO)
-            if slowly and is_due and unseen:
+            if slowly and is_due and not _LOGGER.isEnabledFor(logging.INFO):
                 last = time.monotonic()
-                with suppress(OSError):  # a full disk must not end a search
-                    print(f"autofit: {line}", file=sys.stderr, flush=True)
+                complain(f"autofit: {line}")
         if then is not None:
             then(event)
 

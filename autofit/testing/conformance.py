@@ -297,7 +297,7 @@ class Case:
     def _left(self, variant: ResolvedPlan, body: Callable[[Training, Any], None]) -> list[str]:
         workload, model = self._fresh()
         optimizer = workload.build_optimizer(model)
-        batch, settings = workload.batch(self._samples), variant.plan.settings
+        batch, settings = workload.step_of(self._samples), variant.plan.settings
         plain = ResolvedPlan(Plan(self._samples))
         with Training(model, optimizer, workload.recipe, plain, device=self._device) as training:
             before = _state(model, optimizer)
@@ -325,7 +325,7 @@ class Case:
             torch.manual_seed(1)
             for _ in range(_STEPS_COMPARED):
                 with gradients_noted(training, update=True) as gradients:
-                    loss = training.step(workload.batch(self._samples))
+                    loss = training.step(workload.step_of(self._samples))
                 traces.append(StepTrace(loss, gradients))
         left = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         return [*traces, StepTrace(0.0, {}, state=left)]

@@ -2,7 +2,8 @@
 
 The device is two functions, the bytes a plan holds and the seconds its optimizer step takes, plus
 noise. A measurement depends only on the seed, the plan and how often that plan was probed before,
-so the same search gives the same result.
+and where others slow the device down, on the time that earlier probes took; so the same search
+gives the same result.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from autofit.strategy import Strategy
 
 PlanFunction: TypeAlias = Callable[[Plan], float]
 
+SET_UP_S = 1.0
+"""Seconds of a probe before its timed steps, as far as a slowdown of the device goes by."""
+
 
 class SimulatedProber:
     """Answers probes from formulas.
@@ -31,12 +35,15 @@ class SimulatedProber:
         memory: plan -> bytes held at its peak.
         step_time: plan -> seconds of one optimizer step, all its micro-batches included.
         allocated: plan -> bytes in live tensors at its peak; None: all that it holds.
+        resident: plan -> bytes in live tensors as the optimizer begins to update; None: unknown.
         memory_noise: standard deviation of the log of the bytes held, from probe to probe.
         time_noise: standard deviation of the log of step times from probe to probe, or plan -> it:
             all steps of a probe are so much slower or faster, as on a machine that drifts.
         step_noise: standard deviation of the log of step times from step to step, or plan -> it.
         slices: the share of steps that another process interrupts, and for how many seconds; each
             interruption is up to a fifth shorter or longer.
+        slowdown: seconds since the first probe -> the factor by which all steps take longer then,
+            as beside other processes; None: never.
         size_limit: plan -> the largest micro-batch that its kernels support; None: unlimited.
         fault: plan -> the measurement of its probe; None: as the formulas give. Called at each
             attempt, so it can tell an accident, which does not come again, from a limit.
@@ -60,10 +67,12 @@ class SimulatedProber:
         step_time: PlanFunction,
         *,
         allocated: PlanFunction | None = None,
+        resident: PlanFunction | None = None,
         memory_noise: float = 0.0,
         time_noise: PlanFunction | float = 0.0,
         step_noise: PlanFunction | float = 0.0,
         slices: tuple[float, float] = (0.0, 0.0),
+        slowdown: Callable[[float], float] | None = None,
         size_limit: Callable[[Plan], int | None] | None = None,
         fault: Callable[[Plan], Measurement | None] | None = None,
         seed: int = 0,
@@ -71,11 +80,12 @@ class SimulatedProber:
         if vram_budget_bytes <= 0:
             raise InvalidArgument(f"vram_budget_bytes must be above zero, got {vram_budget_bytes}")
         self.vram_budget_bytes = vram_budget_bytes
-        self._memory, self._step_time, self._allocated = memory, step_time, allocated
+        self._memory, self._step_time = memory, step_time
+        self._allocated, self._resident = allocated, resident
         self._memory_noise = memory_noise
         self._time_noise = time_noise if callable(time_noise) else lambda plan: time_noise
         self._step_noise = step_noise if callable(step_noise) else lambda plan: step_noise
-        self._slices = slices
+        self._slices, self._slowdown, self._now_s = slices, slowdown, 0.0
         self._size_limit = size_limit or (lambda plan: None)
         self._fault = fault or (lambda plan: None)
         self._seed = seed
@@ -100,6 +110,7 @@ class SimulatedProber:
         budget = min(self.vram_budget_bytes, request.vram_budget_bytes or self.vram_budget_bytes)
         noise = random.Random(f"{self._seed}/{plan}/{self._times_asked[plan]}")
         self._times_asked[plan] += 1
+        self._now_s += SET_UP_S
         fault = self._fault(plan)
         if fault is not None:
             return fault
@@ -109,13 +120,14 @@ class SimulatedProber:
         held = math.ceil(self._memory(plan) * math.exp(noise.gauss(0.0, self._memory_noise)))
         if held > budget:
             return Measurement(Outcome.OOM, detail="the simulated budget ran out")
-        run, allocated = plan.accumulation_steps, self._allocated
+        run, allocated, resident = plan.accumulation_steps, self._allocated, self._resident
         return Measurement(
             Outcome.OK,
             step_times_s=self._steps(request, noise),
             peak_allocated_bytes=held if allocated is None else math.floor(allocated(plan)),
             peak_reserved_bytes=held,
             non_torch_bytes=0,
+            resident_bytes=None if resident is None else math.floor(resident(plan)),
             allocator_retries=0,
             micro_batches_run=run if request.full_accumulation else min(2, run),
         )
@@ -136,5 +148,7 @@ class SimulatedProber:
         times: list[float] = []
         while not enough_steps(times, request):
             taken_s = slice_s * noise.uniform(0.8, 1.2) if noise.random() < share else 0.0
-            times.append(middle * math.exp(noise.gauss(0.0, sigma)) + taken_s)
+            slower = 1.0 if self._slowdown is None else self._slowdown(self._now_s)
+            times.append(slower * middle * math.exp(noise.gauss(0.0, sigma)) + taken_s)
+            self._now_s += times[-1]
         return times

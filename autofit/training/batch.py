@@ -14,29 +14,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-import warnings
+import enum
+import functools
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
 
 from autofit.errors import InvalidArgument
-from autofit.plan import Plan, split_evenly, steps_for
 from autofit.torch_private import pytree
-from autofit.units import counted, kind_of
+from autofit.units import kind_of
 
 # Any pytree of tensors: a tensor, a tuple, a mapping, a dataclass, or these nested.
 Batch: TypeAlias = Any
-
-# Numbers of this rank -> those of every rank, by rank.
-Gathered: TypeAlias = Callable[..., list[list[float]]]
 
 # n -> a batch of n samples.
 BatchMaker: TypeAlias = Callable[[int], Batch]
 
 _CAN_BE_CUT = (torch.strided, torch.sparse_coo)
-_ASK_FOR_MAKER = "pass a function n -> batch of n samples as the sample batch instead"
+_ASK_FOR_MAKER = (
+    "pass samples and Workload(collate_fn=), or a function n -> batch of n samples as the sample "
+    "batch"
+)
 
 
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
@@ -46,7 +47,7 @@ def tensors_of(batch: Batch) -> list[torch.Tensor]:
         InvalidArgument: the batch holds itself, or is nested too deeply.
     """
     try:
-        leaves = pytree.tree_leaves(_opened(batch))
+        leaves = pytree.tree_leaves(opened(batch))
     except RecursionError as error:
         raise InvalidArgument(
             f"the batch ({kind_of(batch)}) holds itself, or is nested too deeply: give one whose "
@@ -116,75 +117,9 @@ def check_target(batch: Batch) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Samples:
-    """Which tensors of a training's batches hold samples, by their names in `describe`.
-
-    Attributes:
-        batched: names of the tensors with a sample in each place of dimension 0.
-        whole: names of the others, which every micro-batch gets as they are.
-    """
-
-    batched: frozenset[str]
-    whole: frozenset[str]
-
-    @classmethod
-    def of(cls, batch: Batch) -> Samples:
-        """Find them by the rule."""
-        return cls._with(batch, batch_size(batch))
-
-    @classmethod
-    def _with(cls, batch: Batch, size: int) -> Samples:
-        named = _named(batch)
-        batched = frozenset(name for name, t in named if t.dim() > 0 and t.shape[0] == size)
-        return cls(batched, frozenset(name for name, _ in named) - batched)
-
-    @classmethod
-    def made_by(cls, maker: BatchMaker) -> Samples:
-        """Tell them by two batches: what holds samples has as many of them as were asked for.
-
-        One batch alone may have a constant tensor of just its size.
-        """
-        fewer, more = (cls._with(maker(samples), samples) for samples in (2, 3))
-        batched = fewer.batched & more.batched
-        return cls(batched, (fewer.batched | fewer.whole | more.batched | more.whole) - batched)
-
-    def places(self, batch: Batch) -> frozenset[int]:
-        """Return which of `tensors_of(batch)` hold samples; `size` has checked them."""
-        return frozenset(i for i, (name, _) in enumerate(_named(batch)) if name in self.batched)
-
-    def size(self, batch: Batch) -> int:
-        """Return the number of samples in the batch.
-
-        Raises:
-            InvalidArgument: the batch has a tensor that the sample batch lacked, no tensor of it
-                holds samples, or those that do have none or unequal numbers of them.
-        """
-        named = _named(batch)
-        if strangers := {name for name, _ in named} - self.batched - self.whole:
-            raise InvalidArgument(
-                f"the batch has {', '.join(sorted(strangers))}, which the sample batch did "
-                "not have, so it is unknown whether it holds samples: train on batches "
-                "with the tensors of the sample batch "
-                f"({', '.join(sorted(self.batched | self.whole))}), "
-                "or search again with such a batch"
-            )
-        sizes = {name: tuple(t.shape[:1]) for name, t in named if name in self.batched}
-        if len(set(sizes.values())) != 1 or () in sizes.values():
-            told = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-            raise InvalidArgument(
-                "the tensors that hold samples must agree in dimension 0, but this batch "
-                f"has {told or 'none'}"
-            )
-        (samples,) = next(iter(sizes.values()))
-        if samples == 0:
-            raise InvalidArgument("the batch is empty: its tensors have 0 samples; leave it out")
-        return samples
-
-
-def _named(batch: Batch) -> list[tuple[str, torch.Tensor]]:
+def named_tensors(batch: Batch) -> list[tuple[str, torch.Tensor]]:
     """Where each tensor stands in the batch, and the tensor, in the order of `tensors_of`."""
-    leaves, _ = pytree.tree_flatten_with_path(_opened(batch))
+    leaves, _ = pytree.tree_flatten_with_path(opened(batch))
     return [
         (pytree.keystr(path) or "batch", leaf)
         for path, leaf in leaves
@@ -192,22 +127,42 @@ def _named(batch: Batch) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def resize(batch: Batch, samples: int) -> Batch:
-    """A batch of `samples` samples, made of this batch's own in turn.
+def places_in_turn(count: int, sizes: Collection[int]) -> list[int]:
+    """Return which of so many samples stand in micro-batches of those sizes, one after the other.
 
-    Batched tensors of shape [n, ...] become [samples, ...]; the rest is the same object.
+    They are taken in turn. In a micro-batch they keep their order, and a sample that is repeated
+    stands next to itself: so lengths that are sorted stay sorted.
+    """
+    places: list[int] = []
+    first = 0
+    for size in sizes:
+        places += sorted(place % count for place in range(first, first + size))
+        first += size
+    return places
+
+
+def resize(batch: Batch, *sizes: int, places: Collection[int] | None = None) -> Batch:
+    """A batch for micro-batches of these sizes, made of this batch's own samples in turn.
+
+    Batched tensors of shape [n, ...] become [sum(sizes), ...]; the rest is the same object.
+
+    Args:
+        places: which of `tensors_of(batch)` hold samples; None: those with as many as the first.
     """
     size = batch_size(batch)
-    if samples == size:
+    if sum(sizes) == size:
         return batch
+    if places is None:
+        named = enumerate(tensors_of(batch))
+        places = frozenset(at for at, t in named if t.dim() > 0 and t.shape[0] == size)
+    chosen = torch.tensor(places_in_turn(size, sizes))
 
     def grow(tensor: torch.Tensor) -> torch.Tensor:
-        index = torch.arange(samples, device=tensor.device).remainder_(size)
         # A leaf again where it was one: a graph that begins before the batch serves one backward
-        grown = tensor.detach().index_select(0, index)
+        grown = tensor.detach().index_select(0, chosen.to(tensor.device))
         return grown.requires_grad_(tensor.requires_grad)
 
-    return map_batched(grow, batch, Samples.of(batch).places(batch))
+    return map_batched(grow, batch, places)
 
 
 def pieces(batch: Batch, sizes: tuple[int, ...], places: Collection[int]) -> Iterator[Batch]:
@@ -232,12 +187,54 @@ def _cut(start: int, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
     """The batch with `function` applied to each tensor, in the order of `tensors_of`."""
+    return _mapped(function, batch, lambda leaf: None)
+
+
+# Where tensors are counted as on a GPU: `place` makes a copy that counts, and `to` would make none.
+_COUNTED = ("cpu", "meta")
+
+
+def placed(
+    batch: Batch, place: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+) -> Batch:
+    """The batch on a device.
+
+    Tensors in containers are moved by `place`. An object of another class that has `to(device)` is
+    moved by that, except where tensors are counted and it shows its own.
+    """
+
+    def moved(leaf: Any) -> Any:
+        if _is_record(leaf) or isinstance(leaf, _NO_CONTAINERS):
+            return None
+        if not callable(getattr(leaf, "to", None)):
+            return None
+        return None if device.type in _COUNTED and tensors_of(leaf) else leaf.to(device)
+
+    return _mapped(place, batch, moved)
+
+
+def _mapped(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    batch: Batch,
+    instead: Callable[[Any], Any],
+    inside: frozenset[int] = frozenset(),
+) -> Batch:
+    """The batch with `function` applied to its tensors.
+
+    Args:
+        instead: object that is no tensor -> what takes its place; None: it is opened.
+        inside: objects that are being opened, by their ids.
+    """
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return function(leaf)
-        parts = _parts(leaf)
-        return leaf if parts is None else _rebuilt(leaf, map_tensors(function, parts))
+        parts = None if id(leaf) in inside else _parts(leaf)
+        if (other := instead(leaf)) is not None:
+            return other
+        if parts is None or not (_is_record(leaf) or tensors_of(leaf)):
+            return leaf
+        return _rebuilt(leaf, _mapped(function, parts, instead, inside | {id(leaf)}))
 
     return pytree.tree_map(visit, batch)
 
@@ -246,146 +243,8 @@ def describe(batch: Batch) -> dict[str, str]:
     """Where each tensor stands in the batch -> its dtype and shape, as text."""
     return {
         name: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        for name, tensor in _named(batch)
+        for name, tensor in named_tensors(batch)
     }
-
-
-# The target that torch's losses ignore unless they are told another.
-IGNORED = -100
-_MOST_LOOKED_INTO = 100  # batches: what is never ignored in those is not looked for in every step
-
-
-class BatchWatch:
-    """Warn of batches that a plan was not found for: once of their size, and once of their shape.
-
-    And once of micro-batches that are weighted by their samples, and ignore unequal shares of them.
-
-    Args:
-        plan: the plan that is trained.
-        sample_shapes: of the sample batch of the search, as `describe` returns them.
-        weighs_samples: whether micro-batches are weighted by their samples, and the user has not
-            allowed that where it differs from the whole batch.
-        keeps_split: whether more micro-batches than the plan's would change the gradients.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        sample_shapes: Mapping[str, str],
-        *,
-        weighs_samples: bool = False,
-        keeps_split: bool = False,
-    ) -> None:
-        self._plan, self._sample_shapes = plan, sample_shapes
-        self._keeps_split = keeps_split
-        self._looks_left = _MOST_LOOKED_INTO if weighs_samples else 0
-        self._looked: set[tuple[torch.Size, ...]] = set()
-        self._warned: set[str] = set()
-
-    def look(
-        self, batch: Batch, samples: int, *, stacklevel: int, gathered: Gathered | None = None
-    ) -> None:
-        """Warn of this batch, if there is a reason that was not given yet.
-
-        A smaller batch is one only at first: the last of an epoch often is.
-
-        Args:
-            batch: of a training step; this rank's share of it.
-            samples: that it has.
-            stacklevel: of the line that the warning names.
-            gathered: numbers of this rank -> those of every rank, each of which looks as often;
-                None: this device trains alone.
-
-        Raises:
-            InvalidArgument: it would be split into more micro-batches, which changes the gradients.
-        """
-        steps = steps_for(samples, self._plan.micro_batch)
-        if self._keeps_split and steps > self._plan.accumulation_steps:
-            raise InvalidArgument(
-                f"{self._about_size(samples)}; the search did not split batches, because "
-                "that changes this model's gradients or could not be compared: train on "
-                "batches of that size, or search again with allow_accumulation_change=True"
-            )
-        if self._looks_left and (unequal := self._ignored_unequally(batch, samples, gathered)):
-            self._looks_left = 0
-            self._warn("ignored", unequal, stacklevel + 1)
-        shapes = tuple(tensor.shape for tensor in tensors_of(batch))
-        if shapes in self._looked:
-            return
-        meant = self._plan.samples_per_step
-        if samples > meant or (samples < meant and not self._looked):
-            self._warn("size", self._about_size(samples), stacklevel + 1)
-        if longer := self._longer(batch, samples):
-            self._warn("shape", longer, stacklevel + 1)
-        self._looked.add(shapes)
-
-    def _about_size(self, samples: int) -> str:
-        plan = self._plan
-        steps, meant = steps_for(samples, plan.micro_batch), plan.samples_per_step
-        return (
-            f"a training step got {samples} samples, but the plan ({plan}) has {meant}: "
-            f"it runs as {counted(steps, 'micro-batch')}, with a global batch of "
-            f"{samples} instead of {meant}"
-        )
-
-    def _ignored_unequally(
-        self, batch: Batch, samples: int, gathered: Gathered | None
-    ) -> str | None:
-        sizes = split_evenly(samples, steps_for(samples, self._plan.micro_batch))
-        if len(sizes) == 1 and gathered is None:
-            return None
-        is_first = self._looks_left == _MOST_LOOKED_INTO
-        self._looks_left -= 1
-        name, shares = "a batch", (0.0, 0.0)
-        for place, tensor in enumerate(tensors_of(batch)):
-            is_of_samples = tensor.dim() >= 2 and tensor.shape[0] == samples and tensor.numel()
-            if not is_of_samples or tensor.dtype not in (torch.int64, torch.int32):
-                continue
-            if tensor.layout != torch.strided or not (is_first or tensor.device.type == "cpu"):
-                continue  # reading values off a GPU waits for it
-            ignored = (tensor == IGNORED).flatten(1).double().mean(1)
-            found = [float(part.mean()) for part in torch.split(ignored, list(sizes))]
-            if (max(found) - min(found), max(found)) > (shares[1] - shares[0], shares[1]):
-                name, shares = list(describe(batch))[place], (min(found), max(found))
-        of_ranks = [shares] if gathered is None else gathered(*shares)
-        least, most = min(low for low, _ in of_ranks), max(high for _, high in of_ranks)
-        if most - least <= 1e-9:
-            return None
-        return (
-            f"{name} of a training step has {least:.0%} ignored targets ({IGNORED}) in "
-            f"one micro-batch and {most:.0%} in "
-            f"another{'' if gathered is None else ' of all ranks'}, "
-            "so weighting by samples does not give the mean over valid targets. Pass "
-            "loss_weight=batch -> number of valid targets to the search or to apply"
-        )
-
-    def _longer(self, batch: Batch, samples: int) -> str | None:
-        for name, now in describe(batch).items():
-            sample = self._sample_shapes.get(name)
-            if sample is None:
-                continue
-            ours, theirs = _shape_in(now), _shape_in(sample)
-            first = 1 if ours[:1] == [samples] else 0
-            if len(ours) == len(theirs) and any(
-                one > other for one, other in zip(ours[first:], theirs[first:], strict=True)
-            ):
-                return (
-                    f"{name} of a training step is {now}, but was {sample} in the sample "
-                    "batch: the plan may not fit longer samples, or may not be the fastest "
-                    "for them. Search again with the longest samples"
-                )
-        return None
-
-    def _warn(self, reason: str, text: str, stacklevel: int) -> None:
-        if reason not in self._warned:
-            self._warned.add(reason)
-            warnings.warn(text, stacklevel=stacklevel + 1)
-
-
-def _shape_in(described: str) -> list[int]:
-    """ "int64[4, 64]" -> [4, 64]."""
-    shape: list[int] = json.loads(described[described.index("[") :])
-    return shape
 
 
 def map_batched(
@@ -402,33 +261,64 @@ def map_batched(
     return map_tensors(visit, batch)
 
 
-def _opened(batch: Batch) -> Batch:
-    """The batch with containers that torch does not know (a tokenizer's output, say) as dicts."""
+def opened(batch: Batch, inside: frozenset[int] = frozenset()) -> Batch:
+    """The batch with containers that torch does not know (a tokenizer's output, say) as dicts.
+
+    An object that is met again inside itself, as a child holds its parent, is left out there.
+    """
 
     def visit(leaf: Any) -> Any:
+        if id(leaf) in inside:
+            return None
         parts = _parts(leaf)
-        return leaf if parts is None else _opened(parts)
+        if parts is None:
+            return leaf
+        return opened(parts, inside if _is_record(leaf) else inside | {id(leaf)})
 
     return pytree.tree_map(visit, batch)
 
 
+# What has attributes and is no container of a batch.
+_NO_CONTAINERS = (
+    torch.Tensor,
+    torch.nn.Module,
+    torch.Generator,
+    type,
+    ModuleType,
+    FunctionType,
+    MethodType,
+    functools.partial,
+    weakref.ref,
+    enum.Enum,
+)
+
+
+def _is_record(leaf: Any) -> bool:
+    return isinstance(leaf, Mapping) or (
+        dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+    )
+
+
 def _parts(leaf: Any) -> dict[Any, Any] | None:
-    """Return the fields of a mapping or dataclass by name; None if it is neither."""
+    """Return the parts of a mapping, a dataclass or another object by name; None if it has none."""
     if isinstance(leaf, Mapping):
         return dict(leaf)
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+    if _is_record(leaf):
         return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
-    return None
+    if isinstance(leaf, _NO_CONTAINERS) or not hasattr(leaf, "__dict__"):
+        return None
+    return dict(vars(leaf)) or None
 
 
 def _rebuilt(leaf: Any, parts: dict[Any, Any]) -> Any:
-    """The same kind of mapping or dataclass with those parts; a dict where it cannot be made."""
+    """The same kind of object with those parts; a dict where a mapping cannot be made."""
     try:
         if not isinstance(leaf, Mapping):
             # Not made anew, since `__init__` may take other fields or compute some
             changed = copy.copy(leaf)
             for name, value in parts.items():
-                object.__setattr__(changed, name, value)
+                if getattr(leaf, name, None) is not value:
+                    object.__setattr__(changed, name, value)
             return changed
         make: Any = leaf.__class__
         return make(parts)

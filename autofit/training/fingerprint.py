@@ -27,6 +27,7 @@ import torch
 from autofit.devices.base import Environment
 from autofit.training.batch import describe
 from autofit.training.optimizers import Optimizers, by_name
+from autofit.training.samples import Made
 from autofit.training.workload import Workload
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -63,11 +64,14 @@ def fingerprint(
         computing: flags that change how torch computes there, such as TF32, with their values.
     """
     kind, size = environment.device.partition(":")[0], workload.sample_batch_size
-    *others, (_, longest) = workload.mix(size)
+    *others, (_, longest) = workload.mix(workload.described_size)
     shorter = [f"{share:g} {describe(batch)}" for share, batch in others]
+    shapes = describe(longest)
+    if isinstance(workload.samples, Made):  # of batches that may have other shapes each time
+        shapes = {name: text.partition("[")[0] for name, text in shapes.items()}
     parts: dict[str, Iterable[str]] = {
         "model": _model_lines(model),
-        "samples": [f"{workload.global_batch} {size} {describe(longest)}", *shorter],
+        "samples": [f"{workload.global_batch} {size} {shapes}", *shorter],
         "optimizer": _optimizer_lines(optimizer),
         "functions": _function_lines(workload),
         "torch": [environment.torch],
@@ -102,6 +106,7 @@ def _function_lines(workload: Workload) -> Iterator[str]:
     recipe = workload.recipe
     for name in ("loss_fn", "criterion", "loss_weight", "before_step", "training_step"):
         yield f"{name} {_describe(getattr(recipe, name))}"
+    yield f"collate_fn {_describe(workload.collate_fn)}"
     yield f"clip {recipe.clip_grad_norm is not None}"
     if workload.eval_samples is not None:
         evaluated = describe(workload.evaluation_batch(workload.eval_samples))

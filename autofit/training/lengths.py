@@ -20,6 +20,7 @@ from autofit.training.batch import (
     describe,
     tensors_of,
 )
+from autofit.training.samples import Collated, CollateFn, taken_from
 
 # The names that tokenizers give.
 _IDS, _MASK = "input_ids", "attention_mask"
@@ -33,26 +34,31 @@ class Lengths:
     elements a sample; its speed is that of the mix: the mean time of a step over the lengths.
 
     Attributes:
-        batches: one of each length, with the same tensors.
+        batches: one of each length, with the same tensors; with collate_fn, a list of samples each.
         weights: how often each comes, in any unit; None: all as often. 0 for a batch that bounds
             the memory alone.
+        collate_fn: list of samples -> a batch of them; None: that of the workload, if it has one.
 
     Raises:
         InvalidArgument: there is no batch; their tensors differ in name, type or number of
-            dimensions; or the weights are not a number of 0 or more for each, some above 0.
+            dimensions; or the weights are not a number of 0 or more for each, some above 0. Of
+            batches that are lists, which may be of samples, the tensors are compared by the
+            workload that takes them.
     """
 
     batches: Sequence[Batch]
     weights: Sequence[float] | None = None
+    collate_fn: CollateFn | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.batches, (list, tuple)) or not self.batches:
             raise InvalidArgument(
                 f"Lengths takes a list of batches, one of each length, got {str(self.batches)[:80]}"
             )
-        for batch in self.batches:
-            check_batched_dimension(batch)
-        _check_alike(self.batches)
+        if self.collate_fn is None and not all(isinstance(each, list) for each in self.batches):
+            self.check_rows()
+        for batch in self.batches if self.collate_fn is not None else ():
+            taken_from(batch, None)  # refuses what is no list of samples
         count = len(self.batches)
         weights = [1.0] * count if self.weights is None else list(self.weights)
         if len(weights) != count or not all(map(_is_weight, weights)) or not any(weights):
@@ -63,22 +69,37 @@ class Lengths:
         object.__setattr__(self, "batches", tuple(self.batches))
         object.__setattr__(self, "weights", tuple(weights))
 
+    def check_rows(self) -> None:
+        """Refuse batches of tensors that differ in more than their lengths.
+
+        Raises:
+            InvalidArgument: they do, or one is no batch of rows.
+        """
+        for batch in self.batches:
+            check_batched_dimension(batch)
+        _check_alike(self.batches)
+
     @property
     def longest(self) -> Batch:
-        """The batch with most elements a sample."""
+        """The batch, or the samples, with most elements a sample."""
         return self.mix[-1][1]
 
     @property
     def mix(self) -> list[tuple[float, Batch]]:
-        """Each batch with its share of the steps, the shortest first."""
+        """Each batch, or list of samples, with its share of the steps, the shortest first."""
         weights = self.weights or ()
-        ordered = sorted(zip(weights, self.batches, strict=True), key=lambda each: _length(each[1]))
+        ordered = sorted(
+            zip(weights, self.batches, strict=True), key=lambda each: self._length(each[1])
+        )
         return [(weight / sum(weights), batch) for weight, batch in ordered]
 
-
-def _length(batch: Batch) -> float:
-    """Return the elements of a sample."""
-    return sum(tensor.numel() for tensor in tensors_of(batch)) / batch_size(batch)
+    def _length(self, given: Any) -> float:
+        """Return the elements of a sample."""
+        if self.collate_fn is None:
+            batch, samples = given, batch_size(given)
+        else:
+            batch, samples = Collated(self.collate_fn).batch(list(given)), len(given)
+        return sum(tensor.numel() for tensor in tensors_of(batch)) / samples
 
 
 def _is_weight(value: Any) -> bool:

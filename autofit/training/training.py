@@ -31,7 +31,7 @@ from autofit.errors import (
 from autofit.plan import Plan, ResolvedPlan, split_evenly, steps_for
 from autofit.strategy import ALONE, Phase, World
 from autofit.training.autocast import Autocast, Leave, left_beside_forwards
-from autofit.training.batch import Batch, BatchWatch, Samples, map_tensors, pieces
+from autofit.training.batch import Batch, placed
 from autofit.training.loss import LossSource, Recipe, scalar
 from autofit.training.optimizers import (
     FactoryWrapper,
@@ -42,6 +42,16 @@ from autofit.training.optimizers import (
     has_step_hooks,
     holds_any,
 )
+from autofit.training.samples import (
+    Collated,
+    Made,
+    MicroBatches,
+    Rows,
+    Samples,
+    is_maker,
+    samples_in,
+)
+from autofit.training.watch import BatchWatch
 from autofit.training.workload import Workload
 from autofit.units import kind_of
 
@@ -103,8 +113,8 @@ class Training(AbstractContextManager["Training"]):
         resolved: the plan, with the strategies that apply its settings.
         device: each micro-batch is moved to it when its turn comes.
         place: moves a tensor to the device; None: `tensor.to(device)`.
-        samples: which tensors of a batch hold samples; None: decided on each batch by their sizes,
-            see `autofit.training.batch`.
+        samples: how what a step is given becomes micro-batches; None: its batches are rows, decided
+            on each by the sizes of its tensors, see `autofit.training.batch`.
         watch: is shown every batch of the user's own training; None: nothing is expected of them.
         in_host_memory: see `TrainingView.in_host_memory`.
         place_model: moves a module to the device; see `TrainingView.place_model`.
@@ -321,7 +331,10 @@ class Training(AbstractContextManager["Training"]):
 
         Args:
             batch: n >= 1 samples on any device; split evenly into ceil(n / micro_batch)
-                micro-batches. Of several ranks each gives its own, and all run as many.
+                micro-batches. Of several ranks each gives its own, and all run as many. Where the
+                workload has a collate_fn, a list of samples, of which it makes each micro-batch.
+                Where it has a function n -> batch, a batch, or such a function, which is called
+                for each micro-batch of the plan.
 
         Returns:
             The detached mean loss, a scalar tensor on the device; of all ranks' samples.
@@ -336,8 +349,12 @@ class Training(AbstractContextManager["Training"]):
         """
         if self._ended:
             raise InvalidArgument("this training has ended: call report.apply(...) again")
+        users = self.recipe.training_step is not None
+        # Of what a training_step makes batches, they are looked at as it makes them.
+        is_unmade = users and self._is_unmade(batch)
+        batch = batch if users else self._collated(batch)
         self._look(batch)
-        self._is_looked_at = True  # by no part of the step again: ranks gather for each look
+        self._is_looked_at = not is_unmade  # by no other part: ranks gather for each look
         try:
             return self._stepped(batch)
         finally:
@@ -376,14 +393,24 @@ class Training(AbstractContextManager["Training"]):
         assert total is not None  # a batch has at least one sample
         return self._over_ranks(total)
 
-    def _look(self, batch: Batch) -> None:
+    def _look(self, given: Any) -> None:
         if self._watch is not None and not self._is_looked_at:
             gathered = None if self.ranks is None else partial(self._gathered, self.ranks)
-            samples = self._samples_in(batch).size(batch)
-            self._watch.look(batch, samples, stacklevel=3, gathered=gathered)
+            samples = sum(self._sizes(given))
+            self._watch.look(given, samples, stacklevel=3, gathered=gathered)
 
-    def _samples_in(self, batch: Batch) -> Samples:
-        return self._samples or Samples.of(batch)
+    def _sizes(self, given: Any) -> tuple[int, ...]:
+        """Return the samples of each micro-batch of a step."""
+        if isinstance(given, MicroBatches):
+            return given.sizes
+        samples = samples_in(given, self._samples).size(given)
+        if samples is None:
+            return self.plan.micro_batch_sizes_of(self.world.rank)
+        return split_evenly(samples, steps_for(samples, self.plan.micro_batch))
+
+    def _collated(self, given: Any) -> Any:
+        """Return a step's batch, or the micro-batches that are made of its samples."""
+        return samples_in(given, self._samples).collated(given, self._sizes(given))
 
     def _over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         if self.ranks is None:
@@ -395,29 +422,30 @@ class Training(AbstractContextManager["Training"]):
         """Return this rank's samples of those of all ranks; all of them where it trains alone."""
         if self.ranks is None:
             return batch
-        sizes = split_evenly(self._samples_in(batch).size(batch), self.world.size)
-        return list(self._cut(batch, sizes))[self.world.rank]
+        samples = samples_in(batch, self._samples)
+        sizes = split_evenly(samples.size(batch) or 0, self.world.size)
+        return list(samples.divided(batch, sizes))[self.world.rank]
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, float]]:
         """Yield each micro-batch on the device, with its weight in the mean loss.
 
         The weights add up to one. A micro-batch of weight zero (every token of it is masked) is
-        left out: its loss is often 0 / 0. Warns as `step` does.
+        left out: its loss is often 0 / 0. Takes what `step` takes, and warns as it does.
 
         Of several ranks all yield as many, with weights whose mean over the ranks adds up to one,
         as gradients are averaged over them. There nothing can be left out: where a micro-batch has
         no weight, the rank's heaviest one is run again without any.
         """
         self.has_split = True
+        batch = self._collated(batch)
         self._look(batch)
-        samples = self._samples_in(batch).size(batch)
-        sizes = split_evenly(samples, steps_for(samples, self.plan.micro_batch))
+        sizes = self._sizes(batch)
         if self.ranks is not None:
             yield from self._micro_batches_of_ranks(batch, sizes, self.ranks)
             return
         if len(sizes) == 1:
             self._announce(is_last=True)
-            yield self.placed(batch), 1.0
+            yield self.placed(next(self._cut(batch, sizes))), 1.0
             return
         weights = self._weights(batch, sizes)
         if not any(weights):  # the unsplit batch would have the same 0 / 0
@@ -458,7 +486,7 @@ class Training(AbstractContextManager["Training"]):
         return [self.recipe.weight(piece, size) if size else 0.0 for piece, size in cut]
 
     def _cut(self, batch: Batch, sizes: tuple[int, ...]) -> Iterator[Batch]:
-        return pieces(batch, sizes, self._samples_in(batch).places(batch))
+        return samples_in(batch, self._samples).divided(batch, sizes)
 
     def _announce(self, *, is_last: bool) -> None:
         self._is_last = is_last
@@ -482,7 +510,7 @@ class Training(AbstractContextManager["Training"]):
 
     def placed(self, batch: Batch) -> Batch:
         """Return the batch on the device."""
-        return map_tensors(self._place, batch)
+        return placed(batch, self._place, self.device)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss of one micro-batch on the device, under the forward contexts."""
@@ -563,6 +591,10 @@ class Training(AbstractContextManager["Training"]):
             update = partial(wrapper, update)
         update()
 
+    def _is_unmade(self, given: Any) -> bool:
+        """Return whether a step was given what `micro_batches` makes batches of."""
+        return isinstance(samples_in(given, self._samples), Collated) or is_maker(given)
+
     def _users_step(
         self, training_step: Callable[[Training, Batch], torch.Tensor], batch: Batch
     ) -> torch.Tensor:
@@ -570,7 +602,8 @@ class Training(AbstractContextManager["Training"]):
         self._is_in_training_step = True
         try:
             with self.context():
-                loss = scalar(training_step(self, self.placed(batch)), "training_step")
+                given = batch if self._is_unmade(batch) else self.placed(batch)
+                loss = scalar(training_step(self, given), "training_step")
         finally:
             self._is_in_training_step = False
         if self.scaler is not None and not self._loss_scale.was_used:
@@ -602,8 +635,15 @@ class TrainingBuilder:
     seed: int
     world: World = ALONE
 
-    def training(self, workload: Workload, resolved: ResolvedPlan) -> Training:
-        """Move the workload to the device and return a training of it."""
+    def training(
+        self, workload: Workload, resolved: ResolvedPlan, samples: Samples | None = None
+    ) -> Training:
+        """Move the workload to the device and return a training of it.
+
+        Args:
+            workload, resolved: what is trained, and how.
+            samples: how what its steps are given becomes micro-batches; None: as the workload says.
+        """
         torch.manual_seed(self.seed)
         model = workload.build_model()
         model.zero_grad(set_to_none=True)  # else the user's gradients move to the device too
@@ -614,7 +654,7 @@ class TrainingBuilder:
             resolved,
             device=self.device.torch_device,
             place=self.device.place,
-            samples=workload.samples,
+            samples=samples or workload.samples,
             in_host_memory=self.device.in_host_memory,
             place_model=self.device.place_model,
             world=self.world,
@@ -626,9 +666,15 @@ class TrainingBuilder:
     def with_training(self, run: Callable[[Training, Any], Any], micro_batch: int) -> Any:
         """Return `run(training, batch)` for a training of one micro-batch, all at its default."""
         workload = self.fresh_workload()
-        with self.training(workload, ResolvedPlan(Plan(micro_batch))) as training:
+        with self.training_of_one(workload, micro_batch) as training:
             ((batch, _),) = training.micro_batches(workload.batch(micro_batch))
             return run(training, batch)
+
+    def training_of_one(self, workload: Workload, micro_batch: int) -> Training:
+        """Return a training whose steps take a batch of one micro-batch, made already."""
+        samples = workload.samples
+        whole = samples if isinstance(samples, Rows) else Made()
+        return self.training(workload, ResolvedPlan(Plan(micro_batch)), whole)
 
     def _placed(self, recipe: Recipe) -> Recipe:
         """Move losses that are modules: they may hold tensors such as class weights."""

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autofit.errors import InvalidArgument, users_code
+from autofit.errors import InvalidArgument, release_exception, users_code
 from autofit.plan import Plan, Settings, check_count
 from autofit.training.batch import (
     Batch,
     BatchMaker,
-    Samples,
     batch_size,
     check_batched_dimension,
     check_target,
     resize,
     tensors_of,
 )
+from autofit.training.contradictions import contradiction
 from autofit.training.evaluation import EvalStep, check_evaluation
 from autofit.training.lengths import Lengths
 from autofit.training.loader import Loader, check_loader
@@ -33,10 +33,32 @@ from autofit.training.optimizers import (
     build_optimizer,
     check_optimizer,
 )
+from autofit.training.samples import (
+    Collated,
+    CollateFn,
+    Made,
+    MicroBatches,
+    Rows,
+    Samples,
+    TakenSamples,
+    is_maker,
+    is_sample_sequence,
+    made_by,
+    samples_in_turn,
+    taken_from,
+)
 from autofit.units import kind_of
 
 if TYPE_CHECKING:
     from autofit.training.training import Training
+
+
+_WAYS = (
+    "Pass samples and collate_fn= to the Workload, or a function n -> batch of n samples as the "
+    "sample batch"
+)
+# Micro-batch of a baseline that nobody chose.
+_OWN_SIZE = 2
 
 
 @dataclass(frozen=True)
@@ -46,7 +68,10 @@ class Workload:
     Attributes:
         model: the module, or a function of no arguments that builds one.
         sample_batch: any pytree of tensors, as long as the longest the training will see; a
-            function n -> batch of n samples; or `Lengths`, where lengths vary.
+            function n -> batch of n samples, which is believed about n; with `collate_fn`, a list
+            of samples, or a data set, of which the first are taken; or `Lengths` of these.
+        collate_fn: list of samples -> a batch of them, as a `DataLoader` takes it. Every
+            micro-batch is made by it of whole samples, and `Training.step` takes a list of them.
         loss_fn, criterion, loss_weight, before_step, clip_grad_norm, training_step: see `Recipe`.
         optimizer: parameters -> Optimizer; or a live Optimizer, rebuilt with its groups and state
             for each probe; or, with training_step, a mapping of either. A function in a mapping
@@ -58,7 +83,8 @@ class Workload:
         eval_step: (model, batch) -> anything, which is dropped: a step of your evaluation. A probe
             runs it after its training steps, in eval mode and without gradients. A plan beside
             which it has no room does not fit.
-        eval_batch: the batch of an evaluation, or how many samples of the sample batch it has.
+        eval_batch: the batch of an evaluation (with collate_fn, a list of its samples), or how
+            many samples of the sample batch it has.
 
     Raises:
         InvalidArgument: arguments that contradict each other or cannot mean anything.
@@ -67,6 +93,7 @@ class Workload:
     model: torch.nn.Module | Callable[[], torch.nn.Module]
     sample_batch: Batch | BatchMaker | Lengths
     _: KW_ONLY
+    collate_fn: CollateFn | None = None
     criterion: Callable[[Any, Any], torch.Tensor] | None = None
     loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor] | None = None
     loss_weight: Callable[[Batch], float] | None = None
@@ -84,35 +111,62 @@ class Workload:
             raise InvalidArgument(
                 f"model must be an nn.Module or a function that builds one, got {self.model!r}"
             )
-        if isinstance(self.model, torch.nn.Module):
-            _on_one_device(self.model)
+        for part, what in ((self.model, "the model"), (self.criterion, "criterion")):
+            if isinstance(part, torch.nn.Module):
+                _checked(part, what)
         if self.global_batch is not None:
             object.__setattr__(self, "global_batch", check_count("global_batch", self.global_batch))
-        if not self.makes_batches:
-            for _, batch in self._mix:
-                check_batched_dimension(batch)
-                if self.criterion is not None:
-                    check_target(batch)
+        self._check_samples()
         if self.global_batch is not None:
             Plan.split(self.global_batch, self.sample_batch_size)  # refuses a zero too many
         if self.loader is not None:
             check_loader(self.loader)
         check_evaluation(self.eval_step, self.eval_batch)
-        if self.eval_batch is not None and not tensors_of(self.eval_batch):
+        if self._eval_samples_given:
+            object.__setattr__(self, "eval_batch", taken_from(self.eval_batch, None))
+        elif self.eval_batch is not None and not tensors_of(self.eval_batch):
             object.__setattr__(self, "eval_batch", check_count("eval_batch", self.eval_batch))
         check_optimizer(
             self.optimizer, self.model, has_training_step=self.training_step is not None
         )
         self.recipe  # noqa: B018 - a contradiction between its parts shows here, not in a worker
 
+    def _check_samples(self) -> None:
+        """Take the samples that collate_fn is to make batches of, or refuse contradictory rows."""
+        given = self.sample_batch
+        if self.collate_fn is None and isinstance(given, Lengths):
+            object.__setattr__(self, "collate_fn", given.collate_fn)
+        if self.collate_fn is not None:
+            self._take_samples(self.collate_fn)
+        elif not self.makes_batches:
+            if isinstance(given, Lengths):
+                given.check_rows()
+            for _, batch in self._mix:
+                check_batched_dimension(batch)
+                if self.criterion is not None:
+                    check_target(batch)
+                if found := contradiction(batch):
+                    raise InvalidArgument(f"the sample batch contradicts itself: {found}. {_WAYS}")
+
+    def _take_samples(self, collate_fn: CollateFn) -> None:
+        if not callable(collate_fn):
+            raise InvalidArgument(f"collate_fn must be a function, got {collate_fn!r}")
+        given = self.sample_batch
+        taken: Any
+        if isinstance(given, Lengths):
+            taken = replace(given, collate_fn=collate_fn)
+        else:
+            taken = taken_from(given, self.global_batch)
+        object.__setattr__(self, "sample_batch", taken)
+
     @property
     def makes_batches(self) -> bool:
         """Whether the sample batch is a function n -> batch."""
-        return callable(self.sample_batch) and not isinstance(self.sample_batch, torch.Tensor)
+        return self.collate_fn is None and is_maker(self.sample_batch)
 
     @property
     def longest_batch(self) -> Batch | BatchMaker:
-        """The sample batch; of several lengths, the longest."""
+        """The sample batch, or samples; of several lengths, the longest."""
         given = self.sample_batch
         return given.longest if isinstance(given, Lengths) else given
 
@@ -126,9 +180,46 @@ class Workload:
 
         The longest is the last; where lengths do not vary, it is the only one.
         """
+        return [(share, self._batch_of(given, samples)) for share, given in self._mix]
+
+    def mix_of_steps(self, sizes: Sequence[int]) -> list[tuple[float, Any]]:
+        """Return such a step of each length, in micro-batches of those sizes; see `step_of`."""
+        return [(share, self._step_of(given, sizes)) for share, given in self._mix]
+
+    def step_of(self, *sizes: int) -> Any:
+        """Return what `Training.step` takes to run micro-batches of those sizes.
+
+        Batches of samples and of functions are made already, as processes of a loader make them;
+        but a training_step gets what it would in the training.
+
+        Raises:
+            Exception: what the user's functions raised.
+        """
+        return self._step_of(self.longest_batch, sizes)
+
+    def samples_of(self, *sizes: int) -> Any:
+        """Return as many samples in the form in which they are divided: a list, or a batch."""
+        given = self.longest_batch
+        if self.collate_fn is not None:
+            return samples_in_turn(given, sizes)
+        return self.batch(sum(sizes)) if self.makes_batches else resize(given, *sizes)
+
+    def _step_of(self, given: Any, sizes: Sequence[int]) -> Any:
+        if self.training_step is not None:
+            return self.samples_of(*sizes)
+        if self.collate_fn is not None:
+            chosen = samples_in_turn(given, sizes)
+            return Collated(self.collate_fn).collated(chosen, sizes)
         if self.makes_batches:
-            return [(1.0, self.batch(samples))]
-        return [(share, resize(batch, samples)) for share, batch in self._mix]
+            return MicroBatches(
+                tuple(map(self.batch, sizes)), tuple(sizes), lambda anew: self.step_of(*anew)
+            )
+        return resize(given, *sizes)
+
+    def _batch_of(self, given: Any, samples: int) -> Batch:
+        if self.collate_fn is not None:
+            return Collated(self.collate_fn).batch(samples_in_turn(given, [samples]))
+        return made_by(given, samples) if self.makes_batches else resize(given, samples)
 
     @property
     def recipe(self) -> Recipe:
@@ -137,45 +228,79 @@ class Workload:
 
     @property
     def sample_batch_size(self) -> int:
-        """n; for a function n -> batch it is 2, the least that every module trains on.
+        """n: the micro-batch of the baseline, where the global batch is not smaller.
 
-        BatchNorm refuses to normalize over one value a channel.
+        A function, or a data set, has no size of its own: it is the global batch, and without one
+        2, the least that every module trains on (BatchNorm refuses to normalize over one value a
+        channel).
         """
-        return 2 if self.makes_batches else batch_size(self.longest_batch)
+        if not self.chose_size:
+            return self.global_batch or _OWN_SIZE
+        return self._size_of(self.longest_batch)
+
+    @property
+    def chose_size(self) -> bool:
+        """Whether the sample batch has a size, which its user chose."""
+        return not self.makes_batches and not isinstance(self.longest_batch, TakenSamples)
+
+    @property
+    def described_size(self) -> int:
+        """The samples of the batch whose shapes stand for the workload's: few, of a function."""
+        return self.sample_batch_size if self.chose_size else _OWN_SIZE
+
+    def _size_of(self, given: Any) -> int:
+        return batch_size(given) if self.collate_fn is None else len(given)
 
     @cached_property
     def samples(self) -> Samples:
-        """Which of the batch's tensors hold samples; a function makes two small batches for it."""
-        return Samples.made_by(self.batch) if self.makes_batches else Samples.of(self.longest_batch)
+        """How a training step's batch becomes micro-batches; a function makes two for it."""
+        if self.collate_fn is not None:
+            return Collated.of(self.collate_fn, self.longest_batch[0])
+        if not self.makes_batches:
+            return Rows.of(self.longest_batch)
+        try:
+            return Rows.made_by(self.batch) or Made()
+        except Exception as error:  # it may make no batches as small as that
+            release_exception(error)
+            return Made()
 
     def batch(self, samples: int) -> Batch:
         """A batch of that many samples.
 
         Raises:
-            InvalidArgument: the user's function returned another number of samples.
+            InvalidArgument: the user's function returned no batch.
+            Exception: what it raised.
         """
-        if not self.makes_batches:
-            return resize(self.longest_batch, samples)
-        with users_code():
-            made = self.longest_batch(samples)
-        if batch_size(made) != samples:
-            raise InvalidArgument(
-                f"the sample batch function was asked for {samples} samples but returned "
-                f"{batch_size(made)} (dimension 0 of its first tensor)"
-            )
-        return made
+        return self._batch_of(self.longest_batch, samples)
+
+    @property
+    def _eval_samples_given(self) -> bool:
+        return self.collate_fn is not None and is_sample_sequence(self.eval_batch)
 
     @property
     def eval_samples(self) -> int | None:
         """Samples of an evaluation batch; None: there is no evaluation."""
         given = self.eval_batch
-        return given if given is None or isinstance(given, int) else batch_size(given)
+        if given is None or isinstance(given, int):
+            return given
+        return len(given) if self._eval_samples_given else batch_size(given)
 
     def evaluation_batch(self, samples: int) -> Batch:
         """Return a batch of that many samples for `eval_step`; raises as `batch` does."""
         if isinstance(self.eval_batch, int):
             return self.batch(samples)
+        if self._eval_samples_given:
+            return self._batch_of(self.eval_batch, samples)
         return resize(self.eval_batch, samples)
+
+    def with_eval_samples(self, samples: int) -> Workload:
+        """Return the workload with evaluations of so many samples."""
+        given: Any = samples
+        if self._eval_samples_given:
+            given = samples_in_turn(self.eval_batch, [samples])
+        elif not isinstance(self.eval_batch, int):
+            given = self.evaluation_batch(samples)
+        return replace(self, eval_batch=given)
 
     def plan(
         self,
@@ -238,14 +363,14 @@ class Workload:
                 no shape yet, or the model is wrapped for several devices.
         """
         if isinstance(self.model, torch.nn.Module):
-            return _with_shapes(self.model)
+            return _checked(self.model)
         with users_code():
             built = self.model()
         if not isinstance(built, torch.nn.Module):
             raise InvalidArgument(
                 f"the model function must return an nn.Module, got {kind_of(built)}"
             )
-        return _with_shapes(_on_one_device(built))
+        return _checked(built)
 
     def build_optimizer(
         self,
@@ -280,14 +405,19 @@ def workload_of(model: Any, sample_batch: Any, **given: Any) -> Workload:
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
-def _on_one_device(model: torch.nn.Module) -> torch.nn.Module:
+def _checked(model: torch.nn.Module, what: str = "the model") -> torch.nn.Module:
+    """Return a module that can be trained: the check of every model, live or built."""
+    return _with_shapes(_on_one_device(model, what), what)
+
+
+def _on_one_device(model: torch.nn.Module, what: str) -> torch.nn.Module:
     """Return the model; wrappers are known by name, since importing FSDP takes a second."""
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         wrapper = next((kind for kind in _PARALLEL if kind in kinds), None)
         if wrapper is not None:
             raise InvalidArgument(
-                f"{name or 'the model'} is already wrapped in {wrapper}: pass the plain "
+                f"{name or what} is already wrapped in {wrapper}: pass the plain "
                 "model, before it is wrapped"
             )
     for name, parameter in model.named_parameters():
@@ -299,12 +429,12 @@ def _on_one_device(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _with_shapes(model: torch.nn.Module) -> torch.nn.Module:
+def _with_shapes(model: torch.nn.Module, what: str) -> torch.nn.Module:
     named = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in named if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         raise InvalidArgument(
-            f"the model's {', '.join(lazy[:3])} {'have' if len(lazy) > 1 else 'has'} "
+            f"{what}'s {', '.join(lazy[:3])} {'have' if len(lazy) > 1 else 'has'} "
             "no shape yet, as in lazy modules before their first forward: run one "
             "batch through the model first (inside the function, if a function builds "
             "it)"

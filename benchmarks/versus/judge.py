@@ -44,14 +44,14 @@ def step_seconds_of(task: Task, answer: Answer) -> tuple[Iterator[float], int]:
     """Return the seconds of each optimizer step of an endless training, and a step's samples."""
     if answer.report is not None:
         report = autofit.load(answer.report)
-        return _step_seconds_of_report(task, report), report.best.plan.samples_per_step
+        return _step_seconds_of_report(task, report), report.plan.samples_per_step
     own, accumulation = task.with_precision(answer.precision), answer.accumulation_steps or 1
     return own.step_seconds(answer.micro_batch, accumulation), answer.micro_batch * accumulation
 
 
 def _step_seconds_of_report(task: Task, report: autofit.Report) -> Iterator[float]:
     model = task.build_on_device()
-    batch = task.batch(report.best.plan.samples_per_step)
+    batch = task.batch(report.plan.samples_per_step)
     with report.apply(model, task.optimizer(model), loss_fn=task.loss) as training:
         while True:
             began = time.perf_counter()

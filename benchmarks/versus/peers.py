@@ -317,6 +317,7 @@ def autofit_batch_size(task: Task, live: Live, folder: Path) -> Answer:
         sample_batch,
         loss_fn=task.loss,
         optimizer=live.optimizer,
+        global_batch=task.global_batch,
         device=task.device,
         vram_budget=task.budget_bytes,
         progress=False,
@@ -340,7 +341,7 @@ def autofit_search(task: Task, live: Live, folder: Path, **options: Any) -> Answ
         workload, device=task.device, vram_budget=task.budget_bytes, progress=False, **options
     )
     report.save(folder / "report.json")
-    plan = report.best.plan
+    plan = report.plan
     return Answer(
         plan.micro_batch,
         str(plan.settings.get("precision.dtype", "default")).replace("default", "float32"),

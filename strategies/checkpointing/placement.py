@@ -83,7 +83,10 @@ def frontier(timeline: Timeline, seconds: Mapping[str, float]) -> list[Placement
     def solved(lowest: float, highest: float, count: int) -> list[Placement]:
         ceilings = [lowest + (highest - lowest) * number / count for number in range(count)]
         chosen = cheapest(items, timeline.saved_bytes, ceilings)
-        placed = {tuple(items[index].name for index in indices) for indices in chosen}
+        # In one order whatever the hashes: of placements that are alike the first is kept
+        placed = dict.fromkeys(
+            tuple(items[index].name for index in indices) for indices in sorted(chosen)
+        )
         return [
             Placement(units, timeline.peak(units), fsum(seconds[unit] for unit in units))
             for units in placed

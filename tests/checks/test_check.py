@@ -249,3 +249,17 @@ def test_fractions(text: str, value: float) -> None:
 def test_what_is_no_fraction_or_may_mean_percent_is_refused(text: str, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
         read_fraction(text)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_a_check_against_nothing_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="nothing to check against"):
+        check(workload())
+    assert check(workload(), vram_budget="2GiB").gpu_assumed
+
+
+def test_a_size_as_a_gpu_is_said_to_be_assumed() -> None:
+    verdict = check(workload(), gpu="8GiB")
+    assert verdict.vram_budget_bytes < 8 * GIB
+    assert verdict.notes
+    assert "assumed" in str(verdict)

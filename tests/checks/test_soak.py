@@ -217,6 +217,11 @@ def test_speed_is_not_compared_on_a_busy_machine(report: autofit.Report) -> None
     endured = soaked_as(best, slower, 2 * GIB, (), "load 7.0 on 2 cores")
     assert "load 7.0 on 2 cores" in str(endured)
     assert endured.to_dict()["busy"] == "load 7.0 on 2 cores"
+    assert "speed" not in endured.compared
+    assert "speed" not in str(endured).splitlines()[-1]
+    idle = soaked_as(best, slower, 2 * GIB, ())
+    assert idle.compared == ("peak", "speed", "loss")
+    assert str(idle).splitlines()[-1].endswith("peak, speed, loss")
 
 
 def of_two_ranks(seen: Measurement, *peaks: int) -> Measurement:
@@ -237,6 +242,8 @@ def test_no_speed_is_compared_with_that_of_a_search_on_a_busy_machine(
     searched = replace(record.search, busy="load 7.0 on 2 cores")
     endured = soak(replace(record, search=searched), workload, steps=8)
     assert endured.busy == "load 7.0 on 2 cores"
+    assert endured.was_busy
+    assert "in the search" in str(endured)
     best = record.trial(record.best_number).measurement
     assert any("median step" in line for line in compare(best, endured.measurement))
     assert not any("step" in line for line in endured.deviations)

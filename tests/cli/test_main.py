@@ -22,7 +22,10 @@ import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from autofit.cli.console import show_report
 from autofit.cli.main import app, main
+from autofit.errors import AutofitError
+from autofit.report.report import load
 
 SOURCE = '''
 import os
@@ -176,6 +179,15 @@ def test_a_search_prints_the_report_and_nothing_else(searched: Ran, folder: Path
     assert len(searched.out) < len(in_full.out)
 
 
+def test_strict_exits_with_5_where_nothing_was_decided(folder: Path) -> None:
+    command = ("search", "models.py:small", *ON_CPU, "--max-probes", "1", "--json")
+    for strict, code in (((), 0), (("--strict",), 5)):
+        ran = autofit(*command, *strict, cwd=folder)
+        assert ran.code == code, ran.err
+        assert ran.json["search"]["undecided_because"] == "max_probes"
+        assert ran.json["recommended"]["number"] == ran.json["baseline"]["number"]
+
+
 def run_each_line(ran: Ran, folder: Path) -> Iterator[Ran]:
     """Run the Python and the commands of a printed result, as a shell in that folder would."""
     lines = dict(re.findall(r"^(Apply|More|Page): +(.*)$", ran.out, re.MULTILINE))
@@ -279,7 +291,7 @@ def test_a_plan_can_be_taken_from_a_report(
 ) -> None:
     ran = here("probe", "models.py:small", *ON_CPU, "--plan-from", "report.json", "--json")
     assert ran.code == 0, ran.err
-    best = json.loads((folder / "report.json").read_text())["best"]
+    best = json.loads((folder / "report.json").read_text())["recommended"]
     assert ran.json["plan"] == best["plan"]
     assert ran.json["outcome"] == "ok"
     assert ran.json["micro_batches_run"] == best["plan"]["accumulation_steps"]
@@ -301,7 +313,7 @@ def test_a_level_means_the_modules_that_the_report_names(
     setting, payload = "checkpointing.level", {"units": ["nowhere"], "state": []}
     report["dimensions"][setting] = {"values": [0, 77], "payloads": [None, payload]}
     for trial in report["trials"]:
-        if trial["number"] == report["best"]["number"]:
+        if trial["number"] == report["recommended"]["number"]:
             trial["plan"]["settings"][setting] = 77
     (folder / "elsewhere.json").write_text(json.dumps(report))
     ran = here(*command, "elsewhere.json")
@@ -485,6 +497,32 @@ def test_output_that_cannot_be_written_is_not_blamed_on_the_workload(
     assert ran.stderr == (
         "autofit: cannot write the result to standard output: No space left on device\n"
     )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_result_that_cannot_be_printed_is_kept_for_its_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    report = load(Path(__file__).parents[1] / "report" / "tiny_resnet.json")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(AutofitError) as raised:
+            show_report(report, (), as_json)
+    (kept,) = tmp_path.iterdir()
+    assert str(kept) in str(raised.value)
+    assert kept.stat().st_mode & 0o077 == 0
+    assert load(kept).record == report.record
+
+
+def test_a_report_that_no_folder_takes_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = load(Path(__file__).parents[1] / "report" / "tiny_resnet.json")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    show_report(report, (), as_json=False)
+    assert "samples/s" in capsys.readouterr().out
 
 
 def test_a_report_that_cannot_be_written_is_printed_and_the_other_files_are_written(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from autofit.cli.main import app, main
@@ -59,6 +61,38 @@ def test_check_says_no_and_what_would_fit(target: str) -> None:
     assert code == 1
     assert "does not fit" in said
     assert "largest micro-batch" in said
+
+
+def test_predict_says_no_and_exits_with_1(target: str) -> None:
+    code, said = run("predict", target, "--gpu", "L4", "--micro-batch", "4000000")
+    assert code == 1
+    assert re.search(r"fits +no, in 22", said)
+    code, said = run("predict", target, "--gpu", "L4", "--json")
+    assert (code, json.loads(said)["fits"]) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--gpu", "L4", "--max-regression", "5%"], *([[]] * (not torch.cuda.is_available()))],
+    ids=str,
+)
+def test_a_check_without_what_it_compares_with_is_a_usage_error(
+    target: str, options: list[str]
+) -> None:
+    with pytest.raises(InvalidArgument, match=r"--baseline|nothing to check against"):
+        CliRunner().invoke(app, ["check", target, *options], catch_exceptions=False)
+
+
+def test_ignored_options_are_in_the_result_once(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:32")
+    for command in ("predict", "check"):
+        with warnings.catch_warnings(record=True) as warned:
+            code, said = run(command, target, "--gpu", "L4")
+        assert code == 0
+        assert said.count("max_split_size_mb:32") == 1
+        assert not [each for each in warned if "max_split_size_mb" in str(each.message)]
 
 
 def test_check_cannot_tell_what_depends_on_values(target: str, tmp_path: Path) -> None:
@@ -113,13 +147,13 @@ def test_check_fails_where_the_need_grew(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [["check"], ["predict"]])
+@pytest.mark.parametrize("command", [["check", "--vram-budget", "24GiB"], ["predict"]])
 def test_a_gpu_that_nobody_named_is_said_to_be_assumed(target: str, command: list[str]) -> None:
-    assert re.search("H200.*assumed", run(*command, target)[1])
+    assert re.search("H200.*assumed: no gpu given", run(*command, target)[1])
     assert json.loads(run(*command, target, "--json")[1])["gpu_assumed"] is True
-    said = run(*command, target, "--gpu", "24GiB")[1]
+    said = run(*command[:1], target, "--gpu", "24GiB")[1]
     assert "24.0 GiB" in said
-    assert "assumed" not in said
+    assert "no gpu given" not in said
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,25 @@ def test_a_size_stands_for_a_gpu_of_that_size() -> None:
     assert find_gpu(80 * GIB).rates is None
 
 
+def test_of_a_size_as_it_is_sold_less_is_usable_and_bytes_are_believed() -> None:
+    sold, exact = find_gpu("24GiB"), find_gpu(24 * GIB)
+    assert sold.usable_bytes <= find_gpu("L4").total_bytes  # which is sold as 24 GB
+    assert exact.usable_bytes == find_gpu(str(24 * GIB)).usable_bytes == 24 * GIB
+    assert sold.budget_bytes(None) == sold.usable_bytes
+    assert sold.budget_bytes(0.5) == pytest.approx(sold.usable_bytes / 2, abs=1)
+    assert sold.budget_bytes("24GiB") == 24 * GIB
+    for gpu in (sold, exact):
+        assert gpu.assumed is not None
+        assert "9.0" in gpu.assumed
+    assert all(gpu.assumed is None and gpu.usable_bytes == gpu.total_bytes for gpu in known_gpus())
+
+
+def test_the_nearest_names_are_suggested() -> None:
+    with pytest.raises(InvalidArgument, match=r"mean .*RTX 3070"):
+        find_gpu("RTX 3071")
+    assert find_gpu("NVIDIA GeForce RTX 3070").total_bytes < 8 * GIB
+
+
 NO_GPUS = [0, -1, 24, "24", True, 1.5, float("nan"), "1B", "nan", "", b"L4"]
 NO_DEVICES = ["tpu", "cuda:", "cuda:one", "cuda:-1", "cpu:0", "CUDA", "mps"]
 

@@ -15,6 +15,7 @@ from autofit.registry import load_strategies
 from autofit.report.record import Record, SearchSummary
 from autofit.report.report import Report
 from autofit.training.batch import describe
+from autofit.training.samples import rows_of
 from autofit.training.workload import Workload
 
 DIMENSIONS = {
@@ -50,6 +51,7 @@ def report_of(workload: Workload, plan: Plan, units: tuple[str, ...] = ()) -> Re
         settings=plain | dict(plan.settings),
     )
     baseline = Plan.split(plan.samples_per_step, workload.sample_batch_size, plain)
+    rows = rows_of(workload.samples)
     record = Record(
         version="0.1.0",
         created="2026-01-02T03:04:05Z",
@@ -62,7 +64,8 @@ def report_of(workload: Workload, plan: Plan, units: tuple[str, ...] = ()) -> Re
             "given": ["loss_fn"],
             "clip_grad_norm": workload.clip_grad_norm,
             "sample_shapes": describe(workload.batch(workload.sample_batch_size)),
-            "batched": sorted(workload.samples.batched),
+            "samples": workload.samples.kind.value,
+            **({} if rows is None else {"batched": sorted(rows.batched)}),
         },
         vram_budget_bytes=2**26,
         search=SearchSummary(2, 0, 1.0, "no plan is expected to be 1% faster", 0),

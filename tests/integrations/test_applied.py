@@ -13,7 +13,7 @@ from torch import nn
 from autofit.errors import InvalidArgument
 from autofit.integrations.applied import library, on_model, replaced
 from autofit.plan import Plan, ResolvedPlan
-from autofit.searching.loader_batches import longest_batch
+from autofit.searching.loader_batches import longest_samples
 from autofit.strategy import TrainingView
 from tests.plugin import Plugin
 
@@ -116,8 +116,8 @@ class Counted(torch.utils.data.Dataset[Any]):
 
 def test_images_are_not_decoded_to_be_measured() -> None:
     images = Counted(lambda place: (torch.zeros(3, 8, 8), place % 10))
-    batch = longest_batch(torch.utils.data.DataLoader(images, 8))
-    assert batch[0].shape == (8, 3, 8, 8)
+    batch = longest_samples(torch.utils.data.DataLoader(images, 8))
+    assert batch.batch[0].shape == (8, 3, 8, 8)
     assert images.asked < 100
 
 
@@ -129,7 +129,7 @@ def test_the_one_longest_of_many_sequences_is_found(tokens: Callable[[int], Any]
     loader = torch.utils.data.DataLoader(
         texts, 2, collate_fn=lambda chosen: torch.tensor([len(one["text"]) for one in chosen])
     )
-    assert longest_batch(loader).tolist() == [50, 7]
+    assert longest_samples(loader).batch.tolist() == [50, 7]
     assert texts.asked == 3000
 
 
@@ -137,8 +137,8 @@ def test_looking_for_the_longest_ends() -> None:
     texts = Counted(lambda place: torch.ones(7 + place % 2))
     states, loader = torch.get_rng_state(), torch.utils.data.DataLoader(texts, 1)
     with pytest.warns(UserWarning, match=r"of 3000 .* sample_batch="):
-        batch = longest_batch(loader, seconds=0.0)
-    assert batch.shape[1] in (7, 8)
+        batch = longest_samples(loader, seconds=0.0)
+    assert batch.batch.shape[1] in (7, 8)
     assert texts.asked < 3000
     assert torch.equal(torch.get_rng_state(), states)
 
@@ -146,4 +146,4 @@ def test_looking_for_the_longest_ends() -> None:
 @pytest.mark.parametrize("nothing", [[], torch.utils.data.DataLoader([], batch_size=2)])  # type: ignore[arg-type]  # likewise
 def test_no_data_is_an_error(nothing: Any) -> None:
     with pytest.raises(InvalidArgument, match="sample_batch="):
-        longest_batch(nothing)
+        longest_samples(nothing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -370,3 +371,44 @@ def test_what_a_module_asks_a_missing_trainer_for_is_named() -> None:
         InvalidArgument, match=r"training_step of a Scheduled .*test_lightning.py:\d"
     ):
         workload.loss_fn(module, workload.batch(4))
+
+
+class Ragged(Dataset[Any]):
+    """Sequences of other lengths."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, target = Numbers()[place]
+        return inputs.repeat(1 + place % 3, 1), target.repeat(1 + place % 3)
+
+
+def flattened(chosen: list[Any]) -> list[torch.Tensor]:
+    return [torch.cat(parts) for parts in zip(*chosen, strict=True)]
+
+
+def test_samples_are_those_of_the_loader_whatever_its_batches_look_like(
+    make_report: Callable[..., Report],
+) -> None:
+    module, loader = Classifier(), DataLoader(Ragged(), 4, collate_fn=flattened)
+    own = trainer_of(accumulate_grad_batches=2)
+    workload = integration.workload(module, loader, trainer=own)
+    assert workload.plan() == Plan.split(8, 4)
+    assert workload.batch(4)[0].shape == (12, 8)
+    report = make_report(workload, Plan(4, accumulation_steps=2))
+    trainer = trainer_of(max_epochs=1, **integration.arguments(report))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the training loader makes")
+        trainer.fit(module, loader)
+
+
+def test_a_hook_before_the_transfer_sees_the_batches_of_the_loader() -> None:
+    class Scaled(Classifier):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [10 * batch[0], batch[1]]
+
+    module = Scaled()
+    plain, scaled = (integration.workload(each, Data()) for each in (Classifier(), module))
+    assert torch.equal(scaled.batch(4)[0], 10 * plain.batch(4)[0])
+    assert scaled.samples.rows == plain.samples.rows

@@ -259,7 +259,7 @@ def test_an_evaluation_is_the_trainers_own(tmp_path: Path) -> None:
     data = {"all": samples()}
     trainer = trainer_of(tmp_path, NotesEvaluations, data, per_device_eval_batch_size=6)
     workload = integration.workload(trainer)
-    batch: Any = workload.eval_batch
+    batch: Any = workload.evaluation_batch(6)
     assert batch["attention_mask"].sum(1).tolist() == [31, 31, 31, 28, 28, 28]
     trainer.args.seen = []
     probed = autofit.probe(workload, device="cpu", vram_budget="64MiB")
@@ -298,7 +298,7 @@ def test_a_workload_is_what_the_trainer_trains(tmp_path: Path) -> None:
     assert workload.clip_grad_norm == 0.3
     optimizer: Any = workload.optimizer
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    batch: Any = workload.sample_batch
+    batch: Any = workload.batch(4)
     lengths = sorted(batch["attention_mask"].sum(1).tolist())
     assert lengths == [28, 31, 31, 31], "the longest of all samples"
     assert workload.recipe.weight(batch, 4) == sum(lengths), "targets that are not -100"
@@ -360,6 +360,34 @@ def test_what_the_arguments_can_say_is_written_there_and_taken_back(
     assert trainer.model.forward.__func__ is type(trainer.model).forward
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_training_that_raises_leaves_no_plan_on_the_model(
+    error: type[BaseException], tmp_path: Path, make_report: Callable[..., Report]
+) -> None:
+    class Stops(transformers.TrainerCallback):  # type: ignore[misc]  # of a library without types
+        on = True
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            assert "forward" in vars(trainer.model.transformer.h[1])
+            if self.on:
+                raise error("the user's")
+
+    trainer = trainer_of(tmp_path)
+    plan = Plan(2, accumulation_steps=4, settings={"checkpointing.level": 1})
+    report = make_report(integration.workload(trainer), plan, ("transformer.h.1",))
+    applied = integration.apply(report, trainer)
+    trainer.add_callback(Stops())
+    with pytest.raises(error, match="the user's"):
+        trainer.train()
+    assert "forward" not in vars(trainer.model.transformer.h[1])
+    Stops.on = False
+    trainer.train()
+    applied.undo()
+    assert "train" not in vars(trainer)
+    integration.apply(report, trainer)
+    pickle.dumps(integration.TrainerLoss(trainer))
+
+
 def test_a_trainer_without_data_asks_for_a_batch(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     batch = collate(samples()[:4])
@@ -376,8 +404,8 @@ def test_a_loss_that_grows_with_the_accumulation_shows_it(
     trainer = trainer_of(tmp_path, kind)
     workload = integration.workload(trainer)
     recipe, model = workload.recipe, trainer.model
-    batch: Any = workload.sample_batch
-    halves = [{name: t[at] for name, t in batch.items()} for at in (slice(2), slice(2, 4))]
+    batch, given = workload.batch(4), workload.samples_of(4)
+    halves = list(workload.samples.micro_batches(given, (2, 2)))
     losses = [recipe.loss_and_source(model, each)[0].item() for each in (batch, *halves)]
     weights = [recipe.weight(half, 2) for half in halves]
     split = sum(w * loss for w, loss in zip(weights, losses[1:], strict=True)) / sum(weights)
@@ -406,3 +434,42 @@ def test_a_search_leaves_the_trainer_as_it_was_and_its_plan_trains(tmp_path: Pat
     assert loaded.export("deepspeed") == report.export("deepspeed")
     exec("\n".join(training_lines(loaded.record, Place())), {"report": loaded, "trainer": trainer})
     assert trainer.state.global_step == 3
+
+
+def flattened(chosen: list[dict[str, Any]]) -> Any:
+    """One row of all samples, one after another."""
+    rows = [sample | {"labels": sample["input_ids"]} for sample in chosen]
+    return transformers.DataCollatorWithFlattening()(rows)
+
+
+def test_a_collator_that_flattens_has_the_samples_of_the_arguments(
+    tmp_path: Path, make_report: Callable[..., Report]
+) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.data_collator = flattened
+    workload = integration.workload(trainer)
+    assert workload.plan() == Plan.split(8, 4)
+    assert workload.batch(4)["input_ids"].shape == (1, 31 * 3 + 28)
+    assert workload.batch(8)["input_ids"].shape == (1, 2 * (31 * 3 + 28))
+    assert integration.predict(trainer, gpu="L4").plan == Plan.split(8, 4)
+    applied = integration.apply(make_report(workload, workload.plan()), trainer)
+    assert applied.lines == ("nothing to change: TrainingArguments already match the plan",)
+
+
+def test_a_collator_that_flattens_trains_by_a_plan_as_the_trainer_does(
+    tmp_path: Path, make_report: Callable[..., Report]
+) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.data_collator = flattened
+    report = make_report(integration.workload(trainer), Plan(2, accumulation_steps=4))
+    model, other = copy.deepcopy(trainer.model), copy.copy(trainer)
+    other.model, other.optimizer = model, None
+    data = trainer.train_dataset
+    with report.apply(model, other.create_optimizer()) as training:
+        losses = [float(training.step(data[at : at + 8])) for at in (0, 8, 16)]
+        with pytest.raises(InvalidArgument, match="list of samples"):
+            training.step(flattened(data[:8]))
+    integration.apply(report, trainer)
+    trainer.train()
+    found = [sum(trainer.losses[at : at + 4]) for at in (0, 4, 8)]
+    assert found == pytest.approx(losses, rel=1e-5)

@@ -12,6 +12,7 @@ from autofit.memory.allocator import (
     CachingAllocator,
     OutOfBudget,
     expandable_segments,
+    ignored_options,
 )
 from autofit.memory.blocks import Addresses, Block
 from autofit.units import KIB, MIB
@@ -149,3 +150,32 @@ def test_the_large_pool_hands_out_whole_a_block_with_a_rest_of_up_to_1_mib() -> 
     assert (taken.size, allocator.allocated_bytes) == (12 * MIB, 12 * MIB)
     allocator.free(taken)
     assert allocator.allocate(11 * MIB - 512).size == 11 * MIB - 512
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("expandable_segments:True,backend:native", None),
+        ("pinned_use_background_threads:True", None),
+        ("max_split_size_mb:32", "max_split_size_mb:32"),
+        ("garbage_collection_threshold: 0.6", "garbage_collection_threshold:0.6"),
+        ("backend:cudaMallocAsync", "backend:cudaMallocAsync"),
+        (
+            "roundup_power2_divisions:[256:1,512:2],expandable_segments:True",
+            "roundup_power2_divisions:[256:1,512:2]",
+        ),
+        ("an_option_of_a_later_torch:1", "an_option_of_a_later_torch:1"),
+    ],
+)
+def test_options_that_the_simulation_lacks_are_named(
+    options: str, named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in (*CONFIGURED_BY, "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.delenv(each, raising=False)
+    assert ignored_options() is None
+    monkeypatch.setenv(CONFIGURED_BY[1], options)
+    said = ignored_options()
+    assert (said is None) == (named is None)
+    assert named is None or (said is not None and f"{named} of {CONFIGURED_BY[1]}" in said)
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    assert "PYTORCH_NO_CUDA_MEMORY_CACHING" in str(ignored_options())

@@ -314,3 +314,64 @@ def test_a_tensor_that_was_made_on_the_cpu_is_distinguished_from_what_needs_a_gp
     error = fails(lambda model, batch: model(batch[0] + torch.randn(batch[0].shape)).mean())
     assert "device=batch.device" in str(error)
     assert "torch.randn(batch[0].shape)" in str(error)
+
+
+@torch.compile
+def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return (q @ k.transpose(-1, -2)).softmax(-1) @ k
+
+
+class Compiled(nn.Module):
+    """A model whose forward calls a function that its user compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        return self.head(scores(x, x))
+
+
+def compiled_method() -> nn.Module:
+    model = Net()
+    model.forward = torch.compile(model.forward)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model": Compiled},
+        {"model": compiled_method},
+        {"criterion": torch.compile(nn.CrossEntropyLoss())},
+        {"criterion": None, "loss_fn": torch.compile(lambda model, x: model(x[0]).mean())},
+    ],
+    ids=["function", "method", "criterion", "loss_fn"],
+)
+def test_compiled_functions_run_as_they_are_written_and_are_named(options: Any) -> None:
+    run = dry_run(workload(**options), ResolvedPlan(Plan(16)), GPU)
+    assert peak(run) > 0
+    assert len(run.uncompiled) == 1
+    if options.get("model") is Compiled:
+        assert "scores(x, x)" in run.uncompiled[0]
+    assert dry_run(workload(), ResolvedPlan(Plan(16)), GPU).uncompiled == ()
+
+
+def test_a_dry_run_leaves_compiled_functions_compiled() -> None:
+    seen = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    doubled = torch.compile(lambda x: 2 * x, backend=backend)
+
+    def loss_fn(model: nn.Module, given: Any) -> torch.Tensor:
+        loss: torch.Tensor = doubled(model(given[0])).mean()
+        return loss
+
+    dry_run(workload(criterion=None, loss_fn=loss_fn), ResolvedPlan(Plan(16)), GPU)
+    assert not seen
+    doubled(torch.ones(2))
+    assert len(seen) == 1

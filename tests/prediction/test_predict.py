@@ -12,6 +12,7 @@ from torch import nn
 
 from autofit.devices.gpu_catalogue import find_gpu
 from autofit.errors import InvalidArgument, PredictionUnavailable
+from autofit.memory.allocator import CONFIGURED_BY
 from autofit.plan import Plan
 from autofit.prediction.needs import MOST_LOOKS, largest_that_fits
 from autofit.prediction.predict import predict
@@ -256,3 +257,27 @@ def test_in_place_operators_check_their_shapes(change: Callable[..., Any]) -> No
     workload = Workload(nn.Linear(16, 16), torch.ones(4, 16), loss_fn=loss_fn)
     with pytest.raises(RuntimeError):
         predict(workload, gpu="L4")
+
+
+def test_what_was_assumed_or_ignored_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CONFIGURED_BY:
+        monkeypatch.delenv(name, raising=False)
+    made = Workload(nn.Linear(8, 4), torch.ones(2, 8))
+    assert predict(made, gpu="L4").notes == ()
+    assert "assumed" not in str(predict(made, gpu="L4"))
+    unnamed, sized = predict(made), predict(made, gpu="8GiB")
+    assert "assumed" in str(unnamed)
+    assert unnamed.to_dict()["gpu_assumed"]
+    assert sized.notes == (sized.gpu.assumed,)
+    assert str(sized.gpu.assumed) in str(sized)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    with pytest.warns(UserWarning, match="max_split_size_mb:64"):
+        tuned = predict(made, gpu="L4")
+    assert "max_split_size_mb:64" in str(tuned)
+    assert tuned.to_dict()["notes"] == list(tuned.notes)
+
+
+def test_it_says_whether_it_fits() -> None:
+    made = Workload(nn.Linear(8, 4), torch.ones(2, 8))
+    assert re.search(r"\n +fits +yes, in 22", str(predict(made, gpu="L4")))
+    assert re.search(r"\n +fits +no, in 22", str(predict(made, plan=Plan(10**9), gpu="L4")))

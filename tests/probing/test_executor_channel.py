@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from autofit.errors import WorkerFailed
 from autofit.probing import executor_channel
-from autofit.probing.executor_channel import ExecutorChannel
+from autofit.probing.executor_channel import MOST_COPIES, ExecutorChannel
 from autofit.probing.messages import (
     Call,
     Deadline,
@@ -59,11 +60,21 @@ def test_a_request_whose_answer_is_lost_is_submitted_again(monkeypatch: Any) -> 
     assert [future.cancelled() for future in executor.submitted] == [True, True, False]
 
 
+def test_an_executor_that_never_answers_is_asked_a_few_times(monkeypatch: Any) -> None:
+    monkeypatch.setattr(executor_channel, "START_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(executor_channel, "_SLACK_S", 0.0)
+    executor = _Losing(math.inf)
+    with pytest.raises(WorkerFailed, match="executor"):
+        _channel(executor).call(CALL, Deadline.after(0.01), ignore_stage)
+    assert len(executor.submitted) == MOST_COPIES
+    assert all(future.cancelled() for future in executor.submitted)
+
+
 def test_a_late_answer_counts_where_the_request_was_submitted_again(monkeypatch: Any) -> None:
     monkeypatch.setattr(executor_channel, "START_TIMEOUT_S", 0.0)
     monkeypatch.setattr(executor_channel, "_SLACK_S", 0.0)
     executor = _Losing(math.inf)
-    deadline = Deadline.after(0.1, ends_at=time.monotonic() + 60)
+    deadline = Deadline.after(1.0, ends_at=time.monotonic() + 60)
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(_channel(executor).call, CALL, deadline, ignore_stage)
         while len(executor.submitted) < 2:

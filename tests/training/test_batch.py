@@ -13,7 +13,6 @@ from torch import nn
 
 from autofit.errors import InvalidArgument
 from autofit.training.batch import (
-    Samples,
     batch_size,
     check_batched_dimension,
     check_target,
@@ -22,6 +21,7 @@ from autofit.training.batch import (
     tensors_of,
 )
 from autofit.training.lengths import Tokens, tokens_of
+from autofit.training.samples import Rows
 from autofit.training.workload import Workload
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -80,7 +80,9 @@ def _batches() -> list[Any]:
 
 @pytest.mark.parametrize("batch", _batches(), ids=lambda batch: type(batch).__name__)
 @pytest.mark.parametrize("samples", [1, 3, 4, 9])
-def test_growing_cycles_the_samples_and_keeps_the_kind_of_batch(batch: Any, samples: int) -> None:
+def test_growing_repeats_each_sample_beside_itself_and_keeps_the_kind_of_batch(
+    batch: Any, samples: int
+) -> None:
     grown = resize(batch, samples)
     assert type(grown) is type(batch)
     assert batch_size(grown) == samples
@@ -88,12 +90,13 @@ def test_growing_cycles_the_samples_and_keeps_the_kind_of_batch(batch: Any, samp
         if before.dim() == 0:
             assert after is before
         else:
-            assert torch.equal(after, before[torch.arange(samples) % 4])
+            chosen = (torch.arange(samples) % 4).sort().values
+            assert torch.equal(after, before[chosen])
 
 
 @pytest.mark.parametrize("batch", _batches(), ids=lambda batch: type(batch).__name__)
 def test_pieces_are_views_that_make_up_the_batch(batch: Any) -> None:
-    cut = list(pieces(batch, (2, 1, 1), Samples.of(batch).places(batch)))
+    cut = list(pieces(batch, (2, 1, 1), Rows.of(batch).places(batch)))
     assert [batch_size(piece) for piece in cut] == [2, 1, 1]
     for place, whole in enumerate(tensors_of(batch)):
         parts = [tensors_of(piece)[place] for piece in cut]
@@ -108,18 +111,18 @@ def test_pieces_are_views_that_make_up_the_batch(batch: Any) -> None:
 def test_attributes_of_a_tokenizers_output_survive() -> None:
     batch = Encoding(input_ids=_rows(2), labels=torch.arange(2))
     assert resize(batch, 4).input_ids.shape == (4, 3)
-    assert next(pieces(batch, (1, 1), Samples.of(batch).places(batch))).labels.shape == (1,)
+    assert next(pieces(batch, (1, 1), Rows.of(batch).places(batch))).labels.shape == (1,)
 
 
 def test_a_mapping_that_cannot_be_made_anew_becomes_a_dict() -> None:
     grown = resize(Fussy(_rows(2), torch.arange(2)), 3)
     assert type(grown) is dict
-    assert torch.equal(grown["other"], torch.tensor([0, 1, 0]))
+    assert torch.equal(grown["other"], torch.tensor([0, 0, 1]))
 
 
 def test_a_tensor_of_another_size_stays_whole_also_where_a_grown_batch_reaches_its_size() -> None:
     batch = (_rows(4), torch.arange(8))
-    places = Samples.of(batch).places(batch)
+    places = Rows.of(batch).places(batch)
     grown = resize(batch, 8)
     assert grown[1] is batch[1]
     for piece in pieces(grown, (4, 4), places):
@@ -139,7 +142,7 @@ def test_a_target_of_other_samples_is_for_a_loss_of_the_users_own() -> None:
         check_target((inputs, fits))
 
 
-DESCRIBED = Samples.of({"x": torch.ones(4, 3), "y": torch.ones(4)})
+DESCRIBED = Rows.of({"x": torch.ones(4, 3), "y": torch.ones(4)})
 
 
 @pytest.mark.parametrize(
@@ -177,7 +180,7 @@ DESCRIBED = Samples.of({"x": torch.ones(4, 3), "y": torch.ones(4)})
             r"\['mask'\], which the sample batch",
         ),
         (DESCRIBED.size, {"x": torch.ones(4, 3), "y": torch.ones(5)}, r"\['y'\]: \(5,\)"),
-        (Samples(frozenset({"batch"}), frozenset()).size, torch.zeros(0, 8), "0 samples"),
+        (Rows(frozenset({"batch"}), frozenset()).size, torch.zeros(0, 8), "0 samples"),
     ],
 )
 def test_what_is_no_batch_is_refused_with_the_way_out(use: Any, batch: Any, words: str) -> None:
@@ -189,22 +192,32 @@ def test_where_every_tensor_has_size_1_it_is_one_sample() -> None:
     row = torch.ones(1, 16, dtype=torch.int64)
     batch = {"input_ids": row, "attention_mask": row, "labels": row, "scale": torch.tensor(2.0)}
     check_batched_dimension(batch)
-    assert Samples.of(batch).places(batch) == {0, 1, 2}
+    assert Rows.of(batch).places(batch) == {0, 1, 2}
     assert resize(batch, 3)["labels"].shape == (3, 16)
 
 
 def test_a_sparse_batch_grows_and_is_cut() -> None:
     whole = torch.eye(4)
-    grown = resize(whole.to_sparse(), 6)
+    grown = resize(whole.to_sparse(), 4, 2)
     cut = [piece.to_dense() for piece in pieces(grown, (4, 2), {0})]
     assert torch.equal(cut[0], whole)
     assert torch.equal(cut[1], whole[:2])
 
 
+def test_each_micro_batch_of_a_grown_batch_has_other_samples_in_their_order() -> None:
+    lengths = torch.tensor([9, 7, 4, 2, 1])
+    grown = resize(lengths, 3, 3, 2)
+    assert [piece.tolist() for piece in pieces(grown, (3, 3, 2), {0})] == [
+        [9, 7, 4],
+        [9, 2, 1],
+        [7, 4],
+    ]
+
+
 def test_a_maker_shows_by_two_batches_what_holds_samples() -> None:
     """In one batch of two samples a constant of two elements would look like one of them."""
-    samples = Samples.made_by(lambda n: {"scale": torch.ones(2), "x": torch.ones(n, 3)})
-    assert samples == Samples(frozenset({"['x']"}), frozenset({"['scale']"}))
+    samples = Rows.made_by(lambda n: {"scale": torch.ones(2), "x": torch.ones(n, 3)})
+    assert samples == Rows(frozenset({"['x']"}), frozenset({"['scale']"}))
     assert samples.size({"scale": torch.ones(2), "x": torch.ones(7, 3)}) == 7
 
 
@@ -239,5 +252,5 @@ MASK = torch.arange(16).expand(4, 16) < 12
 def test_token_ids_are_told_by_their_name_or_their_place(
     batch: Any, expected: Tokens | None
 ) -> None:
-    batched = Samples._with(batch, 4).batched
+    batched = Rows.of_size(batch, 4).batched
     assert tokens_of(batch, batched) == expected

@@ -13,9 +13,9 @@ from torch import nn
 from autofit.errors import InvalidArgument, is_users
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
-from autofit.training.batch import BatchWatch
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
+from autofit.training.watch import BatchWatch
 from tests.plugin import Plugin
 
 CPU = torch.device("cpu")

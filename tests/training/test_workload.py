@@ -11,8 +11,8 @@ from torch import nn
 
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan
-from autofit.training.batch import Samples
 from autofit.training.loss import LossSource, Recipe, call_model
+from autofit.training.samples import Rows
 from autofit.training.workload import Workload
 
 X = torch.randn(4, 3)
@@ -22,7 +22,7 @@ def test_a_function_makes_batches_from_two_samples_on() -> None:
     workload = Workload(nn.Linear(3, 2), lambda n: torch.ones(n, 3))
     assert workload.sample_batch_size == 2
     assert workload.batch(7).shape == (7, 3)
-    assert Workload(nn.Linear(3, 2), (X, torch.ones(9))).samples == Samples(
+    assert Workload(nn.Linear(3, 2), (X, torch.ones(9))).samples == Rows(
         frozenset({"[0]"}), frozenset({"[1]"})
     )
 

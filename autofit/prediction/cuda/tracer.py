@@ -86,6 +86,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         unsupported: the first thing that could not be done, also if the user's code caught it.
         known: the values of tensors that are known.
         operations: while it is a list, the work of operators is added to it.
+        uncompiled: the lines that call compiled functions, which ran as they are written.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -97,6 +98,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         self.unsupported: Unsupported | None = None
         self.known = KnownValues()
         self.operations: list[Operation] | None = None
+        self.uncompiled: set[str] = set()
         self._shape_cache = ShapeCache()
         self._has_workspace: set[tuple[str, bool]] = set()
         self._uses_cudnn = False
@@ -142,6 +144,8 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = _name(func)
+        if name in _PRODUCTS:
+            _check_factors(args)
         real = self.known.arguments(func, args, kwargs)
         if real is not None and name == "_to_copy" and kwargs.get("device") == _HOST:
             return func(*real[0], **real[1])
@@ -266,6 +270,13 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         if owner not in self._has_workspace:
             self._has_workspace.add(owner)
             self._allocate(size)
+
+
+def _check_factors(args: Any) -> None:
+    """Raise what CUDA raises for a product of two types; the meta device takes them."""
+    first, second = [arg.dtype for arg in args if isinstance(arg, torch.Tensor)][-2:]
+    if first != second:
+        raise RuntimeError(f"expected factors of the same dtype, but got: {first} != {second}")
 
 
 def _on_device(value: Any) -> bool:

@@ -233,6 +233,9 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+IN_BACKWARD = "in the backward pass"
+
+
 def users_line(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return the innermost line that is neither torch's nor autofit's; else what torch ran."""
     files = [(frame, frame.filename) for frame in frames]
@@ -241,4 +244,4 @@ def users_line(frames: Sequence[traceback.FrameSummary]) -> str:
     called = [frame for frame in others if not frame.filename.endswith(_CALLS)]
     for frame in [*reversed(users), *called]:  # else the outermost: the user's module or criterion
         return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return "in the backward pass"
+    return IN_BACKWARD

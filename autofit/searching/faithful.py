@@ -1,0 +1,148 @@
+"""Does the answer train as the baseline does? What does not is left out before it can win.
+
+Gradients that differ by far more than roundings explain are a fault of a strategy, and so is an
+update of another size. The strategies of the core try themselves before; one of a third party need
+not. Only settings are judged: both plans split the batch alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from autofit.errors import SearchTimedOut
+from autofit.measurement import ACT
+from autofit.plan import Plan, Settings, unlike
+from autofit.planning.confirmation import answer_of
+from autofit.planning.posterior import Posterior
+from autofit.probing.prober import Prober
+from autofit.registry import resolve
+from autofit.report.record import Skipped, Undecided
+from autofit.searching.result import SearchResult, difference_of
+
+if TYPE_CHECKING:
+    from autofit.plan import ResolvedPlan
+    from autofit.probing.session import Session
+
+# Gradients in 16 bits were seen to differ by 2.5 to 3.3 %, where the tolerance is 1.6 %; a cast
+# that was out of date, by 24 %.
+MOST_OVER = 10.0  # times what roundings explain
+MOST_LARGER = 1.5  # factor between the sizes of two updates: an optimizer may bound them
+_MOST_LEFT_OUT = 8  # values; then what is left is not trusted either
+
+
+def judged(prober: Prober, result: SearchResult) -> tuple[SearchResult, Mapping[str, Any] | None]:
+    """Return the result without settings that do not train as the baseline does.
+
+    And how far the best plan's loss and gradients are from the baseline's, as `difference_of` says.
+    """
+    for _ in range(_MOST_LEFT_OUT):
+        difference = difference_of(prober, result)
+        found = list(_faults(prober, result, difference))
+        if not found:
+            return result, difference
+        result = _without(result, found)
+    return replace(result, best=result.baseline, recommended=result.baseline), None
+
+
+@dataclass(frozen=True)
+class _Fault:
+    settings: Settings
+    why: str
+
+
+def _faults(
+    prober: Prober, result: SearchResult, difference: Mapping[str, Any] | None
+) -> Iterator[_Fault]:
+    """Yield the settings of the best plan that are at fault; all together, if none is alone."""
+    best, space = result.best.plan, result.spec.space
+    if best == result.baseline.plan or not (result.baseline.ok and result.may_probe):
+        return
+    if best.world_size > 1 or space.is_costly(best.settings):
+        return
+    is_equal = difference is not None and not _is_over(difference)
+    plain = space.plan(best.micro_batch, space.default_settings)
+    why = _fault_of(prober, result, plain, best, gradients=not is_equal)
+    if why is None:
+        return
+    changed = unlike(best.settings, space.default_settings)
+    alone = []
+    for name, value in changed.items() if len(changed) > 1 else ():
+        own = space.plan(best.micro_batch, {**space.default_settings, name: value})
+        if own != plain and (its := _fault_of(prober, result, plain, own, gradients=True)):
+            alone.append(_Fault({name: value}, its))
+    yield from alone or [_Fault(changed, why)]
+
+
+def _is_over(difference: Mapping[str, Any]) -> bool:
+    return bool(difference["gradient"] > MOST_OVER * difference["tolerance"])
+
+
+def _fault_of(
+    prober: Prober, result: SearchResult, plain: Plan, plan: Plan, *, gradients: bool
+) -> str | None:
+    """Return how a plan differs from the plain one of the same split; None: not, or unknown."""
+    space, budget = result.spec.space, result.spec.vram_budget_bytes
+    samples = min(result.baseline.plan.samples_per_step, plan.samples_per_step)
+    try:
+        both = [resolve(each, space, prober.strategies) for each in (plain, plan)]
+        if gradients:
+            found = prober.compare(*both, samples, budget).to_dict()
+            if math.isfinite(found["gradient"]) and _is_over(found):
+                return (
+                    f"its gradients differ from plain training's by {found['gradient']:.0%}, where "
+                    f"roundings explain {found['tolerance']:.1%}"
+                )
+    except SearchTimedOut:
+        return None
+    except (Exception, SystemExit):  # a training_step hides them
+        pass
+    try:
+        sizes = prober.run(partial(_updates, plans=both, samples=samples), budget)
+    except (Exception, SystemExit):  # what fails only now is no reason to leave out what ran
+        return None
+    if not sizes[0] or not math.isfinite(sizes[0] + sizes[1]):
+        return None
+    if not sizes[1]:
+        return "it never updates the parameters"
+    if not 1 / MOST_LARGER < sizes[1] / sizes[0] < MOST_LARGER:
+        return f"its updates are {sizes[1] / sizes[0]:.2g} times as large as plain training's"
+    return None
+
+
+def _updates(session: Session, plans: list[ResolvedPlan], samples: int) -> list[float]:
+    from autofit.equivalence.updates import size_of_update
+
+    return [size_of_update(session.builder, plan, samples) for plan in plans]
+
+
+def _without(result: SearchResult, faults: list[_Fault]) -> SearchResult:
+    """Return the answer among the trials that have none of these settings."""
+    spec = result.spec
+    left = [
+        trial
+        for trial in result.trials
+        if not any(fault.settings.items() <= trial.plan.settings.items() for fault in faults)
+    ]
+    answer = answer_of(Posterior(spec, left))
+    assert answer is not None, "the baseline fits and has no setting that is not plain"
+    named = [", ".join(f"{name}={value}" for name, value in f.settings.items()) for f in faults]
+    return replace(
+        result,
+        best=answer.best,
+        recommended=answer.recommended,
+        skipped=(*result.skipped, *(Skipped(f.settings, f.why) for f in faults)),
+        undecided_because=None
+        if answer.is_decided
+        else result.undecided_because or Undecided.NOISE,
+        notes=(
+            *result.notes,
+            *(
+                f"{ACT}{name} was left out: {fault.why}"
+                for name, fault in zip(named, faults, strict=True)
+            ),
+        ),
+    )

@@ -1,0 +1,274 @@
+"""Whether a batch of tensors bears out the number of samples that was taken from it.
+
+The rule of `autofit.training.batch` takes dimension 0 of the first tensor for the samples, n. These
+contradict it, so the batch is refused:
+
+1. entries of a list that are alike (mappings, or tensors of one type), and disagree in dimension 0
+   or, as images do that have their channels there, in the rest of their shapes;
+2. a list of mappings, or a tensor named as a target is (y, label, target), without n in
+   dimension 0;
+3. an index: integers that count 0, 0, 1, ... up to m - 1, where another tensor has m rows, or n is
+   m: graphs, point clouds, sets;
+4. a sum: integers whose sum is the size of dimension 0 of another tensor: concatenated targets;
+5. two candidates: nothing but the first tensor has n, and others agree on another number, or the
+   first is a vector beside a table of other rows, or another has the size of its dimension 1 (time
+   first) without counting its places, as position ids do;
+6. token ids in several tensors, one of which has a multiple of n.
+
+A size that is explained by a length of a sample (the positions of token ids), or a square mask, is
+none of these. A floating-point tensor that stays whole without such an explanation is no
+contradiction, but doubtful: class weights stay whole, nodes of a graph do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from autofit.training.batch import Batch, batch_size, describe, named_tensors, opened
+
+_TARGETS = ("y", "label", "labels", "target", "targets")
+# Channels of an image, where the list of images is cut by them.
+_CHANNELS = (1, 3, 4)
+# Values that are read off a tensor; a longer one is not looked into.
+_MOST_READ = 10_000_000
+
+
+def contradiction(batch: Batch) -> str | None:
+    """Return which tensors contradict the number of samples, in words; None: none does."""
+    seen = _Seen(batch)
+    for rule in (_lists, _targets, _indices, _sums, _candidates, _token_ids):
+        for found in rule(seen):
+            return found
+    return None
+
+
+def doubtful(batch: Batch) -> list[str]:
+    """Return the names of floating-point tensors that stay whole for no reason that shows."""
+    seen = _Seen(batch)
+    has_time_first = len(seen.batched) == 1 and seen.first.dim() > 1
+
+    def is_doubtful(tensor: torch.Tensor) -> bool:
+        may_be_target = has_time_first and tensor.shape == seen.first.shape[1:2]
+        is_constant = seen.agrees(tensor) and not may_be_target
+        return tensor.is_floating_point() and not is_constant
+
+    return [name for name, tensor in seen.whole.items() if is_doubtful(tensor)]
+
+
+def is_square(tensor: torch.Tensor) -> bool:
+    """Return whether it may be a mask over the positions of a sample."""
+    return tensor.dim() >= 2 and tensor.shape[0] == tensor.shape[1]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A batch, whose tensors with dimensions are looked at by name."""
+
+    batch: Batch
+
+    @cached_property
+    def samples(self) -> int:
+        return batch_size(self.batch)
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those with dimensions, in order; the first is what the rule goes by."""
+        return {name: t for name, t in named_tensors(self.batch) if t.dim() > 0}
+
+    @cached_property
+    def batched(self) -> dict[str, torch.Tensor]:
+        return {name: t for name, t in self.tensors.items() if t.shape[0] == self.samples}
+
+    @cached_property
+    def whole(self) -> dict[str, torch.Tensor]:
+        return {name: t for name, t in self.tensors.items() if t.shape[0] != self.samples}
+
+    @property
+    def first(self) -> torch.Tensor:
+        return next(iter(self.tensors.values()))
+
+    @cached_property
+    def lengths(self) -> set[int]:
+        """The sizes of samples: position ids, rotations and masks have one in dimension 0."""
+        return {size for tensor in self.batched.values() for size in tensor.shape[1:]}
+
+    def explains(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor that stays whole is of one of a sample's own lengths."""
+        return tensor.shape[0] in self.lengths or is_square(tensor)
+
+    def agrees(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor may lie beside so many samples."""
+        return tensor.shape[0] in (1, self.samples) or self.explains(tensor)
+
+    def told(self, *names: str) -> str:
+        """Return those tensors with their shapes."""
+        shapes = describe(self.batch)
+        return ", ".join(f"{name} {shapes[name]}" for name in names)
+
+    @property
+    def taken(self) -> str:
+        name = next(iter(self.tensors))
+        return f"{self.samples} samples were taken from {self.told(name)}"
+
+
+def _lists(seen: _Seen) -> Iterator[str]:
+    """Entries of a list that are alike are its samples, unless each has n rows."""
+    for name, entries in _sequences(seen.batch):
+        if len(entries) < 2:
+            continue
+        if _are_mappings(entries):
+            tensors = [t for entry in entries for _, t in named_tensors(entry) if t.dim() > 0]
+            if not all(map(seen.agrees, tensors)):
+                yield f"{name} is a list of {len(entries)} mappings, but {seen.taken}"
+        elif _are_tensors(entries):
+            shapes = {tuple(entry.shape) for entry in entries}
+            are_images = entries[0].dim() == 3 and seen.samples in _CHANNELS
+            if not all(map(seen.agrees, entries)) and not _is_pair_of_tables(entries):
+                yield f"{name} is a list of {len(entries)} tensors {_told(shapes)}"
+            elif are_images and len(shapes) > 1 and len(entries) > 2:
+                yield (
+                    f"{name} is a list of {len(entries)} tensors {_told(shapes)}, as of images, "
+                    f"of which the {seen.samples} channels would be cut"
+                )
+
+
+def _told(shapes: Collection[tuple[int, ...]]) -> str:
+    shown = ", ".join(str(list(shape)) for shape in sorted(shapes)[:3])
+    return f"of shapes {shown}{' and others' * (len(shapes) > 3)}"
+
+
+def _are_mappings(entries: Sequence[Any]) -> bool:
+    """Return whether the entries are mappings with the same keys."""
+    return all(isinstance(entry, Mapping) for entry in entries) and all(
+        entry.keys() == entries[0].keys() for entry in entries
+    )
+
+
+def _are_tensors(entries: Sequence[Any]) -> bool:
+    """Return whether the entries are tensors of one type, with as many dimensions."""
+    if not all(isinstance(entry, torch.Tensor) and entry.dim() > 0 for entry in entries):
+        return False
+    return len({(entry.dtype, entry.dim()) for entry in entries}) == 1
+
+
+def _is_pair_of_tables(entries: Sequence[torch.Tensor]) -> bool:
+    """Return whether it may be an input beside another table, such as prototypes of classes."""
+    return len(entries) == 2 and entries[0].is_floating_point() and entries[0].dim() <= 2
+
+
+def _targets(seen: _Seen) -> Iterator[str]:
+    for name, tensor in seen.whole.items():
+        if _is_target(name) and tensor.shape[0] > 1:
+            yield f"{seen.told(name)} is named as a target is, but {seen.taken}"
+
+
+def _is_target(name: str) -> bool:
+    """Return whether a tensor is named as a target: y, labels, class_labels."""
+    key = name.rpartition("['")[2].removesuffix("']").lower()
+    return key in _TARGETS or key.endswith(tuple(f"_{each}" for each in _TARGETS))
+
+
+def _indices(seen: _Seen) -> Iterator[str]:
+    sizes = {name: tensor.shape[0] for name, tensor in seen.tensors.items()}
+    for name, tensor in seen.tensors.items():
+        counted = _counted(tensor)
+        if counted is None or not 1 < counted < tensor.shape[0] or _is_target(name):
+            continue
+        for other, size in sizes.items():
+            if size == counted and seen.samples in (size, tensor.shape[0]):
+                yield (
+                    f"{seen.told(name)} counts to {counted}, as an index of samples does, and "
+                    f"{seen.told(other)} has {counted} rows"
+                )
+
+
+def _counted(tensor: torch.Tensor) -> int | None:
+    """Return m where the integers are 0, 0, 1, ... m - 1 in order, none of them left out."""
+    values = _integers(tensor)
+    if values is None or len(values) < 2:
+        return None
+    steps = values.diff()
+    if int(values[0]) or int(steps.min()) < 0 or int(steps.max()) > 1:
+        return None
+    return int(values[-1]) + 1
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the values of one dimension of integers; None: it is something else, or has none."""
+    has_values = tensor.layout is torch.strided and not tensor.is_meta
+    if not has_values or tensor.dim() != 1 or not 0 < tensor.numel() <= _MOST_READ:
+        return None
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        return None
+    return tensor.detach().cpu().long()
+
+
+def _sums(seen: _Seen) -> Iterator[str]:
+    for name, tensor in seen.tensors.items():
+        values = _integers(tensor)
+        if values is None or len(values) < 2 or int(values.min()) < 0:
+            continue
+        total = int(values.sum())
+        for other, summed in seen.tensors.items():
+            is_explained = summed.shape[0] != seen.samples and seen.explains(summed)
+            if summed.shape[0] == total > len(values) and not is_explained:
+                yield (
+                    f"{seen.told(other)} has {total} rows, which is the sum of {seen.told(name)}, "
+                    "as of samples of several lengths one after the other"
+                )
+
+
+def _candidates(seen: _Seen) -> Iterator[str]:
+    if len(seen.batched) > 1:
+        return
+    doubted = {n: t for n, t in seen.whole.items() if t.shape[0] > 1 and not is_square(t)}
+    agreeing: dict[int, list[str]] = {}
+    for name, tensor in doubted.items():
+        agreeing.setdefault(tensor.shape[0], []).append(name)
+    for size, names in agreeing.items():
+        if len(names) > 1 and size not in seen.lengths:
+            yield f"{seen.told(*names[:3])} agree on {size} in dimension 0, but {seen.taken}"
+    if seen.first.dim() < 2:
+        tables = [n for n, t in doubted.items() if t.is_floating_point() and t.dim() > 1]
+        if tables:
+            yield f"{seen.told(*tables[:3])} is the only input, but {seen.taken}"
+        return
+    for name, tensor in doubted.items():
+        values = _integers(tensor)
+        is_positions = values is not None and bool((values.diff() == 1).all())
+        if values is not None and tensor.shape[0] == seen.first.shape[1] and not is_positions:
+            yield (
+                f"{seen.told(name)} has the size of dimension 1 of the first tensor, as where time "
+                f"is dimension 0, but {seen.taken}"
+            )
+
+
+def _token_ids(seen: _Seen) -> Iterator[str]:
+    def is_of_ids(tensor: torch.Tensor) -> bool:
+        return tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32)
+
+    if not any(map(is_of_ids, seen.batched.values())):
+        return
+    for name, tensor in seen.whole.items():
+        size = tensor.shape[0]
+        is_multiple = size > 1 and 0 in (size % seen.samples, seen.samples % size)
+        if is_of_ids(tensor) and is_multiple and not seen.explains(tensor):
+            yield f"{seen.told(name)} has {size} rows of token ids, but {seen.taken}"
+
+
+def _sequences(batch: Batch, name: str = "the batch") -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield each list or tuple in a batch with its name, the outermost first."""
+    parts: Mapping[Any, Any] = {}
+    if isinstance(batch, (list, tuple)):
+        yield name, batch
+        parts = dict(enumerate(batch))
+    elif not isinstance(batch, torch.Tensor):
+        parts = opened(batch) if isinstance(opened(batch), dict) else {}
+    for key, part in parts.items():
+        if not isinstance(part, torch.Tensor):
+            yield from _sequences(part, f"{'' if name == 'the batch' else name}[{key!r}]")

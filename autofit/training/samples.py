@@ -1,0 +1,392 @@
+"""What the samples of an optimizer step are, and how they become micro-batches.
+
+There are three kinds, decided once by what the workload was given and kept in the record:
+
+- rows: a batch of tensors, cut along dimension 0 of those that hold samples;
+- samples: a list, of which `collate_fn` makes a batch of each micro-batch's own;
+- a function n -> batch of n samples, which is called for each micro-batch and believed about n.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from itertools import accumulate, islice
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+
+from autofit.errors import InvalidArgument, release_exception, users_code
+from autofit.training.batch import (
+    Batch,
+    BatchMaker,
+    batch_size,
+    named_tensors,
+    pieces,
+    places_in_turn,
+    tensors_of,
+)
+from autofit.units import kind_of
+
+# A list of samples -> a batch of them, as `DataLoader` takes it.
+CollateFn: TypeAlias = Callable[[list[Any]], Batch]
+
+_MOST_NAMED = 3  # tensors in a message
+
+
+class SamplesKind(StrEnum):
+    """What the samples of a training are, as a record says it."""
+
+    ROWS = "rows"
+    COLLATED = "collate_fn"
+    MADE = "function"
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches of an optimizer step, made already; `Training.step` takes them as a batch.
+
+    Attributes:
+        batches: in the order in which they run.
+        sizes: the samples of each.
+        made_anew: sizes -> the same samples in micro-batches of those sizes; None: they cannot be
+            divided otherwise.
+    """
+
+    batches: tuple[Batch, ...]
+    sizes: tuple[int, ...]
+    made_anew: Callable[[tuple[int, ...]], MicroBatches] | None = None
+
+
+class Samples(ABC):
+    """How what a training step is given becomes micro-batches."""
+
+    kind: ClassVar[SamplesKind]
+
+    @abstractmethod
+    def size(self, given: Any) -> int | None:
+        """Return the number of samples in what a step is given; None: as many as the plan says.
+
+        Raises:
+            InvalidArgument: it is of another kind, has no samples, or contradicts itself.
+        """
+
+    @abstractmethod
+    def divided(self, given: Any, sizes: Sequence[int]) -> Iterator[Any]:
+        """Yield parts of what a step is given, of those sizes and of its own kind.
+
+        Raises:
+            InvalidArgument: it cannot be divided.
+        """
+
+    def micro_batches(self, given: Any, sizes: Sequence[int]) -> Iterator[Batch]:
+        """Yield a batch for each of these sizes, in order."""
+        yield from self.divided(given, sizes)
+
+    def collated(self, given: Any, sizes: Sequence[int]) -> Any:
+        """Return what a step is given in a form whose tensors can be seen: rows are one already."""
+        sizes = tuple(sizes)
+        made = tuple(self.micro_batches(given, sizes))
+        return MicroBatches(made, sizes, partial(self.collated, given))
+
+
+@dataclass(frozen=True)
+class Rows(Samples):
+    """Tensors that hold a sample in each place of dimension 0, by their names in `describe`.
+
+    Attributes:
+        batched: names of the tensors with a sample in each place of dimension 0.
+        whole: names of the others, which every micro-batch gets as they are.
+    """
+
+    kind = SamplesKind.ROWS
+
+    batched: frozenset[str]
+    whole: frozenset[str]
+
+    @classmethod
+    def of(cls, batch: Batch) -> Rows:
+        """Find them by the rule of `autofit.training.batch`."""
+        return cls.of_size(batch, batch_size(batch))
+
+    @classmethod
+    def of_size(cls, batch: Batch, size: int) -> Rows:
+        """Find those that have so many samples."""
+        named = named_tensors(batch)
+        batched = frozenset(name for name, t in named if t.dim() > 0 and t.shape[0] == size)
+        return cls(batched, frozenset(name for name, _ in named) - batched)
+
+    @classmethod
+    def made_by(cls, maker: BatchMaker) -> Rows | None:
+        """Tell them by batches of two and three samples; None: those do not tell.
+
+        Every tensor must have as many rows as samples were asked for, or be the same in both. (One
+        batch alone may have a constant tensor of just its size.)
+        """
+        fewer, more = (dict(named_tensors(maker(samples))) for samples in (2, 3))
+        if fewer.keys() != more.keys():
+            return None
+        batched = frozenset(
+            name for name in fewer if (_dim0(fewer[name]), _dim0(more[name])) == (2, 3)
+        )
+        alike = all(
+            fewer[name].shape[name in batched :] == more[name].shape[name in batched :]
+            for name in fewer
+        )
+        return cls(batched, frozenset(fewer) - batched) if batched and alike else None
+
+    def places(self, batch: Batch) -> frozenset[int]:
+        """Return which of `tensors_of(batch)` hold samples; `size` has checked them."""
+        named = named_tensors(batch)
+        return frozenset(i for i, (name, _) in enumerate(named) if name in self.batched)
+
+    def size(self, given: Batch) -> int:
+        """Return the number of samples in the batch.
+
+        Raises:
+            InvalidArgument: the batch has a tensor that the sample batch lacked, no tensor of it
+                holds samples, or those that do have none or unequal numbers of them.
+        """
+        named = named_tensors(given)
+        if strangers := {name for name, _ in named} - self.batched - self.whole:
+            raise InvalidArgument(
+                f"the batch has {_listed(strangers)}, which the sample batch did "
+                "not have, so it is unknown whether it holds samples: train on batches "
+                f"with the tensors of the sample batch ({_listed(self.batched | self.whole)}), "
+                "search again with such a batch, or search with samples and "
+                "Workload(collate_fn=) where the number of tensors varies"
+            )
+        sizes = {name: tuple(t.shape[:1]) for name, t in named if name in self.batched}
+        if len(set(sizes.values())) != 1 or () in sizes.values():
+            told = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+            raise InvalidArgument(
+                "the tensors that hold samples must agree in dimension 0, but this batch "
+                f"has {told or 'none'}"
+            )
+        (samples,) = next(iter(sizes.values()))
+        if samples == 0:
+            raise InvalidArgument("the batch is empty: its tensors have 0 samples; leave it out")
+        return samples
+
+    def divided(self, given: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
+        if len(sizes) == 1:
+            yield given
+        else:
+            yield from pieces(given, tuple(sizes), self.places(given))
+
+    def collated(self, given: Batch, sizes: Sequence[int]) -> Batch:
+        return given
+
+
+@dataclass(frozen=True)
+class Collated(Samples):
+    """A list of samples, of which a function makes batches.
+
+    Attributes:
+        collate_fn: of the user, as a `DataLoader` takes it.
+        rows: how a batch that it made, which a step may be given too, is cut; None: it cannot be.
+    """
+
+    kind = SamplesKind.COLLATED
+
+    collate_fn: CollateFn
+    rows: Rows | None = None
+
+    @classmethod
+    def of(cls, collate_fn: CollateFn, sample: Any) -> Collated:
+        """Find the rows of its batches by those of one sample, twice and three times.
+
+        Not where samples are tensors and a batch is a list of them: which of both a step is given
+        could not be told.
+        """
+        try:
+            if isinstance(sample, torch.Tensor) and isinstance(collate_fn([sample]), (list, tuple)):
+                return cls(collate_fn)
+            return cls(collate_fn, Rows.made_by(lambda samples: collate_fn([sample] * samples)))
+        except Exception as error:  # of the user's function, which steps will name
+            release_exception(error)
+            return cls(collate_fn)
+
+    def is_batch(self, given: Any) -> bool:
+        """Return whether this is a batch that the function made, by the names of its tensors."""
+        if self.rows is None:
+            return False
+        return {name for name, _ in named_tensors(given)} == self.rows.batched | self.rows.whole
+
+    def size(self, given: Any) -> int:
+        if not is_sample_sequence(given):
+            raise InvalidArgument(
+                "this training makes its batches by collate_fn, so a step takes a list of samples, "
+                f"got {kind_of(given)}: pass the samples themselves, as "
+                "DataLoader(..., collate_fn=list) delivers them"
+            )
+        if not len(given):
+            raise InvalidArgument("the step got an empty list of samples: leave it out")
+        return len(given)
+
+    def divided(self, given: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
+        for end, size in zip(accumulate(sizes), sizes, strict=True):
+            yield list(given[end - size : end])
+
+    def micro_batches(self, given: Sequence[Any], sizes: Sequence[int]) -> Iterator[Batch]:
+        yield from map(self.batch, self.divided(given, sizes))
+
+    def batch(self, samples: list[Any]) -> Batch:
+        """Return the batch of these samples.
+
+        Raises:
+            InvalidArgument: no tensor is found in it.
+            Exception: what the user's function raised.
+        """
+        with users_code():
+            made = self.collate_fn(samples)
+        return _with_tensors(made, "collate_fn")
+
+
+@dataclass(frozen=True)
+class Made(Samples):
+    """Batches of a function n -> batch, of whose tensors nobody knows which hold samples."""
+
+    kind = SamplesKind.MADE
+
+    def size(self, given: Any) -> None:
+        return None
+
+    def divided(self, given: Any, sizes: Sequence[int]) -> Iterator[Any]:
+        if len(sizes) > 1:
+            raise InvalidArgument(
+                "a batch of the function n -> batch cannot be divided, since its tensors do not "
+                "tell which of them hold samples: give the step such a function, or search with "
+                "samples and Workload(collate_fn=)"
+            )
+        yield given
+
+    def micro_batches(self, given: Any, sizes: Sequence[int]) -> Iterator[Batch]:
+        if not is_maker(given):
+            yield from self.divided(given, sizes)
+            return
+        for size in sizes:
+            yield made_by(given, size)
+
+
+@dataclass(frozen=True)
+class Ready(Samples):
+    """Micro-batches that were made already."""
+
+    def size(self, given: MicroBatches) -> int:
+        return sum(given.sizes)
+
+    def divided(self, given: MicroBatches, sizes: Sequence[int]) -> Iterator[Batch]:
+        if tuple(sizes) != given.sizes:  # another rank has more
+            assert given.made_anew is not None  # only those of a user's step are divided anew
+            given = given.made_anew(tuple(sizes))
+        yield from given.batches
+
+    def collated(self, given: MicroBatches, sizes: Sequence[int]) -> MicroBatches:
+        return given
+
+
+class TakenSamples(tuple[Any, ...]):
+    """The first samples of a data set, which has no batch size of its own."""
+
+    __slots__ = ()
+
+
+# Samples of a data set that are read: more say little more of memory, and may take long to decode.
+_MOST_TAKEN = 256
+_LEAST_TAKEN = 32
+
+
+def taken_from(given: Any, global_batch: int | None) -> Sequence[Any]:
+    """Return the samples that stand for a workload: a list as it is, the first of a data set.
+
+    Raises:
+        InvalidArgument: it is no sequence of samples, or an empty one.
+        Exception: what the user's data set raised.
+    """
+    if not is_sample_sequence(given):
+        raise InvalidArgument(
+            "with collate_fn= the sample batch is a list of samples, or a data set with "
+            f"__len__ and __getitem__, got {kind_of(given)}"
+        )
+    with users_code():
+        count = len(given)
+    if not count:
+        raise InvalidArgument("there are no samples: pass at least one")
+    if isinstance(given, (list, tuple)):
+        return given
+    wanted = min(max(global_batch or 0, _LEAST_TAKEN), _MOST_TAKEN, count)
+    with users_code():
+        return TakenSamples(given[place] for place in range(wanted))
+
+
+def is_sample_sequence(given: Any) -> bool:
+    """Return whether these may be samples: not one tensor, one mapping or one text."""
+    if isinstance(given, (torch.Tensor, Mapping, str, bytes, MicroBatches)) or hasattr(given, "to"):
+        return False
+    return hasattr(given, "__len__") and hasattr(given, "__getitem__")
+
+
+def samples_in_turn(samples: Sequence[Any], sizes: Collection[int]) -> list[Any]:
+    """Return so many samples for micro-batches of those sizes; see `places_in_turn`."""
+    return [samples[place] for place in places_in_turn(len(samples), sizes)]
+
+
+def is_maker(given: Any) -> bool:
+    """Return whether it is a function n -> batch: a batch that can be called can also be moved."""
+    return callable(given) and not hasattr(given, "to")
+
+
+def made_by(maker: BatchMaker, samples: int) -> Batch:
+    """Return a batch of a user's function.
+
+    Raises:
+        InvalidArgument: no tensor is found in it.
+        Exception: what the user's function raised.
+    """
+    with users_code():
+        made = maker(samples)
+    return _with_tensors(made, "the sample batch function")
+
+
+def _with_tensors(made: Any, by: str) -> Batch:
+    if not tensors_of(made) and not hasattr(made, "to"):
+        raise InvalidArgument(
+            f"{by} must return a batch that holds tensors, got {kind_of(made)}: return tensors, "
+            "containers of them, or an object with .to(device)"
+        )
+    return made
+
+
+def samples_in(given: Any, samples: Samples | None) -> Samples:
+    """Return how what a step is given becomes micro-batches.
+
+    Args:
+        given: to the step.
+        samples: of the training; None: rows, told by their sizes.
+    """
+    if isinstance(given, MicroBatches):
+        return Ready()
+    if isinstance(samples, Collated) and samples.rows is not None and samples.is_batch(given):
+        return samples.rows
+    return samples or Rows.of(given)
+
+
+def rows_of(samples: Samples) -> Rows | None:
+    """Return how batches are cut into rows, of samples too; None: it is not known."""
+    return samples if isinstance(samples, Rows) else getattr(samples, "rows", None)
+
+
+def _dim0(tensor: torch.Tensor) -> int | None:
+    return tensor.shape[0] if tensor.dim() else None
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return the first names, and how many more there are."""
+    ordered = sorted(names)
+    more = len(ordered) - _MOST_NAMED
+    shown = ", ".join(islice(ordered, _MOST_NAMED))
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,96 @@
+"""What does not train as the baseline does cannot win, however fast it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind
+from autofit.plan import Scalar
+from autofit.planning.search_spec import SearchSpec
+from autofit.probing.prober import Target, open_prober
+from autofit.searching.faithful import judged
+from autofit.searching.result import SearchResult
+from autofit.strategy import TrainingView
+from tests.plugin import Plugin
+
+BUDGET = 2**28
+
+
+class Wide(nn.Module):
+    """Slow, unless a strategy leaves most of it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 2048), nn.Linear(2048, 4)
+        self.repeats = 12
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        return sum((self.last(hidden.relu() * at) for at in range(self.repeats)), torch.zeros(()))
+
+
+class LeavesOut(Plugin):
+    """Runs a part of the model: the gradients are others."""
+
+    @contextmanager
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> Iterator[None]:
+        model: Any = training.model
+        model.repeats = 1 if settings["plugin.on"] else 12
+        yield
+        model.repeats = 12
+
+
+class NeverUpdates(Plugin):
+    """Leaves the optimizer's step out: every gradient is right."""
+
+    @contextmanager
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> Iterator[None]:
+        undo = training.wrap_optimizer_step(lambda step: None if settings["plugin.on"] else step())
+        yield
+        undo()
+
+
+def ran(seconds: float) -> Measurement:
+    return Measurement(
+        Outcome.OK, step_times_s=[seconds] * 3, peak_reserved_bytes=2**20, non_torch_bytes=0
+    )
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1)])
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [(LeavesOut(), "gradients differ"), (NeverUpdates(), "never updates"), (Plugin(), None)],
+)
+def test_a_strategy_that_trains_something_else_does_not_win(
+    strategy: Plugin, why: str | None, optimizer: Any
+) -> None:
+    """However fast it measured; one that trains the same does."""
+    batch = torch.randn(8, 64), torch.randint(0, 4, (8,))
+    workload = autofit.Workload(
+        Wide(), batch, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, global_batch=16
+    )
+    with open_prober(workload, (strategy,), Target("cpu", BUDGET)) as prober:
+        space = prober.survey().space(None)
+        plain, fast = space.baseline, space.plan(8, {"plugin.on": True})
+        first = Trial(0, TrialKind.BASELINE, plain, ran(0.4))
+        best = Trial(1, TrialKind.SEARCH, fast, ran(0.1))
+        result = SearchResult(
+            SearchSpec(space, BUDGET), (first, best), best, best, first, (), "no plan is left"
+        )
+        found, difference = judged(prober, result)
+    assert found.recommended == found.best == (best if why is None else first)
+    assert difference is None or difference["gradient"] < 1e-5
+    assert [dict(each.settings) for each in found.skipped] == [{"plugin.on": True}] * bool(why)
+    assert all(why is not None and why in note for note in found.notes)

@@ -1,0 +1,108 @@
+"""What one entrance refuses, every other refuses, with the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+from autofit.units import GIB
+
+BUDGET = GIB
+X, Y = torch.randn(8, 6), torch.zeros(8, dtype=torch.long)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+class LazyLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(3)
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(output), target)
+
+
+def _workload(model: Any, sample_batch: Any, **given: Any) -> autofit.Workload:
+    return autofit.Workload(model, sample_batch, **given)
+
+
+ENTRANCES: dict[str, Callable[..., Any]] = {
+    "search": lambda **given: autofit.search(**given, device="cpu", vram_budget=BUDGET),
+    "find_batch_size": lambda **given: autofit.find_batch_size(
+        **given, device="cpu", vram_budget=BUDGET
+    ),
+    "probe": lambda **given: autofit.probe(_workload(**given), device="cpu"),
+    "predict": lambda **given: autofit.predict(_workload(**given), gpu="L4"),
+    "predict for several": lambda **given: autofit.predict(_workload(**given), gpu=["L4", "T4"]),
+    "check": lambda **given: autofit.check(_workload(**given), gpu="L4"),
+    "check by a probe": lambda **given: autofit.check(_workload(**given), device="cpu"),
+    "estimate_memory": lambda **given: autofit.estimate_memory(**given, gpu="L4"),
+    "fits": lambda **given: autofit.fits(**given, vram_budget=BUDGET),
+    "checkpoint_to_budget": lambda **given: autofit.checkpoint_to_budget(
+        **given, device="cpu", vram_budget=BUDGET
+    ),
+}
+LIVE: dict[str, tuple[dict[str, Any], str]] = {
+    "lazy": ({"model": nn.Sequential(nn.LazyConv1d(3, 1))}, "no shape yet"),
+    "lazy buffer": (
+        {"model": nn.Sequential(nn.Linear(6, 3), nn.LazyBatchNorm1d())},
+        "no shape yet",
+    ),
+    "lazy criterion": ({"criterion": LazyLoss()}, "criterion's head.weight"),
+    "wrapped": ({"model": nn.DataParallel(net())}, "already wrapped"),
+    "wrapped part": ({"model": nn.Sequential(nn.DataParallel(net()))}, "already wrapped"),
+    "no model": ({"model": None}, "model must be"),
+    "number for a model": ({"model": 3}, "model must be"),
+    "empty batch": ({"sample_batch": (X[:0], Y[:0])}, "empty"),
+    "target of another size": ({"sample_batch": (X, Y[:4])}, "dimension 0 is 8"),
+    "no target": ({"sample_batch": X}, "input, target"),
+    "no tensor": ({"sample_batch": {"a": 1}}, "no tensor"),
+    "scalar": ({"sample_batch": torch.tensor(1.0)}, "no tensor"),
+    "text for a batch": ({"sample_batch": "x"}, "no tensor"),
+    "number for a criterion": ({"criterion": 3}, "criterion must be"),
+    "two losses": ({"loss_fn": lambda model, batch: model(batch[0]).sum()}, "not both"),
+    "text for an optimizer": ({"optimizer": "adam"}, "optimizer must be"),
+    "foreign optimizer": (
+        {"optimizer": torch.optim.SGD(net().parameters(), 0.1)},
+        "optimizer",
+    ),
+}
+BUILT: dict[str, tuple[Callable[[], Any], str]] = {
+    "lazy": (lambda: nn.Sequential(nn.LazyConv1d(3, 1)), "no shape yet"),
+    "wrapped": (lambda: nn.DataParallel(net()), "already wrapped"),
+    "nothing": (lambda: None, "must return an nn.Module"),
+}
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+@pytest.mark.parametrize("name", LIVE)
+def test_what_cannot_be_trained_is_refused_at_every_entrance(name: str, entrance: str) -> None:
+    wrong, words = LIVE[name]
+    given = {"model": net(), "sample_batch": (X, Y), "criterion": nn.CrossEntropyLoss()} | wrong
+    with pytest.raises(autofit.InvalidArgument, match=words):
+        ENTRANCES[entrance](**given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entrance", [name for name in ENTRANCES if name != "checkpoint_to_budget"])
+@pytest.mark.parametrize("name", BUILT)
+def test_what_a_function_builds_is_refused_at_every_entrance(name: str, entrance: str) -> None:
+    build, words = BUILT[name]
+    with pytest.raises(autofit.InvalidArgument, match=words):
+        ENTRANCES[entrance](model=build, sample_batch=(X, Y), criterion=nn.CrossEntropyLoss())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_a_batch_of_another_type_fails_at_every_entrance(entrance: str) -> None:
+    with pytest.raises(RuntimeError, match="same dtype"):
+        ENTRANCES[entrance](
+            model=net(), sample_batch=(X.double(), Y), criterion=nn.CrossEntropyLoss()
+        )
