@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView, undone
 
-from .calls import Calls
+from .calls import Calls, run_step
 from .one_setting import OneSetting
 
 SETTING = "attention.backend"
@@ -140,7 +140,7 @@ def _run(
     autocast = torch.autocast(training.device.type, dtype) if dtype else nullcontext()
     kernels: set[str] = set()
     with autocast, within, Calls(partial(_note_kernel, kernels)):
-        training.loss(batch)
+        run_step(training, batch)  # not `loss`: a training_step of its own may have no other way
     return kernels
 
 

@@ -18,7 +18,7 @@ from autofit.errors import Unsupported
 from autofit.plan import Dimension
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
-from .calls import Calls
+from .calls import Calls, run_step
 from .one_setting import OneSetting
 
 SETTING = "convolution.benchmark"
@@ -86,5 +86,5 @@ def _benchmarked() -> Iterator[None]:
 def _convolves(training: TrainingView, batch: Any) -> bool:
     names: set[str] = set()
     with Calls(lambda function, _: names.add(getattr(function, "__name__", ""))):
-        training.loss(batch)
+        run_step(training, batch)  # not `loss`: a training_step of its own may have no other way
     return bool(names & _CONVOLUTIONS)

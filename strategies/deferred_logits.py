@@ -31,13 +31,15 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from autofit.errors import Unsupported
+
 _CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
 _LESS = 2.0**-5
 """Of the input, in products that add up rows: a class that most of 2,048 rows have adds up to more
 than float16 holds (65,504) where the input is 32. A power of two, so that no other type rounds."""
 
 
-class LogitsLost(RuntimeError):
+class LogitsLost(Unsupported, RuntimeError):
     """Something is asked for that only logits in memory have."""
 
     def __init__(self, what: str) -> None:
@@ -635,10 +637,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients, scaled by that of the sum."""
         if ctx.gradients is None or torch.is_grad_enabled():  # which create_graph=True does
-            raise RuntimeError(
-                "a loss of deferred logits can be differentiated once: pass head_loss.rows=0 to "
-                "keep its graph"
-            )
+            raise LogitsLost("a loss of deferred logits can be differentiated once")
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [None if each is None else each.mul_(outer[0]) for each in gradients]
         return (*scaled, None, None)

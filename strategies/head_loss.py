@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from autofit.errors import release_exception, with_type
 from autofit.plan import Dimension
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
+from .calls import run_step
 from .deferred_logits import (
     DeferredLogits as DeferredLogits,
     LogitsLost as LogitsLost,
@@ -58,8 +60,10 @@ class HeadLoss(OneSetting):
             return {}
         try:
             heads = context.with_training(_heads, _SAMPLES)
-        except LogitsLost as lost:
-            context.note(f"{SETTING} skipped: {lost}")
+        except RuntimeError as error:  # such as LogitsLost, or a second derivative
+            release_exception(error)
+            context.with_training(run_step, _SAMPLES)  # raises what is the user's
+            context.note(f"{SETTING} skipped: a step with it raises {with_type(error)}")
             return {}
         if not heads:
             return {}
@@ -124,7 +128,7 @@ def _heads(training: TrainingView, batch: Any) -> list[str]:
     """
     heads, runs = _candidates(training.model), list[Run]()
     with deferred(list(heads.values()), ROWS[-1], runs.append):
-        training.loss(batch)
+        run_step(training, batch)  # not `loss`: a training_step of its own may have no other way
     runs_of = {name: [run for run in runs if run.weight is heads[name].weight] for name in heads}
     return [
         name

@@ -137,17 +137,17 @@ def _is_short(settings: Mapping[str, Scalar]) -> bool:
 
 def _sharding(mode: str, modules: list[str], *, is_short: bool) -> list[str]:
     lines = ["from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"]
-    given = "" if mode == "fsdp2" else ", reshard_after_forward=False"
-    if mode == "fsdp2":
-        given = ", reshard_after_forward=True"
+    whole = given = f", reshard_after_forward={mode == 'fsdp2'}"
     if is_short:
         lines.append(
             "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         )
+        whole = f"{given}, mp_policy=replace(policy, output_dtype=next(model.parameters()).dtype)"
+        lines.insert(0, "from dataclasses import replace")
         given += ", mp_policy=policy"
     if modules:
         lines += [f"for name in {modules}:", f"    fully_shard(model.get_submodule(name){given})"]
-    return [*lines, f"fully_shard(model{given})  # the optimizer is made after this"]
+    return [*lines, f"fully_shard(model{whole})  # the optimizer is made after this"]
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ def sharded(
         modules: names of those that are gathered and freed on their own.
         keeps_gathered: parameters stay gathered from the forward to the backward.
         is_short: parameters are gathered, and computed with, in bfloat16; gradients are added up
-            in float32.
+            in float32, and the model's outputs have the type of its parameters, so that the loss
+            is taken in it.
 
     Raises:
         Unsupported: parameters that are gathered together are of several types, one cannot be cut
@@ -72,20 +74,27 @@ def sharded(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy()
-    if is_short:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if is_short else {}
     # Ranks of the meta device are counted on the host's mesh: torch has none of its own for it.
     kind = "cpu" if training.device.type == "meta" else training.device.type
     mesh = init_device_mesh(kind, (training.world.size,))
     model: Any = training.model
     _check_can_be_sharded(model, modules)
+    shard = partial(fully_shard, mesh=mesh, reshard_after_forward=not keeps_gathered)
+    whole = {**types, "output_dtype": _type_of(model)} if is_short else types
     with training.in_host_memory():
-        for part in (*map(model.get_submodule, modules), model):
-            fully_shard(part, mesh=mesh, reshard_after_forward=not keeps_gathered, mp_policy=policy)
+        for part in map(model.get_submodule, modules):
+            shard(part, mp_policy=MixedPrecisionPolicy(**types))
+        shard(model, mp_policy=MixedPrecisionPolicy(**whole))
     training.place_model()
     synchronise: Synchronise = model.set_requires_gradient_sync
     return synchronise
+
+
+def _type_of(model: nn.Module) -> torch.dtype:
+    """Return the type of the model's outputs without mixed precision: that of its parameters."""
+    types = (p.dtype for p in model.parameters() if p.is_floating_point())
+    return next(types, torch.get_default_dtype())
 
 
 def _check_can_be_sharded(model: nn.Module, modules: list[str]) -> None:

@@ -7,7 +7,6 @@ computes what a step of all does, to the bit.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
+from autofit.errors import Unsupported
 from autofit.strategy import TrainingView
 
 WHEN = "optimizer.when"
@@ -27,16 +27,25 @@ _NOT_IN_FORCE = (
 )
 
 
+class UpdatedTwice(Unsupported):
+    """One backward pass adds to a gradient more than once, so it was not whole at the first."""
+
+
 @contextmanager
-def updated_in_backward(training: TrainingView, optimizer: Optimizer) -> Iterator[Counter[int]]:
+def updated_in_backward(training: TrainingView, optimizer: Optimizer) -> Iterator[set[int]]:
     """Update each parameter as soon as its gradient is whole, for as long as this is entered.
 
-    Yield how often each was updated so, by its `id`.
+    Yield the `id` of each that was updated so in the step.
+
+    Raises (a step):
+        UpdatedTwice: a parameter gets a gradient after its update.
     """
-    updates: Counter[int] = Counter()
+    updated = set[int]()
 
     def update(parameter: Tensor) -> None:
-        updates[id(parameter)] += 1
+        if id(parameter) in updated:
+            raise UpdatedTwice(_twice(training, parameter))
+        updated.add(id(parameter))
         groups = optimizer.param_groups  # as they are now
         (group,) = (each for each in groups if any(p is parameter for p in each["params"]))
         parameters, group["params"] = group["params"], [parameter]
@@ -51,8 +60,19 @@ def updated_in_backward(training: TrainingView, optimizer: Optimizer) -> Iterato
             for parameter in [each for each in group["params"] if each.requires_grad]:
                 step = partial(update, parameter)
                 stack.callback(training.update_in_backward(parameter, step))
-        stack.callback(training.add_notes(lambda: [] if updates else [_NOT_IN_FORCE]))
-        yield updates
+        stack.callback(training.before_micro_batch(lambda is_last: updated.clear()))
+        stack.callback(training.add_notes(lambda: [] if updated else [_NOT_IN_FORCE]))
+        yield updated
+
+
+def _twice(training: TrainingView, parameter: Tensor) -> str:
+    names = [name for name, each in training.model.named_parameters() if each is parameter]
+    return (
+        f"{WHEN}=backward: {' '.join(names) or 'a parameter'} was updated in the backward pass, "
+        "and then got another gradient in it, as a reentrant checkpoint of a module that is called "
+        "twice does. The weights are not those of plain training now: restore them, and train with "
+        f"{WHEN}=step, or with use_reentrant=False"
+    )
 
 
 def is_dense(value: Any) -> TypeGuard[Tensor]:
@@ -75,12 +95,15 @@ def share_held(samples: int, training: TrainingView, batch: Any) -> float | None
     if not str(type(optimizer).__module__).startswith("torch.optim."):
         training.step(batch)
         return None  # others may keep what is of all parameters
-    with updated_in_backward(training, optimizer) as updates:
-        training.step(batch)
-    if not updates or max(updates.values()) > 1:
+    try:
+        with updated_in_backward(training, optimizer) as updated:
+            training.step(batch)
+    except UpdatedTwice:
+        return None
+    if not updated:
         return None
     parameters = list(training.model.parameters())
-    gradient_bytes = sum(each.nbytes for each in parameters if id(each) in updates)
+    gradient_bytes = sum(each.nbytes for each in parameters if id(each) in updated)
     if gradient_bytes < _saved_bytes(partial(training.loss, batch)) / samples:
         return None
     held_bytes = sum(each.nbytes for each in parameters)

@@ -170,7 +170,7 @@ class Training(AbstractContextManager["Training"]):
         # Whether any step so far split its batch; a training_step may not.
         self.has_split = False
         self._ended = False
-        self._is_in_training_step = False
+        self._is_in_training_step = self._is_looked_at = False
         self._applied = ExitStack()
         self.optimizer: Optimizers = None  # type: ignore[assignment]  # until it is made
         self.ranks: Ranks | None = None
@@ -349,13 +349,21 @@ class Training(AbstractContextManager["Training"]):
         """
         if self._ended:
             raise InvalidArgument("this training has ended: call report.apply(...) again")
-        if self.recipe.training_step is not None:
-            self._look(batch)
-            self.zero_grad()
-            return self._users_step(self.recipe.training_step, batch)
-        batch = self._collated(batch)
+        users = self.recipe.training_step is not None
+        # Of what a training_step makes batches, they are looked at as it makes them.
+        is_unmade = users and self._is_unmade(batch)
+        batch = batch if users else self._collated(batch)
         self._look(batch)
+        self._is_looked_at = not is_unmade  # by no other part: ranks gather for each look
+        try:
+            return self._stepped(batch)
+        finally:
+            self._is_looked_at = False
+
+    def _stepped(self, batch: Batch) -> torch.Tensor:
         self.zero_grad()
+        if self.recipe.training_step is not None:
+            return self._users_step(self.recipe.training_step, batch)
         loss = self.accumulate(batch, then_updates=True)
         self.optimizer_step()
         return loss
@@ -386,7 +394,7 @@ class Training(AbstractContextManager["Training"]):
         return self._over_ranks(total)
 
     def _look(self, given: Any) -> None:
-        if self._watch is not None:
+        if self._watch is not None and not self._is_looked_at:
             gathered = None if self.ranks is None else partial(self._gathered, self.ranks)
             samples = sum(self._sizes(given))
             self._watch.look(given, samples, stacklevel=3, gathered=gathered)

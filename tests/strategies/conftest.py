@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,3 +21,12 @@ def _one_thread() -> Iterator[None]:
 def any_time_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offer every implementation of an optimizer, however little time it saves."""
     monkeypatch.setattr("autofit.strategies.optimizer.WORTH", float("-inf"))
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """Torch's default process group of this process alone."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""memory_format.layout: weights are rearranged within their storage, and arranged back."""
+"""memory_format.layout: activations are channels-last, and the weights stay as they are."""
 
 from __future__ import annotations
 
@@ -69,20 +69,57 @@ def test_it_is_offered_where_there_is_something_to_lay_out(
 
 
 @pytest.mark.parametrize("dimensions", [2, 3])
-def test_weights_alone_make_the_activations_follow(
-    memory_format: Strategy, dimensions: int
-) -> None:
+def test_activations_are_channels_last(memory_format: Strategy, dimensions: int) -> None:
     model = _conv(dimensions)
     wanted = torch.channels_last if dimensions == 2 else torch.channels_last_3d
+    batch, plain = torch.randn(2, 4, *[7] * dimensions), {*vars(model[0])["_forward_pre_hooks"]}
     with _training(memory_format, model):
-        assert model.get_parameter("0.weight").is_contiguous(memory_format=wanted)
-        output = model(torch.randn(2, 4, *[7] * dimensions))
-        assert output.is_contiguous(memory_format=wanted)
-        assert not output.is_contiguous()
+        assert model(batch).is_contiguous(memory_format=wanted)
+        assert not model(batch).is_contiguous()
+        assert model[0](input=batch).is_contiguous(memory_format=wanted)
+        torch.testing.assert_close(model(batch[0]), model(batch)[0])  # an image without a batch
+    assert model(batch).is_contiguous()
+    assert {*vars(model[0])["_forward_pre_hooks"]} == plain
 
 
-def test_training_goes_on_after_it_as_before(memory_format: Strategy) -> None:
-    """A live optimizer's state is rearranged with its weight, so both still belong together."""
+class _TiedByData(nn.Module):
+    """Two convolutions of one memory, and a third that lies in one flat storage with its bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+        self.other.weight.data = self.one.weight.data
+        self.flat = nn.Conv2d(4, 4, 3)
+        self.memory = torch.randn(4 * 4 * 3 * 3 + 4)
+        self.flat.weight.data = self.memory[:-4].view(4, 4, 3, 3)
+        self.flat.bias.data = self.memory[-4:]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.flat(self.other(self.one(x)))
+
+
+def test_all_that_shares_memory_with_a_weight_sees_it_trained(memory_format: Strategy) -> None:
+    torch.manual_seed(0)
+    model, plain = _TiedByData(), _TiedByData()
+    plain.load_state_dict(model.state_dict())
+    taken = model.state_dict()
+    aliases = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    batches = [torch.randn(2, 4, 9, 9) for _ in range(3)]
+    optimizer = torch.optim.SGD(plain.parameters(), 0.01)
+    with _training(memory_format, model, torch.optim.SGD(model.parameters(), 0.01)) as training:
+        for batch in batches:
+            training.step(batch)
+            plain(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(parameter, plain.get_parameter(name), msg=name)
+                assert torch.equal(taken[name], parameter)
+                assert torch.equal(aliases[name], parameter)
+            torch.testing.assert_close(model.memory, plain.memory)
+
+
+def test_a_live_optimizer_goes_on_with_its_state(memory_format: Strategy) -> None:
     model, plain = _conv(2), _conv(2)
     plain.load_state_dict(model.state_dict())
     batches = [torch.randn(2, 4, 7, 7) for _ in range(3)]
@@ -105,4 +142,3 @@ def test_training_goes_on_after_it_as_before(memory_format: Strategy) -> None:
         torch.testing.assert_close(weight, other, msg=name)
         state = optimizers[0].state[weight]["exp_avg"]
         torch.testing.assert_close(state, optimizers[1].state[other]["exp_avg"])
-        assert state.stride() == weight.stride()

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autofit
 from autofit.devices.cpu import CpuDevice
+from autofit.errors import Unsupported
 from autofit.integrations.applied import on_model
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import collect_dimensions, load_strategies
@@ -283,6 +284,16 @@ class Nested(nn.Module):
         for _ in range(2):
             x = checkpoint(self.inner, x, use_reentrant=True)
         return x
+
+
+def test_a_second_gradient_after_the_update_raises() -> None:
+    """A checkpoint that begins after the search: what it leaves would be no plain training."""
+    refused = pytest.raises(Unsupported, match=r"inner\.(weight|bias) was updated")
+    with begun(torch.optim.AdamW, {WHEN: "backward"}, nested()) as live, refused:
+        live.step(nested().sample_batch)
+    with begun(torch.optim.AdamW, {WHEN: "backward"}) as live:
+        for _ in range(2):  # the second step updates each parameter once more
+            live.step(wide().sample_batch)
 
 
 def nested() -> Workload:

@@ -15,6 +15,7 @@ from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
+from autofit.training.watch import BatchWatch
 from tests.plugin import Plugin
 
 CPU = torch.device("cpu")
@@ -579,3 +580,34 @@ def test_float16_steps_optimizers_without_a_gradient(clip: float | None, is_spar
             assert training.step(torch.tensor([0, 1])).isfinite()
     moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
     assert moved == [True, True, True, False, False]
+
+
+class _CountedWatch(BatchWatch):
+    looks = 0
+
+    def look(self, *given: Any, **named: Any) -> None:
+        self.looks += 1
+        super().look(*given, **named)
+
+
+def _of_micro_batches(training: Training, batch: Any) -> torch.Tensor:
+    for micro_batch, weight in training.micro_batches(batch):
+        loss = training.loss(micro_batch)
+        training.backward(loss, weight)
+    training.optimizer_step()
+    return loss
+
+
+@pytest.mark.parametrize("step", [None, _of_micro_batches])
+def test_a_batch_is_looked_at_once_in_a_step(step: Any) -> None:
+    """Of several ranks all gather at each look."""
+    model, watch = _mlp(), _CountedWatch(Plan(4), {"batch": "float32[4, 6]"})
+    recipe = Recipe(loss_fn=lambda model, batch: model(batch).mean(), training_step=step)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = ResolvedPlan(Plan(4))
+    with Training(model, optimizer, recipe, plan, device=CPU, watch=watch) as training:
+        training.step(torch.randn(4, 6))
+        assert watch.looks == 1
+        for _ in training.micro_batches(torch.randn(4, 6)):
+            pass
+        assert watch.looks == 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -152,3 +154,30 @@ def test_one_device_alone_is_refused() -> None:
             resolved,
             device=torch.device("cpu"),
         )
+
+
+def _sharded(model: nn.Module) -> None:
+    """As the strategy does it."""
+    optimizer = torch.optim.SGD(model.parameters())
+    with Training(
+        model, optimizer, Recipe(), ResolvedPlan(Plan(4)), device=torch.device("cpu")
+    ) as live:
+        wrapping = import_module("autofit.strategies.parallel_wrapping")
+        wrapping.sharded(live, ["0", "1"], keeps_gathered=False, is_short=True)
+
+
+def _sharded_as_described(model: nn.Module) -> None:
+    settings: dict[str, Scalar] = {"parallel.mode": "fsdp2", **SHORT}
+    lines = STRATEGY.describe(settings, {"parallel.mode": {"modules": ["0", "1"]}})
+    exec("\n".join(lines), {"model": model, "torch": torch})
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("shard", [_sharded, _sharded_as_described])
+def test_a_sharded_model_returns_outputs_in_the_type_of_its_parameters(shard: Any) -> None:
+    """So that the loss is taken in it; in between it computes in bfloat16."""
+    model, types = _workload().build_model(), list[torch.dtype]()
+    model[1].register_forward_hook(lambda module, given, output: types.append(given[0].dtype))  # type: ignore[operator]  # a Linear
+    shard(model)
+    assert model(torch.randn(4, 4)).dtype == torch.float32
+    assert types == [torch.bfloat16]

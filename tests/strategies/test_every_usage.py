@@ -1,0 +1,88 @@
+"""Every built-in strategy trains as plain PyTorch does, in every usage of autograd, or refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from autofit.registry import installed_names
+from autofit.strategy import Capabilities
+from autofit.testing import Usage, check_usages, usages
+
+OF_RANKS = {"parallel"}
+COMPILED = {"compile"}
+BUILT_IN = (
+    "attention",
+    "checkpointing",
+    "convolution",
+    "head_loss",
+    "memory_format",
+    "offload",
+    "optimizer",
+    "precision",
+)
+DEVICE = Capabilities("cuda", bfloat16=True, float16=True, tf32=True, compute_capability=(9, 0))
+"""What is only offered on an NVIDIA GPU is tried too; it runs on the CPU."""
+
+each_usage = pytest.mark.parametrize("usage", usages, ids=lambda usage: usage.name)
+pytestmark = pytest.mark.usefixtures("any_time_is_worth_it")
+
+
+def test_no_built_in_strategy_is_left_out() -> None:
+    of_others = {"adam_state"}  # of an example, where it is installed
+    assert {*installed_names()} - of_others == {*BUILT_IN, *COMPILED, *OF_RANKS}
+
+
+@each_usage
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_each_value_trains_alike(name: str, usage: Usage) -> None:
+    check_usages(name, usages=[usage], capabilities=DEVICE)
+
+
+PLAIN = Usage("plain", next(u.make_workload for u in usages if u.name == "lengths that change"))
+SAME_MODEL = {
+    "forward hooks",
+    "forward hooks that read",
+    "forward pre-hooks",
+    "full backward hooks",
+    "full backward pre-hooks",
+    "hooks of all modules",
+    "tensor hooks",
+    "custom autograd functions",
+    "vmap",
+    "jvp",
+    "retained graph",
+    "weights written in place",
+    "weights moved between passes",
+    "activations written in place",
+    "inputs written after a frozen head",
+    "unused branch",
+    "gradients missing in a step",
+    "loss in a reentrant checkpoint",
+    "reentrant checkpoint",
+    "second model",
+    "average of weights",
+    "state taken before",
+    "deepcopy inside",
+    "pickle inside",
+}
+"""What may come to a training after its search, without another model."""
+
+
+@pytest.mark.parametrize(
+    "usage", [u for u in usages if u.name in SAME_MODEL], ids=lambda usage: usage.name
+)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_comes_after_the_search_trains_alike(name: str, usage: Usage) -> None:
+    check_usages(name, usages=[usage], looked_at=PLAIN, capabilities=DEVICE)
+
+
+@pytest.mark.slow
+@each_usage
+def test_compiled_models_train_alike(usage: Usage) -> None:
+    check_usages("compile", usages=[usage])
+
+
+@pytest.mark.slow
+@each_usage
+def test_each_pair_trains_alike(usage: Usage) -> None:
+    check_usages(BUILT_IN, usages=[usage], pairs=True, capabilities=DEVICE)
