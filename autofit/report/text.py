@@ -13,7 +13,7 @@ from html import escape
 from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from autofit.codec import without_commands
@@ -109,7 +109,7 @@ def _fit(made: Table, width: int) -> None:
 
     The widest columns are narrowed; rich would break long words anywhere.
     """
-    columns = [[cell for cell in column.cells if isinstance(cell, Text)] for column in made.columns]
+    columns = [_texts(column) for column in made.columns]
     titles = [str(column.header) if made.show_header else "" for column in made.columns]
     widths = [
         max(map(cell_len, [title, *(line for cell in cells for line in cell.plain.splitlines())]))
@@ -121,6 +121,10 @@ def _fit(made: Table, width: int) -> None:
     for cells, most in zip(columns, widths, strict=True):
         for cell in cells:
             cell.plain = "\n".join(_broken(cell.plain, most))
+
+
+def _texts(column: Column) -> list[Text]:
+    return [cell for cell in column.cells if isinstance(cell, Text)]
 
 
 def _broken(text: str, width: int) -> Iterator[str]:
@@ -154,7 +158,7 @@ def _answer(record: Record, width: int, *, color: bool, place: Place) -> str:
     figures.columns[1].style = "bold green" if is_sure(record) else "bold yellow"
     if sum(max(map(cell_len, cells)) for cells in zip(*answer.rows, strict=True)) > width:
         for column in figures.columns:  # a setting a line
-            for cell in column.cells:
+            for cell in _texts(column):
                 cell.plain = cell.plain.replace(", ", ",\n")
     title = Text(answer.title, style="bold")
     title.truncate(width, overflow="ellipsis")
