@@ -74,7 +74,9 @@ def sharded(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if is_short else {}
+    types: dict[str, Any] = {}
+    if is_short:
+        types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     # Ranks of the meta device are counted on the host's mesh: torch has none of its own for it.
     kind = "cpu" if training.device.type == "meta" else training.device.type
     mesh = init_device_mesh(kind, (training.world.size,))

@@ -266,7 +266,7 @@ def tensor_hooks() -> Workload:
         model.norm.weight.register_post_accumulate_grad_hook(halve)
 
     def loss(model: Tiny, batch: Any) -> Tensor:
-        features = model.features(batch[0])
+        features: Any = model.features(batch[0])
         logits = model.head(features)
         features.register_hook(lambda gradient: gradient * 0.5)
         logits.register_hook(lambda gradient: gradient * 2)
@@ -324,7 +324,7 @@ def jvp() -> Workload:
     def loss(model: Tiny, batch: Any) -> Tensor:
         features = model.features(batch[0])
         block: Any = model.blocks[0]
-        _, tangent = torch.func.jvp(block.mlp, (features,), (torch.ones_like(features),))
+        _, tangent, *_ = torch.func.jvp(block.mlp, (features,), (torch.ones_like(features),))
         return loss_of(model.head(features), batch[1]) + tangent.square().mean()
 
     return _workload(loss)

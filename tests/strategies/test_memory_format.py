@@ -70,7 +70,7 @@ def test_it_is_offered_where_there_is_something_to_lay_out(
 
 @pytest.mark.parametrize("dimensions", [2, 3])
 def test_activations_are_channels_last(memory_format: Strategy, dimensions: int) -> None:
-    model = _conv(dimensions)
+    model: Any = _conv(dimensions)
     wanted = torch.channels_last if dimensions == 2 else torch.channels_last_3d
     batch, plain = torch.randn(2, 4, *[7] * dimensions), {*vars(model[0])["_forward_pre_hooks"]}
     with _training(memory_format, model):
@@ -92,7 +92,7 @@ class _TiedByData(nn.Module):
         self.flat = nn.Conv2d(4, 4, 3)
         self.memory = torch.randn(4 * 4 * 3 * 3 + 4)
         self.flat.weight.data = self.memory[:-4].view(4, 4, 3, 3)
-        self.flat.bias.data = self.memory[-4:]
+        self.flat.bias = nn.Parameter(self.memory[-4:])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.flat(self.other(self.one(x)))

@@ -173,6 +173,7 @@ def test_what_moved_keeps_the_values_that_it_was_saved_with() -> None:
         if in_place:
             doubled.data.add_(0)  # written to without a count of it
         doubled.square().sum().backward()
+        assert layer.weight.grad is not None
         return layer.weight.grad.clone()
 
     plain = gradient(in_place=False)
@@ -234,7 +235,7 @@ def test_lengths_that_vary_take_no_more_than_the_longest() -> None:
     assert host._held_bytes == 0
 
 
-def twice(loss: torch.Tensor, model: nn.Module) -> None:
+def twice(loss: Any, model: nn.Module) -> None:
     loss.backward(retain_graph=True)
     loss.backward()
 
@@ -244,7 +245,7 @@ def penalized(loss: torch.Tensor, model: nn.Module) -> None:
     sum(gradient.square().sum() for gradient in gradients).backward()  # type: ignore[union-attr]
 
 
-def in_parts(loss: torch.Tensor, model: nn.Module) -> None:
+def in_parts(loss: Any, model: Any) -> None:
     (gradient,) = torch.autograd.grad(loss, [model[2].weight], retain_graph=True)
     (loss * gradient.norm()).backward()
 

@@ -176,8 +176,9 @@ def _sharded_as_described(model: nn.Module) -> None:
 @pytest.mark.parametrize("shard", [_sharded, _sharded_as_described])
 def test_a_sharded_model_returns_outputs_in_the_type_of_its_parameters(shard: Any) -> None:
     """So that the loss is taken in it; in between it computes in bfloat16."""
-    model, types = _workload().build_model(), list[torch.dtype]()
-    model[1].register_forward_hook(lambda module, given, output: types.append(given[0].dtype))  # type: ignore[operator]  # a Linear
+    model: Any = _workload().build_model()
+    types = list[torch.dtype]()
+    model[1].register_forward_hook(lambda module, given, output: types.append(given[0].dtype))
     shard(model)
     assert model(torch.randn(4, 4)).dtype == torch.float32
     assert types == [torch.bfloat16]
