@@ -111,7 +111,7 @@ def _holding_itself() -> list[Any]:
             {"sample_batch": (torch.zeros(1, 8), torch.zeros(1), torch.zeros(9))},
             r"2 of its 3 tensors.*n -> batch",
         ),
-        ({"sample_batch": lambda n: torch.zeros(n + 1, 8)}, r"2 samples.*3"),
+        ({"sample_batch": lambda n: f"{n} texts"}, r"holds tensors.*\bstr\b"),
         ({"model": "resnet50"}, r"nn\.Module.*'resnet50'"),
         ({"model": lambda: 7}, r"nn\.Module.*\bint\b"),
         ({"optimizer": lambda parameters: None}, r"torch\.optim\.Optimizer.*None"),

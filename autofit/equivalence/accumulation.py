@@ -397,7 +397,7 @@ def _has_ignored(batch: Batch, places: Collection[int]) -> bool:
             continue
         if bool((tensor == IGNORED).any()):
             return True
-        if "mask" in name and tensor.unique().numel() > 1:
+        if "mask" in name and tensor.numel() and bool((tensor != tensor.flatten()[0]).any()):
             return True
     return False
 

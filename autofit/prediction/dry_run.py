@@ -380,7 +380,8 @@ def _small_or_without_values(
             return make(workload, samples)
         light = workload
         if workload.collate_fn is not None and not isinstance(workload.sample_batch, Lengths):
-            on_meta = _on_meta(list(workload.sample_batch), tracer)
+            given: Any = workload.sample_batch
+            on_meta = _on_meta(list(given), tracer)
             light = replace(workload, sample_batch=on_meta)
         return _without_values(
             lambda: make(light, samples), tracer, lambda: make(workload, samples)

@@ -18,7 +18,7 @@ import enum
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -230,24 +230,34 @@ def _mapped(
     function: Callable[[torch.Tensor], torch.Tensor],
     batch: Batch,
     instead: Callable[[Any], Any],
-    inside: frozenset[int] = frozenset(),
+    inside: Mapping[int, Any] = MappingProxyType({}),
 ) -> Batch:
     """The batch with `function` applied to its tensors.
 
     Args:
         instead: object that is no tensor -> what takes its place; None: it is opened.
-        inside: objects that are being opened, by their ids.
+        inside: objects that are being opened, by their ids -> what takes their place.
     """
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return function(leaf)
-        parts = None if id(leaf) in inside else _parts(leaf)
+        if id(leaf) in inside:
+            return inside[id(leaf)]
         if (other := instead(leaf)) is not None:
             return other
+        parts = _parts(leaf)
         if parts is None or not (_is_record(leaf) or tensors_of(leaf)):
             return leaf
-        return _rebuilt(leaf, _mapped(function, parts, instead, inside | {id(leaf)}))
+        if isinstance(leaf, Mapping):
+            return _made(leaf, _mapped(function, parts, instead, inside))
+        # Not made anew, since `__init__` may take other fields or compute some
+        changed = copy.copy(leaf)
+        mapped = _mapped(function, parts, instead, {**inside, id(leaf): changed})
+        for name, value in mapped.items():
+            if parts[name] is not value:
+                object.__setattr__(changed, name, value)
+        return changed
 
     return pytree.tree_map(visit, batch)
 
@@ -323,17 +333,10 @@ def _parts(leaf: Any) -> dict[Any, Any] | None:
     return dict(vars(leaf)) or None
 
 
-def _rebuilt(leaf: Any, parts: dict[Any, Any]) -> Any:
-    """The same kind of object with those parts; a dict where a mapping cannot be made."""
+def _made(mapping: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
+    """The same kind of mapping with those parts; a dict where it cannot be made."""
+    make: Any = mapping.__class__
     try:
-        if not isinstance(leaf, Mapping):
-            # Not made anew, since `__init__` may take other fields or compute some
-            changed = copy.copy(leaf)
-            for name, value in parts.items():
-                if getattr(leaf, name, None) is not value:
-                    object.__setattr__(changed, name, value)
-            return changed
-        make: Any = leaf.__class__
         return make(parts)
     except Exception:  # the class is the user's: what its constructor wants is anybody's guess
         return parts

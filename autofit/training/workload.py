@@ -199,7 +199,7 @@ class Workload:
 
     def samples_of(self, *sizes: int) -> Any:
         """Return as many samples in the form in which they are divided: a list, or a batch."""
-        given = self.longest_batch
+        given: Any = self.longest_batch
         if self.collate_fn is not None:
             return samples_in_turn(given, sizes)
         return self.batch(sum(sizes)) if self.makes_batches else resize(given, *sizes)
@@ -295,10 +295,11 @@ class Workload:
 
     def with_eval_samples(self, samples: int) -> Workload:
         """Return the workload with evaluations of so many samples."""
+        own: Any = self.eval_batch
         given: Any = samples
         if self._eval_samples_given:
-            given = samples_in_turn(self.eval_batch, [samples])
-        elif not isinstance(self.eval_batch, int):
+            given = samples_in_turn(own, [samples])
+        elif not isinstance(own, int):
             given = self.evaluation_batch(samples)
         return replace(self, eval_batch=given)
 

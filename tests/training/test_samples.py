@@ -1,0 +1,195 @@
+"""Samples, functions and objects as batches: what a step takes, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from autofit.errors import InvalidArgument
+from autofit.plan import Plan, ResolvedPlan
+from autofit.training.batch import describe, placed, tensors_of
+from autofit.training.lengths import Lengths
+from autofit.training.samples import Collated, Made, Rows
+from autofit.training.training import Training
+from autofit.training.workload import Workload
+
+CPU = torch.device("cpu")
+
+
+def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+    return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+def texts(*lengths: int) -> list[torch.Tensor]:
+    return [torch.full((length,), float(length)) for length in lengths]
+
+
+def mean(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return (batch.sum(1) * model.weight).mean()
+
+
+def build() -> nn.Module:
+    return nn.Linear(1, 1, bias=False)
+
+
+def training(workload: Workload, plan: Plan) -> Training:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    resolved = ResolvedPlan(plan)
+    return Training(
+        model, optimizer, workload.recipe, resolved, device=CPU, samples=workload.samples
+    )
+
+
+def test_sorted_samples_stay_sorted_where_there_are_more_than_were_given() -> None:
+    workload = Workload(build, texts(5, 3, 2), collate_fn=collate, loss_fn=mean)
+    assert workload.sample_batch_size == 3
+    assert workload.batch(7)[:, 0].tolist() == [5, 5, 5, 3, 3, 2, 2]
+    step = workload.step_of(2, 2)
+    assert [batch[:, 0].tolist() for batch in step.batches] == [[5, 3], [5, 2]]
+
+
+def test_a_step_collates_each_micro_batch_of_its_samples() -> None:
+    seen: list[torch.Size] = []
+
+    def loss_fn(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(batch.shape)
+        return mean(model, batch)
+
+    workload = Workload(build, texts(5, 3, 2), collate_fn=collate, loss_fn=loss_fn)
+    with training(workload, Plan(2, accumulation_steps=2)) as one:
+        one.step(texts(9, 1, 2, 3))
+        weights = [weight for _, weight in one.micro_batches(texts(9, 1, 2))]
+    assert seen == [(2, 9), (2, 3)]
+    assert weights == [2 / 3, 1 / 3]
+
+
+def test_a_data_set_has_no_size_of_its_own() -> None:
+    data = TensorDataset(torch.randn(500, 4), torch.randn(500))
+    workload = Workload(build, data, collate_fn=torch.utils.data.default_collate, global_batch=48)
+    assert workload.sample_batch_size == 48
+    assert not workload.chose_size
+    assert len(workload.sample_batch) == 48
+    assert workload.plan() == Plan(48, global_batch=48)
+    assert torch.equal(workload.batch(2)[0], data.tensors[0][:2])
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "words"),
+    [
+        (torch.ones(3, 4), {}, "list of samples"),
+        ({"x": 1}, {}, "list of samples"),
+        ([], {}, "no samples"),
+        (texts(2), {"collate_fn": 3}, "collate_fn must be a function"),
+        (lambda n: n, {}, "list of samples"),
+        (texts(2), {"collate_fn": lambda samples: "text"}, "holds tensors"),
+    ],
+)
+def test_what_no_batch_can_be_made_of_is_refused(given: Any, more: Any, words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        Workload(build, given, **({"collate_fn": collate} | more)).batch(2)
+
+
+@pytest.mark.parametrize("given", [torch.ones(4, 3), {"x": torch.ones(4)}, []])
+def test_a_step_takes_samples_where_the_search_did(given: Any) -> None:
+    workload = Workload(build, texts(5, 3), collate_fn=collate, loss_fn=mean)
+    with (
+        training(workload, Plan(2)) as one,
+        pytest.raises(InvalidArgument, match="list of samples"),
+    ):
+        one.step(given)
+
+
+def test_lengths_are_of_samples_too() -> None:
+    lists = [texts(5, 4), texts(2, 1, 2)]
+    for given, more in (
+        (Lengths(lists, [1, 3], collate_fn=collate), {}),
+        (Lengths(lists, [1, 3]), {"collate_fn": collate}),
+    ):
+        workload = Workload(build, given, loss_fn=mean, **more)
+        assert isinstance(workload.samples, Collated)
+        assert workload.sample_batch_size == 2
+        assert [(share, tuple(batch.shape)) for share, batch in workload.mix(4)] == [
+            (0.75, (4, 2)),
+            (0.25, (4, 5)),
+        ]
+
+
+def test_evaluations_are_collated() -> None:
+    given: dict[str, Any] = {"collate_fn": collate, "eval_step": lambda model, batch: None}
+    workload = Workload(build, texts(5, 3), **given, eval_batch=texts(7, 6, 1))
+    assert workload.eval_samples == 3
+    assert workload.evaluation_batch(4).shape == (4, 7)
+    assert workload.with_eval_samples(5).eval_samples == 5
+    assert Workload(build, texts(5, 3), **given, eval_batch=4).evaluation_batch(4).shape == (4, 5)
+
+
+# A function n -> batch
+
+
+def time_first(samples: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(6, samples, 1), "y": torch.ones(samples)}
+
+
+def test_a_function_is_believed_about_n() -> None:
+    workload = Workload(build, time_first, global_batch=8)
+    assert isinstance(workload.samples, Made)
+    assert workload.plan() == Plan(8, global_batch=8)  # in one micro-batch
+    assert [batch["y"].shape for batch in workload.step_of(3, 2).batches] == [(3,), (2,)]
+    assert isinstance(Workload(build, lambda n: torch.ones(n, 3)).samples, Rows)
+
+
+def test_a_step_calls_a_function_for_each_micro_batch() -> None:
+    asked: list[int] = []
+
+    def make(samples: int) -> dict[str, torch.Tensor]:
+        asked.append(samples)
+        return time_first(samples)
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        return (model(batch["x"]).sum(0)[:, 0] - batch["y"]).mean()
+
+    workload = Workload(build, time_first, loss_fn=loss_fn)
+    with training(workload, Plan.split(5, 3)) as one:
+        one.step(make)
+        with pytest.raises(InvalidArgument, match="cannot be divided"):
+            one.step(time_first(5))
+    assert asked == [3, 2]
+    with training(workload, Plan(5)) as one:
+        one.step(time_first(5))
+
+
+# Objects of other libraries
+
+
+class Moved:
+    """Holds its tensors where nobody looks, and moves them."""
+
+    __slots__ = ("device", "hidden")
+
+    def __init__(self, hidden: torch.Tensor, device: Any = "cpu") -> None:
+        self.hidden, self.device = hidden, device
+
+    def to(self, device: Any) -> Moved:
+        return Moved(self.hidden.to(device), device)
+
+
+class Plain:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.name, self.parts = x, "plain", [x + 1]
+        self.own = self
+
+
+def test_objects_are_moved_by_themselves_or_by_their_attributes() -> None:
+    meta = torch.device("meta")
+    batch = {"one": Moved(torch.ones(2)), "other": Plain(torch.ones(3, 4))}
+    assert list(describe(batch)) == ["['other']['x']", "['other']['parts'][0]"]
+    there = placed(batch, lambda tensor: tensor.to(meta), meta)
+    assert there["one"].device == meta
+    assert type(there["other"]) is Plain
+    assert {tensor.device for tensor in tensors_of(there)} == {meta}
+    assert batch["other"].x.device == CPU
