@@ -296,7 +296,7 @@ def attached(module: Any, schedule: Schedule | None) -> Iterator[None]:
 
     It has trained no step, runs no callback and logs nothing.
     """
-    if schedule is None or getattr(module, "_trainer", None) is not None:
+    if schedule is None or _is_attached(module):
         yield
         return
     if module not in _TRAINERS:
@@ -312,6 +312,13 @@ def attached(module: Any, schedule: Schedule | None) -> Iterator[None]:
 
 _TRAINERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """By module. A Trainer refers to the module weakly, by its optimizers' parameters alone."""
+
+
+def _is_attached(module: Any) -> bool:
+    try:
+        return module.trainer is not None
+    except RuntimeError:  # there is no Trainer
+        return False
 
 
 def _bare_trainer(module: Any, schedule: Schedule) -> Any:
@@ -335,7 +342,8 @@ def _bare_trainer(module: Any, schedule: Schedule) -> Any:
     with suppress(Exception):  # the search may be given another optimizer because it fails
         trainer.strategy.connect(module)
         trainer.strategy.setup_optimizers(trainer)
-    trainer.strategy._lightning_module = module.trainer = None  # else it would outlive its probe
+    trainer.strategy.connect(None)  # else the module would outlive its probe
+    module.trainer = None
     return trainer
 
 

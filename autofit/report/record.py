@@ -214,9 +214,10 @@ class Record:
     recommended_number: int | None = None
 
     def __post_init__(self) -> None:
+        if self.recommended_number is None:
+            object.__setattr__(self, "recommended_number", self.best_number)
         numbers = {trial.number for trial in self.trials}
-        named = {self.best_number, self.baseline_number}
-        named |= set() if self.recommended_number is None else {self.recommended_number}
+        named = {self.best_number, self.baseline_number, self.recommended_number}
         if missing := sorted(named - numbers):
             raise InvalidArgument(
                 f"trial {missing[0]} is the best one, the baseline or the recommended one, but not "
@@ -245,8 +246,8 @@ class Record:
     @property
     def recommended(self) -> Trial:
         """The trial to train with: the best, or the baseline where that was not told from it."""
-        number = self.recommended_number
-        return self.trial(self.best_number if number is None else number)
+        assert self.recommended_number is not None  # __post_init__ sets it
+        return self.trial(self.recommended_number)
 
     @property
     def is_decided(self) -> bool:

@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autofit.codec import from_json, to_json
 from autofit.equivalence.comparison import MOST_NOISE, NoiseFloor, StepTrace, compare
 from autofit.equivalence.steps import PlainContext, gradients_noted, one_thread
+from autofit.errors import InvalidArgument
 from autofit.plan import (
     Dimension,
-    DimensionForm,
     Plan,
     ResolvedPlan,
     Scalar,
@@ -203,7 +202,10 @@ class Case:
         self._build = build
         self._device = device
         context = PlainContext(build, device, capabilities)
-        self._dimensions = collect_dimensions([strategy], context)
+        try:
+            self._dimensions = collect_dimensions([strategy], context)
+        except InvalidArgument as error:
+            raise NotConformant(str(error)) from error
         self._samples = build().sample_batch_size
         self._plain = self._steps(self._resolved({}))
 
@@ -232,7 +234,6 @@ class Case:
     def problems(self, variant: ResolvedPlan) -> list[str]:
         """Return every way in which the strategy breaks its contract with this variant."""
         return [
-            *self._json_problems(),
             *self._description_problems(variant),
             *self._arithmetic_problems(variant),
             *self._leaving_problems(variant),
@@ -243,17 +244,6 @@ class Case:
     ) -> dict[str, Scalar]:
         needed = {name: values[0] for name, values in (dimension.when or {}).items()}
         return settings | {n: v for n, v in needed.items() if n in settings and v is not None}
-
-    def _json_problems(self) -> Iterator[str]:
-        for name, dimension in self._dimensions.items():
-            try:
-                written = to_json(DimensionForm.of(dimension))
-            except TypeError as error:
-                yield f"{name} cannot be written as JSON: {error}"
-            else:
-                back = from_json(written, DimensionForm, name).dimension()
-                if to_json(DimensionForm.of(back)) != written:
-                    yield f"{name} is not the same after JSON"
 
     def _description_problems(self, variant: ResolvedPlan) -> Iterator[str]:
         lines = self._strategy.describe(variant.plan.settings, variant.payloads)
