@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import autofit
 from autofit.errors import InvalidArgument
-from autofit.searching.loader_batches import longest_batch
+from autofit.searching.loader_batches import longest_samples
 from autofit.training.lengths import tokens_of_mix
 
 HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "64MiB", "strategies": []}
@@ -175,7 +175,7 @@ def test_what_delivers_its_batches_once_is_refused_and_keeps_them() -> None:
     with pytest.raises(InvalidArgument, match="iterator"):
         autofit.from_loader(batches)
     with pytest.raises(InvalidArgument, match="iterator"):
-        longest_batch(batches)
+        longest_samples(batches)
     assert next(batches).shape == (4, 1)
 
 
