@@ -374,7 +374,7 @@ def retain_graph() -> Workload:
         features = model.features(batch[0])
         first = loss_of(model.head(features), batch[1])
         second: Tensor = model.aux(features).float().square().mean()
-        sizes = [  # of gradients that float16 can hold
+        sizes: list[Tensor] = [  # of gradients that float16 can hold
             torch.autograd.grad(each * 2**8, features, retain_graph=True)[0].norm()
             for each in (first, second)
         ]
