@@ -186,9 +186,14 @@ USES = {
         optional=True,
     ),
     "saved tensors that are kept elsewhere": Use(
-        ("torch.Tensor._version",),
+        ("torch.Tensor._base", "torch.Tensor._version"),
         "settings that keep or make saved tensors elsewhere are left out: a change in place after "
-        "saving would go unseen",
+        "saving, or a view of a weight, would go unseen",
+        optional=True,
+    ),
+    "updates of many weights at once": Use(
+        ("torch._foreach_add_", "torch._foreach_sub_"),
+        "strategies are not tried in a training that moves its weights between two passes",
         optional=True,
     ),
     "logits that are held in part": Use(

@@ -160,7 +160,7 @@ def test_each_number_has_a_result() -> None:
 @pytest.mark.slow
 def test_the_readmes_checks_run_as_they_stand(tmp_path: Path, run: Callable[[str], None]) -> None:
     readme = (ROOT / "README.md").read_text()
-    texts = [match[3] for match in _BLOCK.finditer(readme)]
+    texts = [match[4] for match in _BLOCK.finditer(readme)]
     (target,) = (text for text in texts if "\ndef make_workload" in text)
     (fixture,) = (text for text in texts if "def test_fits_24gib" in text)
     (job,) = (text for text in texts if text.startswith("capacity:"))

@@ -26,6 +26,7 @@ from tests.test_arrows import nodes_of
 ROOT = Path(__file__).parents[1]
 TABLE = frozenset(name for use in torch_private.USES.values() for name in use.names)
 NOT_OF_TORCH = {
+    "_args_from_interpreter_flags",  # of subprocess
     "_exit",  # of os
     "_getframe",  # of sys
     "_class_setstate",  # of cloudpickle

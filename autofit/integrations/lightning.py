@@ -280,7 +280,7 @@ class Schedule:
     @classmethod
     def of(cls, trainer: Any, data: Any) -> Schedule:
         """Return that of a Trainer on the data of a DataModule, or of a loader."""
-        loader = None if data is None else _train_loader(data)
+        loader: Any = None if data is None else _train_loader(data)
         try:
             micro_batches: float = len(loader)
         except TypeError:  # it streams

@@ -262,8 +262,8 @@ def tensor_hooks() -> Workload:
             assert parameter.grad is not None
             parameter.grad.mul_(0.5)
 
-        model.head.weight.register_hook(lambda gradient: gradient * 0.5)
-        model.norm.weight.register_post_accumulate_grad_hook(halve)
+        model.head.weight.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]  # torch
+        model.norm.weight.register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]  # torch
 
     def loss(model: Tiny, batch: Any) -> Tensor:
         features: Any = model.features(batch[0])
@@ -287,6 +287,7 @@ class _SoftCap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        capped: Tensor
         (capped,) = ctx.saved_tensors
         return gradients[0] * (1 - capped * capped)
 
@@ -324,6 +325,7 @@ def jvp() -> Workload:
     def loss(model: Tiny, batch: Any) -> Tensor:
         features = model.features(batch[0])
         block: Any = model.blocks[0]
+        tangent: Tensor
         _, tangent, *_ = torch.func.jvp(block.mlp, (features,), (torch.ones_like(features),))
         return loss_of(model.head(features), batch[1]) + tangent.square().mean()
 
@@ -337,7 +339,7 @@ def functional_gradient() -> Workload:
         def energy(x: Tensor) -> Tensor:
             return functional.softplus(model.aux(x)).sum()
 
-        force = torch.func.grad(energy)(features)
+        force: Tensor = torch.func.grad(energy)(features)
         return loss_of(model.head(features), batch[1]) + force.square().mean()
 
     return _workload(loss)
@@ -345,7 +347,7 @@ def functional_gradient() -> Workload:
 
 def double_backward() -> Workload:
     def loss(model: Tiny, batch: Any) -> Tensor:
-        first = plain_loss(model, batch)
+        first: Tensor = plain_loss(model, batch)
         parameters = [p for p in model.parameters() if p is not model.aux.weight]
         parameters = [p for p in parameters if p is not model.aux.bias]
         gradients = torch.autograd.grad(first, parameters, create_graph=True)
@@ -360,6 +362,7 @@ def gradient_penalty() -> Workload:
         images = batch[0].detach().requires_grad_()
         logits = model(images)
         total = logits.float().logsumexp(-1).mean()
+        gradient: Tensor
         (gradient,) = torch.autograd.grad(total, images, create_graph=True)
         return loss_of(logits, batch[1]) + gradient.square().sum()
 
@@ -370,8 +373,8 @@ def retain_graph() -> Workload:
     def loss(model: Tiny, batch: Any) -> Tensor:
         features = model.features(batch[0])
         first = loss_of(model.head(features), batch[1])
-        second = model.aux(features).float().square().mean()
-        sizes = [  # of gradients that float16 can hold
+        second: Tensor = model.aux(features).float().square().mean()
+        sizes: list[Tensor] = [  # of gradients that float16 can hold
             torch.autograd.grad(each * 2**8, features, retain_graph=True)[0].norm()
             for each in (first, second)
         ]
@@ -443,7 +446,7 @@ def two_passes_with_weights_moved_between() -> Workload:
             torch._foreach_add_(trained, moves)
         for parameter in trained:
             parameter.grad = None
-        loss = training.loss(batch)
+        loss: Tensor = training.loss(batch)
         training.backward(loss)
         with torch.no_grad():
             torch._foreach_sub_(trained, moves)
@@ -541,7 +544,7 @@ def compiled_function() -> Workload:
 
     def prepare(model: Tiny) -> None:
         for block in model.blocks:
-            block.between = compiled  # type: ignore[assignment]  # no module
+            block.between = compiled
 
     def loss(model: Tiny, batch: Any) -> Tensor:
         runs.clear()

@@ -254,10 +254,11 @@ class Workload:
     @cached_property
     def samples(self) -> Samples:
         """How a training step's batch becomes micro-batches; a function makes two for it."""
+        given: Any = self.longest_batch
         if self.collate_fn is not None:
-            return Collated.of(self.collate_fn, self.longest_batch[0])
+            return Collated.of(self.collate_fn, given[0])
         if not self.makes_batches:
-            return Rows.of(self.longest_batch)
+            return Rows.of(given)
         try:
             return Rows.made_by(self.batch) or Made()
         except Exception as error:  # it may make no batches as small as that

@@ -18,6 +18,7 @@ from autofit.plan import Plan
 from autofit.report.details import training_lines
 from autofit.report.report import Report
 from autofit.report.summary import Place
+from autofit.training.samples import Collated
 
 QUICK = autofit.SearchOptions(effort="quick")
 
@@ -347,6 +348,7 @@ def test_a_module_may_ask_the_trainer_that_was_passed() -> None:
     trainer = trainer_of(max_epochs=3, accumulate_grad_batches=2)
     workload = integration.workload(module, data, trainer=trainer)
     assert isinstance(workload.optimizer, torch.optim.AdamW)
+    assert workload.loss_fn is not None
     loss = workload.loss_fn(module, workload.batch(4))
     assert loss.requires_grad
     assert module.steps == 9  # 24 samples in micro-batches of 4, two a step, three times
@@ -356,7 +358,7 @@ def test_a_module_may_ask_the_trainer_that_was_passed() -> None:
 
 def test_the_worker_asks_it_too() -> None:
     trainer = trainer_of(max_epochs=3)
-    prediction = integration.predict(Scheduled(), Data(), trainer=trainer, gpu="L4")
+    prediction: Any = integration.predict(Scheduled(), Data(), trainer=trainer, gpu="L4")
     assert prediction.required_bytes > 0
 
 
@@ -367,6 +369,7 @@ def test_what_a_module_asks_a_missing_trainer_for_is_named() -> None:
         integration.workload(Scheduled(), Data())
     module = Scheduled()
     workload = integration.workload(module, Data(), optimizer=torch.optim.AdamW)
+    assert workload.loss_fn is not None
     with pytest.raises(
         InvalidArgument, match=r"training_step of a Scheduled .*test_lightning.py:\d"
     ):
@@ -411,4 +414,6 @@ def test_a_hook_before_the_transfer_sees_the_batches_of_the_loader() -> None:
     module = Scaled()
     plain, scaled = (integration.workload(each, Data()) for each in (Classifier(), module))
     assert torch.equal(scaled.batch(4)[0], 10 * plain.batch(4)[0])
+    assert isinstance(scaled.samples, Collated)
+    assert isinstance(plain.samples, Collated)
     assert scaled.samples.rows == plain.samples.rows

@@ -364,7 +364,7 @@ def test_what_the_arguments_can_say_is_written_there_and_taken_back(
 def test_a_training_that_raises_leaves_no_plan_on_the_model(
     error: type[BaseException], tmp_path: Path, make_report: Callable[..., Report]
 ) -> None:
-    class Stops(transformers.TrainerCallback):  # type: ignore[misc]  # of a library without types
+    class Stops(transformers.TrainerCallback):  # type: ignore[misc, name-defined]  # of a library without types
         on = True
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -451,7 +451,8 @@ def test_a_collator_that_flattens_has_the_samples_of_the_arguments(
     assert workload.plan() == Plan.split(8, 4)
     assert workload.batch(4)["input_ids"].shape == (1, 31 * 3 + 28)
     assert workload.batch(8)["input_ids"].shape == (1, 2 * (31 * 3 + 28))
-    assert integration.predict(trainer, gpu="L4").plan == Plan.split(8, 4)
+    predicted: Any = integration.predict(trainer, gpu="L4")
+    assert predicted.plan == Plan.split(8, 4)
     applied = integration.apply(make_report(workload, workload.plan()), trainer)
     assert applied.lines == ("nothing to change: TrainingArguments already match the plan",)
 

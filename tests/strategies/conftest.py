@@ -26,7 +26,7 @@ def any_time_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     """Torch's default process group of this process alone."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]  # torch
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()

@@ -64,7 +64,8 @@ def test_memory_is_that_of_a_batch_of_as_many_real_samples(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_split_gradients_are_those_of_the_whole_collated_batch(name: str) -> None:
     case = CASES[name]
-    samples, seen = case.samples(7), []
+    samples = case.samples(7)
+    seen: list[torch.Tensor] = []
 
     def note(model: torch.nn.Module, optimizer: Any) -> None:
         seen.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
