@@ -458,14 +458,17 @@ def held_by_ranks(ranks: Sequence[RankUse]) -> str:
 def validity(record: Record) -> Iterator[str]:
     """Yield which samples the answer holds for, and how equal the gradients are."""
     shapes: Mapping[str, str] = record.workload["sample_shapes"]
-    batched = record.workload.get("batched") or list(shapes)
-    held = [
-        f"{_shown_name(name)}{_of_one_sample(shapes[name])}" for name in shapes if name in batched
-    ]
-    constant = [f"{_shown_name(name)}{shapes[name]}" for name in shapes if name not in batched]
-    yield f"For samples up to {_listed(held)}" + f"; constant: {_listed(constant)}" * bool(constant)
+    whole = {name: f"{_shown_name(name)}{shape}" for name, shape in shapes.items()}
+    size = record.workload.get("described_size")
     if how := _BATCHES.get(record.workload.get("samples", "")):
+        yield f"For batches as those of {size} samples: {_listed(list(whole.values()))}"
         yield how
+    else:
+        batched = record.workload.get("batched") or list(shapes)
+        held = [f"{_shown_name(name)}{_of_one_sample(shapes[name])}" for name in batched]
+        constant = [words for name, words in whole.items() if name not in batched]
+        beside = f"; constant: {_listed(constant)}" if constant else ""
+        yield f"For samples up to {_listed(held)}{beside}"
     if recommends_baseline(record):
         return
     if record.difference is None and record.baseline_beside_best.ok:

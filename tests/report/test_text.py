@@ -260,6 +260,15 @@ def test_names_and_shapes_are_those_of_a_sample(record: Record) -> None:
     assert line == f"For samples up to {held}; constant: [1][0]['boxes'] float32[8, 5, 4]"
 
 
+@pytest.mark.parametrize("samples", ["function", "collate_fn"])
+def test_shapes_of_batches_that_are_made_are_whole(record: Record, samples: str) -> None:
+    # time first, or samples side by side in one row: no dimension is known to hold samples
+    shapes = {"['x']": "float32[50, 2, 16]", "['packed']": "int64[1, 95]"}
+    made = {"sample_shapes": shapes, "samples": samples, "described_size": 2}
+    (line, *_) = validity(replace(record, workload={**record.workload, **made}))
+    assert line.endswith("of 2 samples: x float32[50, 2, 16], packed int64[1, 95]")
+
+
 def test_the_lines_of_python_run_where_they_are_printed(
     record: Record, capsys: pytest.CaptureFixture[str]
 ) -> None:
