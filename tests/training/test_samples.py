@@ -73,7 +73,8 @@ def test_a_data_set_has_no_size_of_its_own() -> None:
     workload = Workload(build, data, collate_fn=torch.utils.data.default_collate, global_batch=48)
     assert workload.sample_batch_size == 48
     assert not workload.chose_size
-    assert len(workload.sample_batch) == 48
+    kept: Any = workload.sample_batch
+    assert len(kept) == 48
     assert workload.plan() == Plan(48, global_batch=48)
     assert torch.equal(workload.batch(2)[0], data.tensors[0][:2])
 
@@ -106,11 +107,11 @@ def test_a_step_takes_samples_where_the_search_did(given: Any) -> None:
 
 def test_lengths_are_of_samples_too() -> None:
     lists = [texts(5, 4), texts(2, 1, 2)]
-    for given, more in (
-        (Lengths(lists, [1, 3], collate_fn=collate), {}),
-        (Lengths(lists, [1, 3]), {"collate_fn": collate}),
+    for given, collate_fn in (
+        (Lengths(lists, [1, 3], collate_fn=collate), None),
+        (Lengths(lists, [1, 3]), collate),
     ):
-        workload = Workload(build, given, loss_fn=mean, **more)
+        workload = Workload(build, given, loss_fn=mean, collate_fn=collate_fn)
         assert isinstance(workload.samples, Collated)
         assert workload.sample_batch_size == 2
         assert [(share, tuple(batch.shape)) for share, batch in workload.mix(4)] == [
@@ -186,7 +187,7 @@ class Plain:
 
 def test_objects_are_moved_by_themselves_or_by_their_attributes() -> None:
     meta = torch.device("meta")
-    batch = {"one": Moved(torch.ones(2)), "other": Plain(torch.ones(3, 4))}
+    batch: dict[str, Any] = {"one": Moved(torch.ones(2)), "other": Plain(torch.ones(3, 4))}
     assert list(describe(batch)) == ["['other']['x']", "['other']['parts'][0]"]
     there = placed(batch, lambda tensor: tensor.to(meta), meta)
     assert there["one"].device == meta
