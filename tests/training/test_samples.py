@@ -95,7 +95,16 @@ def test_what_no_batch_can_be_made_of_is_refused(given: Any, more: Any, words: s
         Workload(build, given, **({"collate_fn": collate} | more)).batch(2)
 
 
-@pytest.mark.parametrize("given", [torch.ones(4, 3), {"x": torch.ones(4)}, []])
+def test_a_step_takes_a_batch_of_rows_too_that_collate_fn_made() -> None:
+    workload = Workload(build, texts(5, 3, 4), collate_fn=collate, loss_fn=mean)
+    losses = []
+    for given in (texts(5, 3, 4), collate(texts(5, 3, 4))):
+        with training(workload, Plan(3)) as one:
+            losses.append(float(one.step(given)))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("given", [{"x": torch.ones(4)}, []])
 def test_a_step_takes_samples_where_the_search_did(given: Any) -> None:
     workload = Workload(build, texts(5, 3), collate_fn=collate, loss_fn=mean)
     with (
