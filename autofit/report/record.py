@@ -218,7 +218,7 @@ class Record:
             object.__setattr__(self, "recommended_number", self.best_number)
         numbers = {trial.number for trial in self.trials}
         named = {self.best_number, self.baseline_number, self.recommended_number}
-        if missing := sorted(named - numbers):
+        if missing := sorted(number for number in named - numbers if number is not None):
             raise InvalidArgument(
                 f"trial {missing[0]} is the best one, the baseline or the recommended one, but not "
                 "among the trials"
