@@ -465,7 +465,11 @@ def validity(record: Record) -> Iterator[str]:
         yield how
     else:
         batched = record.workload.get("batched") or list(shapes)
-        held = [f"{_shown_name(name)}{_of_one_sample(shapes[name])}" for name in batched]
+        held = [
+            f"{_shown_name(name)}{_of_one_sample(shape)}"
+            for name, shape in shapes.items()
+            if name in batched
+        ]
         constant = [words for name, words in whole.items() if name not in batched]
         beside = f"; constant: {_listed(constant)}" if constant else ""
         yield f"For samples up to {_listed(held)}{beside}"

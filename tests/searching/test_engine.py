@@ -286,8 +286,8 @@ def test_whatever_dies_the_answer_ran_and_the_timeout_is_kept(
     else:
         assert result.best.ok
         assert result.best in result.trials
-        if probability == 0:
-            assert result.best.kind is TrialKind.CONFIRMATION  # time was kept back for that
+        if probability == 0:  # time was kept back for the first turn at least
+            assert any(trial.kind is TrialKind.CONFIRMATION for trial in result.trials)
     assert prober.now <= timeout_s
 
 
