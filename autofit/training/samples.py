@@ -229,7 +229,7 @@ class Collated(Samples):
 
     def divided(self, given: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
         for end, size in zip(accumulate(sizes), sizes, strict=True):
-            yield list(given[end - size : end])
+            yield [given[place] for place in range(end - size, end)]  # a data set has no slices
 
     def micro_batches(self, given: Sequence[Any], sizes: Sequence[int]) -> Iterator[Batch]:
         yield from map(self.batch, self.divided(given, sizes))
@@ -370,6 +370,8 @@ def samples_in(given: Any, samples: Samples | None) -> Samples:
     """
     if isinstance(given, MicroBatches):
         return Ready()
+    if is_maker(given) and not isinstance(samples, Collated):
+        return Made()
     if isinstance(samples, Collated) and samples.rows is not None and samples.is_batch(given):
         return samples.rows
     return samples or Rows.of(given)
