@@ -291,6 +291,8 @@ def _found(training: TrainingView) -> dict[str, list[str]]:
                 continue
             if value == "foreach" and not _torch_chooses_lists(optimizer):
                 continue
+            if value == "fused" and any(g.get("dampening") for g in optimizer.param_groups):
+                continue  # a first step that a scaler leaves out would leave no momentum
             with implemented([optimizer], value):
                 if _ran(optimizer) == value:
                     found.setdefault(value, []).append(name)
