@@ -160,11 +160,16 @@ class Rows(Samples):
                 "Workload(collate_fn=) where the number of tensors varies"
             )
         sizes = {name: tuple(t.shape[:1]) for name, t in named if name in self.batched}
+        if not sizes:
+            raise InvalidArgument(
+                f"the batch ({kind_of(given)}) has none of the tensors that hold samples in the "
+                f"sample batch ({_listed(self.batched)}): pass batches with these"
+            )
         if len(set(sizes.values())) != 1 or () in sizes.values():
             told = ", ".join(f"{name}: {size}" for name, size in sizes.items())
             raise InvalidArgument(
                 "the tensors that hold samples must agree in dimension 0, but this batch "
-                f"has {told or 'none'}"
+                f"has {told}"
             )
         (samples,) = next(iter(sizes.values()))
         if samples == 0:

@@ -80,3 +80,23 @@ def test_a_step_takes_the_function_whose_batches_show_their_samples() -> None:
     report = report_of(workload, Plan.split(8, 3))
     with report.apply(model, torch.optim.SGD(model.parameters(), 0.0)) as training:
         torch.testing.assert_close(training.step(make), sum(parts).detach())
+
+
+@pytest.mark.parametrize("batch", [None, [], {}, torch.tensor(1.0), lambda model: model])
+def test_what_holds_no_samples_is_refused_in_words(batch: Any) -> None:
+    model = nn.Linear(4, 3)
+    given = torch.randn(8, 4), torch.arange(8) % 3
+    report = report_of(Workload(model, given, criterion=nn.CrossEntropyLoss()), Plan(8))
+    with (
+        report.apply(model, torch.optim.SGD(model.parameters(), 0.0)) as training,
+        pytest.raises(InvalidArgument, match="tensor"),
+    ):
+        training.step(batch)
+
+
+def test_a_class_in_place_of_a_model_is_refused_in_words() -> None:
+    model = nn.Linear(4, 3)
+    given = torch.randn(8, 4), torch.arange(8) % 3
+    report = report_of(Workload(model, given, criterion=nn.CrossEntropyLoss()), Plan(8))
+    with pytest.raises(InvalidArgument, match="Module"):
+        report.apply(nn.Linear, torch.optim.SGD(model.parameters(), 0.0))  # type: ignore[arg-type]
