@@ -39,12 +39,12 @@ def test_what_the_search_collated_by_a_training_collates_by(tmp_path: Path) -> N
     report.save(tmp_path / "report.json")
     loaded = autofit.load(tmp_path / "report.json")
     losses = []
-    for each, given in ((report, {}), (loaded, {"collate_fn": case.collate})):
+    functions: dict[str, Any] = {"collate_fn": case.collate, "loss_fn": case.loss_fn}
+    for each, given in ((report, {}), (loaded, functions)):
         torch.manual_seed(0)
         model = case.build()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         if given:
-            given = {**given, "loss_fn": case.loss_fn}
             with pytest.raises(autofit.InvalidArgument, match="collate_fn"):
                 each.apply(model, optimizer, loss_fn=case.loss_fn)
         with each.apply(model, optimizer, **given) as training:

@@ -222,7 +222,7 @@ class Record:
         if len(numbers) < len(self.trials):
             raise InvalidArgument("two of the trials have one number")
         named = {self.best_number, self.baseline_number, self.recommended_number}
-        if missing := sorted(named - numbers):
+        if missing := sorted(number for number in named - numbers if number is not None):
             raise InvalidArgument(
                 f"trial {missing[0]} is the best one, the baseline or the recommended one, but not "
                 "among the trials"

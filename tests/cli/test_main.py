@@ -224,10 +224,8 @@ def test_each_printed_line_runs_as_printed(searched: Ran, folder: Path) -> None:
 
 def test_progress_and_what_user_code_prints_go_to_standard_error(searched: Ran) -> None:
     assert "the user's module says hello" in searched.err
-    (baseline,) = re.findall(
-        r"^\[\d+:\d\d\] 4 x .*: [\d.]+ samples/s.*", searched.err, re.MULTILINE
-    )
-    assert re.search(r"best [\d.]+ samples/s \| probe 1 of 3 \| \w.* \d+:\d\d left", baseline)
+    assert re.search(r"^\[\d+:\d\d\] 4 x .*: [\d.]+ samples/s", searched.err, re.MULTILINE)
+    assert re.search(r"best [\d.]+ samples/s \| probe 1 of 3", searched.err)
     assert "\x1b" not in searched.err
     assert "Warning" not in searched.err
 

@@ -73,7 +73,8 @@ def test_a_data_set_has_no_size_of_its_own() -> None:
     workload = Workload(build, data, collate_fn=torch.utils.data.default_collate, global_batch=48)
     assert workload.sample_batch_size == 48
     assert not workload.chose_size
-    assert len(workload.sample_batch) == 48
+    kept: Any = workload.sample_batch
+    assert len(kept) == 48
     assert workload.plan() == Plan(48, global_batch=48)
     assert torch.equal(workload.batch(2)[0], data.tensors[0][:2])
 
@@ -94,7 +95,16 @@ def test_what_no_batch_can_be_made_of_is_refused(given: Any, more: Any, words: s
         Workload(build, given, **({"collate_fn": collate} | more)).batch(2)
 
 
-@pytest.mark.parametrize("given", [torch.ones(4, 3), {"x": torch.ones(4)}, []])
+def test_a_step_takes_a_batch_of_rows_too_that_collate_fn_made() -> None:
+    workload = Workload(build, texts(5, 3, 4), collate_fn=collate, loss_fn=mean)
+    losses = []
+    for given in (texts(5, 3, 4), collate(texts(5, 3, 4))):
+        with training(workload, Plan(3)) as one:
+            losses.append(float(one.step(given)))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("given", [{"x": torch.ones(4)}, []])
 def test_a_step_takes_samples_where_the_search_did(given: Any) -> None:
     workload = Workload(build, texts(5, 3), collate_fn=collate, loss_fn=mean)
     with (
@@ -106,11 +116,11 @@ def test_a_step_takes_samples_where_the_search_did(given: Any) -> None:
 
 def test_lengths_are_of_samples_too() -> None:
     lists = [texts(5, 4), texts(2, 1, 2)]
-    for given, more in (
-        (Lengths(lists, [1, 3], collate_fn=collate), {}),
-        (Lengths(lists, [1, 3]), {"collate_fn": collate}),
+    for given, collate_fn in (
+        (Lengths(lists, [1, 3], collate_fn=collate), None),
+        (Lengths(lists, [1, 3]), collate),
     ):
-        workload = Workload(build, given, loss_fn=mean, **more)
+        workload = Workload(build, given, loss_fn=mean, collate_fn=collate_fn)
         assert isinstance(workload.samples, Collated)
         assert workload.sample_batch_size == 2
         assert [(share, tuple(batch.shape)) for share, batch in workload.mix(4)] == [
@@ -186,7 +196,7 @@ class Plain:
 
 def test_objects_are_moved_by_themselves_or_by_their_attributes() -> None:
     meta = torch.device("meta")
-    batch = {"one": Moved(torch.ones(2)), "other": Plain(torch.ones(3, 4))}
+    batch: dict[str, Any] = {"one": Moved(torch.ones(2)), "other": Plain(torch.ones(3, 4))}
     assert list(describe(batch)) == ["['other']['x']", "['other']['parts'][0]"]
     there = placed(batch, lambda tensor: tensor.to(meta), meta)
     assert there["one"].device == meta
