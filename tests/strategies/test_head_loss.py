@@ -777,5 +777,5 @@ def test_another_model_than_the_searched_one_is_refused_in_words() -> None:
     )
     other = nn.Sequential(nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES))
     optimizer = torch.optim.SGD(other.parameters(), 0.1)
-    with pytest.raises(autofit.AutofitError, match="head_loss.rows.*head"):
+    with pytest.raises(autofit.AutofitError, match=r"head_loss\.rows.*head"):
         Training(other, optimizer, Recipe(), plan, device=torch.device("cpu"))
