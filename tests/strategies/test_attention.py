@@ -92,26 +92,19 @@ def test_the_kernel_that_is_named_runs_and_torch_is_left_as_it_was(value: str) -
     recipe = Recipe(criterion=functional.mse_loss)
     optimizer = torch.optim.SGD(model.parameters())
     batch = tuple(tensor.cuda() for tensor in made.batch(4))
-    before = backends._run(nullcontext(), None, _Runs(model), batch)
+
+    def looked_at() -> Any:
+        plain = ResolvedPlan(Plan(4), {}, ())
+        with Training(model, optimizer, recipe, plain, device=torch.device("cuda")) as each:
+            return backends._run(nullcontext(), None, each, batch)
+
+    before = looked_at()
     training = Training(model, optimizer, recipe, plan, device=torch.device("cuda"))
     kernels: set[str] = set()
     with training, backends.Calls(partial(backends._note_kernel, kernels)):
         training.step(batch)
     assert kernels == {value}
-    assert backends._run(nullcontext(), None, _Runs(model), batch) == before
-
-
-class _Runs:
-    """The part of a training that looking at kernels takes."""
-
-    device = torch.device("cuda")
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def loss(self, batch: Any) -> Tensor:
-        inputs, target = batch
-        return functional.mse_loss(self._model(inputs), target)
+    assert looked_at() == before
 
 
 @pytest.mark.cuda
