@@ -38,6 +38,8 @@ Duration: TypeAlias = Annotated[float, Meta(gt=1e-12, lt=1e12)]
 Wait: TypeAlias = Annotated[float, Meta(ge=0.0, lt=1e12)]
 """Seconds, or none."""
 DeviceName: TypeAlias = Annotated[str, Meta(pattern="^(cpu|cuda)(:.*)?$")]
+DescribedTensor: TypeAlias = Annotated[str, Meta(pattern=r"^\w+\[(\d+(, \d+)*)?\]$")]
+"""Type and shape, as float32[8, 16]."""
 SettingValue: TypeAlias = bool | Annotated[int, Meta(gt=-_INT64, lt=_INT64)] | Number | str
 
 _Read = TypeVar("_Read")

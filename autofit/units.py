@@ -12,7 +12,7 @@ from autofit.errors import InvalidArgument
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
-_MOST_BYTES = 2**60
+MOST_BYTES = 2**60  # no device has as much
 _BINARY = {"k": KIB, "m": MIB, "g": GIB, "t": TIB}
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SIZE = re.compile(
@@ -36,7 +36,7 @@ def parse_bytes(text: str) -> int:
     prefix = match["prefix"].lower()
     table = _DECIMAL if match["form"].lower() == "b" else _BINARY
     read = float(match["number"]) * (table[prefix] if prefix else 1)
-    if read >= _MOST_BYTES:
+    if read >= MOST_BYTES:
         raise InvalidArgument(f"no device has as much memory as {text[:40]!r}")
     size = int(read)
     if size <= 0:
@@ -54,7 +54,7 @@ def check_size(size: int, written: object) -> int:
     Raises:
         InvalidArgument: it is below 1 MiB, or larger than any device.
     """
-    if size >= _MOST_BYTES:
+    if size >= MOST_BYTES:
         raise InvalidArgument(f"no device has as much memory as {str(written)[:40]} bytes")
     if size >= MIB:
         return size

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autofit.errors import release_exception, with_type
+from autofit.errors import InvalidArgument, release_exception, with_type
 from autofit.plan import Dimension
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
@@ -98,6 +98,12 @@ class HeadLoss(OneSetting):
     ) -> AbstractContextManager[None]:
         """Defer the logits of the heads."""
         heads = _candidates(training.model)
+        if missing := [name for name in payload["heads"] if name not in heads]:
+            raise InvalidArgument(
+                f"{SETTING} is for the heads of the model that was searched, and this model has no "
+                f"nn.Linear of {FEWEST_CLASSES} classes or more named {', '.join(missing)}: apply "
+                "to that model, or search again with this one"
+            )
         return deferred([heads[name] for name in payload["heads"]], value)
 
     def lines(self, value: Any, payload: Any) -> list[str]:

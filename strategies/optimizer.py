@@ -30,7 +30,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autofit.errors import release_exception, with_type
+from autofit.errors import InvalidArgument, release_exception, with_type
 from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView, attributes_kept, undone
 
@@ -148,16 +148,29 @@ def _applied(
     value = str(settings.get(SETTING, "default"))
     with ExitStack() as stack:
         if value != "default":
-            names = payloads[SETTING]["optimizers"]
-            chosen = [each for name, each in _named(training) if name in names]
+            chosen = _chosen(training, payloads[SETTING]["optimizers"])
             stack.enter_context(implemented(chosen, value))
         if settings.get(STATE, "default") == "bfloat16":
-            names = payloads[STATE]["optimizers"]
-            chosen = [each for name, each in _named(training) if name in names]
+            chosen = _chosen(training, payloads[STATE]["optimizers"])
             stack.enter_context(state_in_bfloat16(*chosen))
         if settings.get(WHEN, "step") == "backward":
             stack.enter_context(updated_in_backward(training, training.optimizer))
         yield
+
+
+def _chosen(training: TrainingView, names: Iterable[str]) -> list[Optimizer]:
+    """Return the optimizers of those names.
+
+    Raises:
+        InvalidArgument: there is none of one, as where they were several in the search.
+    """
+    given = dict(_named(training))
+    if missing := [name for name in names if name not in given]:
+        raise InvalidArgument(
+            f"the plan is for the optimizers {[*names]}, and there is none of the name "
+            f"{missing[0]!r} here: apply it to a training with the optimizers of the search"
+        )
+    return [given[name] for name in names]
 
 
 def _implementations(context: Context, found: Mapping[str, Sequence[str]]) -> Dimension:
@@ -291,6 +304,8 @@ def _found(training: TrainingView) -> dict[str, list[str]]:
                 continue
             if value == "foreach" and not _torch_chooses_lists(optimizer):
                 continue
+            if value == "fused" and any(g.get("dampening") for g in optimizer.param_groups):
+                continue  # a first step that a scaler leaves out would leave no momentum
             with implemented([optimizer], value):
                 if _ran(optimizer) == value:
                     found.setdefault(value, []).append(name)

@@ -20,20 +20,32 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from autofit.errors import Unsupported
 from autofit.strategy import TrainingView
 
 from .update_in_backward import is_dense
 
 STATE = "optimizer.state"
+_KNOWN = (SGD, Adam, AdamW)
 _LOW_BITS = 16
 """Of the 32 of a float, those that bfloat16 lacks."""
 
 
 @contextmanager
 def state_in_bfloat16(*optimizers: Optimizer) -> Iterator[None]:
-    """Keep the state of optimizers in bfloat16 from the next step on, while this is entered."""
+    """Keep the state of optimizers in bfloat16 from the next step on, while this is entered.
+
+    Raises:
+        Unsupported: one is none of torch's own, whose step may go through all parameters itself.
+    """
     with ExitStack() as stack:
         for optimizer in optimizers:
+            if type(optimizer) not in _KNOWN:
+                raise Unsupported(
+                    f"{STATE}=bfloat16 steps each parameter alone, as torch's SGD, Adam and AdamW "
+                    f"do, but the optimizer is a {type(optimizer).__name__}: use one of these, or "
+                    "search again with this one"
+                )
             stack.enter_context(_one_in_bfloat16(optimizer))
         yield
 
@@ -116,7 +128,7 @@ def shares_held(training: TrainingView) -> dict[str, float]:
 
 
 def _share_held(optimizer: Optimizer) -> float:
-    if type(optimizer) not in (SGD, Adam, AdamW):
+    if type(optimizer) not in _KNOWN:
         return 1.0
     held_bytes = state_bytes = 0
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):

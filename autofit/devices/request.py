@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from autofit.errors import InvalidArgument
-from autofit.units import check_size, format_bytes, parse_bytes
+from autofit.units import MOST_BYTES, check_size, format_bytes, parse_bytes
 
 
 def budget_bytes(vram_budget: str | float | None, *, total_bytes: int, free_bytes: int) -> int:
@@ -42,7 +41,7 @@ def check_budget(vram_budget: str | float | None) -> None:
         InvalidArgument: it cannot be read, is below 1 MiB, or is a fraction outside (0, 1].
     """
     if vram_budget is not None:
-        _read_budget(vram_budget, total_bytes=sys.maxsize)
+        _read_budget(vram_budget, total_bytes=MOST_BYTES // 2)  # a device with room
 
 
 def _read_budget(vram_budget: str | float, total_bytes: int) -> int:

@@ -383,6 +383,8 @@ def _equal(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are equal, where a NaN equals a NaN."""
+    if one.is_nested and other.is_nested:
+        return _equal(one.unbind(), other.unbind())
     if one.layout != torch.strided or other.layout != torch.strided:
         return one.layout == other.layout and one.shape == other.shape
     same = one.shape == other.shape and one.dtype == other.dtype

@@ -210,7 +210,8 @@ def _warn_of_another_size(record: Record, model: torch.nn.Module) -> None:
 
 
 def _device_of(model: Any) -> torch.device:
-    if not (hasattr(model, "parameters") and hasattr(model, "buffers")):
+    is_like_one = hasattr(model, "parameters") and hasattr(model, "buffers")
+    if isinstance(model, type) or not is_like_one:
         raise InvalidArgument(f"apply needs an nn.Module, got {model!r}")
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         device: torch.device = tensor.device

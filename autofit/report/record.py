@@ -17,6 +17,7 @@ from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, get_args
 from autofit.codec import (
     Amount,
     Count,
+    DescribedTensor,
     DeviceName,
     Number,
     check_are_words,
@@ -190,7 +191,8 @@ class Record:
         recommended_number: number of the trial to train with; None: that of the best.
 
     Raises:
-        InvalidArgument: one of those three trials is not among the trials.
+        InvalidArgument: one of those three trials is not among the trials, or two of these have one
+            number.
     """
 
     version: str
@@ -217,6 +219,8 @@ class Record:
         if self.recommended_number is None:
             object.__setattr__(self, "recommended_number", self.best_number)
         numbers = {trial.number for trial in self.trials}
+        if len(numbers) < len(self.trials):
+            raise InvalidArgument("two of the trials have one number")
         named = {self.best_number, self.baseline_number, self.recommended_number}
         if missing := sorted(number for number in named - numbers if number is not None):
             raise InvalidArgument(
@@ -452,7 +456,9 @@ class _Workload(TypedDict):
     parameters: Amount
     global_batch: Count | None
     loss: str | None
-    sample_shapes: dict[str, str]
+    sample_shapes: dict[str, DescribedTensor]
+    may_change_accumulation: NotRequired[bool]
+    allow_accumulation_change: NotRequired[bool]
     lacks_loss: NotRequired[bool]
     samples: NotRequired[SamplesName]
     described_size: NotRequired[Count]

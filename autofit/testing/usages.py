@@ -506,6 +506,17 @@ def gradients_missing_in_a_step() -> Workload:
     return _workload(loss)
 
 
+def gradients_that_come_later() -> Workload:
+    """As those of layers that are unfrozen, and of experts that are chosen late."""
+    steps = iter(range(100))
+
+    def loss(model: Tiny, batch: Any) -> Tensor:
+        model.stem.requires_grad_(next(steps) > 1)
+        return plain_loss(model, batch)
+
+    return _workload(loss)
+
+
 def several_optimizers() -> Workload:
     def step(training: Any, batch: Any) -> Tensor:
         model = training.model
@@ -708,6 +719,7 @@ usages: tuple[Usage, ...] = (
     Usage("inputs written after a frozen head", inputs_written_after_a_frozen_head),
     Usage("unused branch", unused_branch),
     Usage("gradients missing in a step", gradients_missing_in_a_step, steps=6),
+    Usage("gradients that come later", gradients_that_come_later, steps=4),
     Usage("several optimizers", several_optimizers, steps=6),
     Usage("lengths that change", lengths, steps=20, batch=_of_another_length),
     Usage("compiled function", compiled_function),

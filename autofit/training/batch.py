@@ -265,9 +265,17 @@ def _mapped(
 def describe(batch: Batch) -> dict[str, str]:
     """Where each tensor stands in the batch -> its dtype and shape, as text."""
     return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        name: f"{str(tensor.dtype).removeprefix('torch.')}{shape_of(tensor)}"
         for name, tensor in named_tensors(batch)
     }
+
+
+def shape_of(tensor: torch.Tensor) -> list[int]:
+    """Return the shape; of a nested tensor, that of a dense one which would hold its parts."""
+    if not tensor.is_nested:
+        return list(tensor.shape)
+    parts = [part.shape for part in tensor.unbind()]
+    return [len(parts), *map(max, zip(*parts, strict=True))]
 
 
 def map_batched(

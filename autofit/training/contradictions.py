@@ -5,7 +5,7 @@ contradict it, so the batch is refused:
 
 1. entries of a list that are alike (mappings, or tensors of one type), and disagree in dimension 0
    or, as images do that have their channels there, in the rest of their shapes, or are as many as
-   another tensor has rows;
+   another tensor has rows; or mappings that hold numbers, as a sample holds its target;
 2. a list of mappings, or a tensor named as a target is (y, label, target), without n in
    dimension 0;
 3. an index: integers, or a first column of them, that count 0, 0, 1, ... up to m - 1, where another
@@ -123,8 +123,9 @@ def _lists(seen: _Seen) -> Iterator[str]:
         if len(entries) < 2:
             continue
         if _are_mappings(entries):
-            tensors = [t for entry in entries for _, t in named_tensors(entry) if t.dim() > 0]
-            if not all(map(seen.agrees, tensors)):
+            tensors = [t for entry in entries for _, t in named_tensors(entry)]
+            has_numbers = any(t.dim() == 0 for t in tensors)  # such as one target a sample
+            if has_numbers or not all(map(seen.agrees, tensors)):
                 yield f"{name} is a list of {len(entries)} mappings, but {seen.taken}"
         elif _are_tensors(entries):
             shapes = {tuple(entry.shape) for entry in entries}

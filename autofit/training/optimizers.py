@@ -278,6 +278,7 @@ class LossScale:
 
         An optimizer without any gradient steps by itself: the scaler refuses it.
         """
+        _begin_momentum(optimizer)
         if self.scaler is None or not _gradients([optimizer]):
             optimizer.step()
         else:
@@ -300,6 +301,24 @@ class LossScale:
         factor = self.scaler.get_scale() / before if waiting else 1.0
         for gradient in waiting if factor != 1.0 else ():
             gradient.mul_(factor)
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give each parameter that a fused SGD is to step the momentum that it lacks: zeros.
+
+    They equal none where nothing dampens. Torch makes momentum of all parameters or of none, so it
+    fails where some get their first gradient later than others; and where a scaler leaves out the
+    first step, it goes on from memory that was never written.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if not (group["fused"] and group["momentum"]) or group["dampening"]:
+            continue
+        for parameter in group["params"]:
+            gradient, state = parameter.grad, optimizer.state[parameter]
+            if gradient is not None and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(gradient)
 
 
 def _gradients(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:

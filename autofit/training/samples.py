@@ -160,11 +160,16 @@ class Rows(Samples):
                 "Workload(collate_fn=) where the number of tensors varies"
             )
         sizes = {name: tuple(t.shape[:1]) for name, t in named if name in self.batched}
+        if not sizes:
+            raise InvalidArgument(
+                f"the batch ({kind_of(given)}) has none of the tensors that hold samples in the "
+                f"sample batch ({_listed(self.batched)}): pass batches with these"
+            )
         if len(set(sizes.values())) != 1 or () in sizes.values():
             told = ", ".join(f"{name}: {size}" for name, size in sizes.items())
             raise InvalidArgument(
                 "the tensors that hold samples must agree in dimension 0, but this batch "
-                f"has {told or 'none'}"
+                f"has {told}"
             )
         (samples,) = next(iter(sizes.values()))
         if samples == 0:
@@ -229,7 +234,7 @@ class Collated(Samples):
 
     def divided(self, given: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
         for end, size in zip(accumulate(sizes), sizes, strict=True):
-            yield list(given[end - size : end])
+            yield [given[place] for place in range(end - size, end)]  # a data set has no slices
 
     def micro_batches(self, given: Sequence[Any], sizes: Sequence[int]) -> Iterator[Batch]:
         yield from map(self.batch, self.divided(given, sizes))
@@ -370,6 +375,8 @@ def samples_in(given: Any, samples: Samples | None) -> Samples:
     """
     if isinstance(given, MicroBatches):
         return Ready()
+    if is_maker(given) and not isinstance(samples, Collated):
+        return Made()
     if isinstance(samples, Collated) and samples.rows is not None and samples.is_batch(given):
         return samples.rows
     return samples or Rows.of(given)

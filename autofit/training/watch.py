@@ -12,7 +12,7 @@ import torch
 
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan, split_evenly, steps_for
-from autofit.training.batch import Batch, describe, named_tensors, tensors_of
+from autofit.training.batch import Batch, describe, named_tensors, shape_of, tensors_of
 from autofit.training.samples import MicroBatches, Rows, Samples
 from autofit.units import counted
 
@@ -55,7 +55,7 @@ class BatchWatch:
         self._sample_size, self._samples = sample_size, samples
         self._keeps_split = keeps_split
         self._looks_left = _MOST_LOOKED_INTO if weighs_samples else 0
-        self._looked: set[tuple[torch.Size, ...]] = set()
+        self._looked: set[tuple[tuple[int, ...], ...]] = set()
         self._warned: set[str] = set()
 
     def look(
@@ -87,7 +87,7 @@ class BatchWatch:
         if self._looks_left and (unequal := self._ignored_unequally(given, samples, gathered)):
             self._looks_left = 0
             self._warn("ignored", unequal, stacklevel + 1)
-        shapes = tuple(tensor.shape for tensor in tensors_of(given))
+        shapes = tuple(tuple(shape_of(tensor)) for tensor in tensors_of(given))
         if shapes in self._looked:
             return
         meant = self._plan.samples_per_step

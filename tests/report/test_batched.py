@@ -11,6 +11,9 @@ from torch import nn
 
 import autofit
 from autofit.errors import InvalidArgument
+from autofit.plan import Plan
+from autofit.training.workload import Workload
+from tests.integrations.conftest import report_of
 
 SAMPLES = 16
 
@@ -64,3 +67,36 @@ def test_a_report_that_does_not_say_it_asks(report: autofit.Report) -> None:
         silent.apply(model, optimizer, batched=["x"])
     with silent.apply(model, optimizer, batched=["['x']"]) as training:
         assert torch.isfinite(training.step(batch_of(SAMPLES)))
+
+
+def test_a_step_takes_the_function_whose_batches_show_their_samples() -> None:
+    def make(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(4.0 * samples).view(samples, 4), torch.arange(samples) % 3
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    workload = Workload(model, make, criterion=nn.CrossEntropyLoss(), global_batch=8)
+    parts = [nn.functional.cross_entropy(model(x), y) * len(y) / 8 for x, y in map(make, (3, 3, 2))]
+    report = report_of(workload, Plan.split(8, 3))
+    with report.apply(model, torch.optim.SGD(model.parameters(), 0.0)) as training:
+        torch.testing.assert_close(training.step(make), sum(parts).detach())
+
+
+@pytest.mark.parametrize("batch", [None, [], {}, torch.tensor(1.0), lambda model: model])
+def test_what_holds_no_samples_is_refused_in_words(batch: Any) -> None:
+    model = nn.Linear(4, 3)
+    given = torch.randn(8, 4), torch.arange(8) % 3
+    report = report_of(Workload(model, given, criterion=nn.CrossEntropyLoss()), Plan(8))
+    with (
+        report.apply(model, torch.optim.SGD(model.parameters(), 0.0)) as training,
+        pytest.raises(InvalidArgument, match="tensor"),
+    ):
+        training.step(batch)
+
+
+def test_a_class_in_place_of_a_model_is_refused_in_words() -> None:
+    model = nn.Linear(4, 3)
+    given = torch.randn(8, 4), torch.arange(8) % 3
+    report = report_of(Workload(model, given, criterion=nn.CrossEntropyLoss()), Plan(8))
+    with pytest.raises(InvalidArgument, match="Module"):
+        report.apply(nn.Linear, torch.optim.SGD(model.parameters(), 0.0))  # type: ignore[arg-type]

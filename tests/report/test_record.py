@@ -118,8 +118,14 @@ NEEDED = sorted(KEYS - {"schema", "frontier", "calibration"})
         *((operator.methodcaller("pop", key), key) for key in NEEDED),
         (lambda data: data.update(schema=2), r"schema 2.*reads 1"),
         (lambda data: data["best"].update(number=99), "99"),
+        (lambda data: data["trials"].append(data["trials"][0]), "two of the trials"),
+        *(
+            (lambda data, shape=shape: data["workload"]["sample_shapes"].update(x=shape), "shapes")
+            for shape in ("float32", "float32[8, j1]", "float32[8, 2", "int64[[]]", "[-1]")
+        ),
+        (lambda data: data["workload"].update(may_change_accumulation="no"), "accumulation"),
+        (lambda data: data["workload"].update(allow_accumulation_change="no"), "accumulation"),
     ],
-    ids=[*NEEDED, "another schema", "a best trial that is none of them"],
 )
 def test_a_report_that_lacks_a_key_or_cannot_be_is_refused(
     record: Record, change: Any, words: str

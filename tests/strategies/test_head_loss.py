@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import autofit
 from autofit.equivalence.steps import PlainContext
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.testing.conformance import check_strategy
+from autofit.training.loss import Recipe
+from autofit.training.training import Training
 from autofit.training.workload import Workload
 
 head_loss: Any = import_module("autofit.strategies.head_loss")  # lies elsewhere in the tree
@@ -766,3 +768,14 @@ def test_a_plan_with_it_holds_less_beside_any_other_setting() -> None:
             losses.append(trial.measurement.loss)
         assert peaks[1] < 0.7 * peaks[0]
         assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
+def test_another_model_than_the_searched_one_is_refused_in_words() -> None:
+    settings = {"head_loss.rows": 256}
+    plan = ResolvedPlan(
+        Plan(3, settings=settings), {"head_loss.rows": {"heads": ["head"]}}, (HeadLoss(),)
+    )
+    other = nn.Sequential(nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES))
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    with pytest.raises(autofit.AutofitError, match=r"head_loss\.rows.*head"):
+        Training(other, optimizer, Recipe(), plan, device=torch.device("cpu"))

@@ -288,3 +288,16 @@ def test_a_training_holds_half_the_state() -> None:
 def test_its_memory_is_predicted() -> None:
     default, bfloat16 = assert_predicted(STATE, ["default", "bfloat16"])
     assert default - bfloat16 > 0.4 * STATE_BYTES
+
+
+class Slow(torch.optim.SGD):
+    """A step of it is one of all parameters."""
+
+
+def test_an_optimizer_that_came_after_the_search_is_refused_in_words() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(autofit.AutofitError, match="Slow"):
+        training(model, Slow(model.parameters(), 0.01, momentum=0.9))
+    named = {"all": torch.optim.AdamW(model.parameters())}
+    with pytest.raises(autofit.AutofitError, match="optimizers"):
+        training(model, named)

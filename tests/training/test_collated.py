@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Subset
 
 from autofit.devices.cpu import CpuDevice
 from autofit.devices.gpu_catalogue import find_gpu
@@ -15,7 +16,9 @@ from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.dry_run import dry_run
 from autofit.probing.measure import measure
 from autofit.probing.messages import ProbeRequest
+from autofit.training.batch import describe
 from autofit.training.training import Training, TrainingBuilder
+from autofit.training.watch import BatchWatch
 from autofit.training.workload import Workload
 from autofit.units import MIB
 from tests.workloads.collated import CASES, PERIOD, Case
@@ -95,6 +98,69 @@ def test_the_search_finds_that_these_may_be_split(name: str) -> None:
     assert found.why_kept is None, found.notes
     assert found.comparison is not None
     assert found.notes == ()
+
+
+def test_a_step_takes_a_data_set_without_slices() -> None:
+    case = CASES[next(iter(CASES))]
+    given, samples = workload(case, global_batch=7), case.samples(9)
+    losses = []
+    for chosen in (samples[1:8], Subset(samples, range(1, 8))):  # type: ignore[arg-type]  # a list
+        model, optimizer = _model_of(case)
+        with _training(given, model, optimizer) as training:
+            losses.append(training.step(chosen))
+    torch.testing.assert_close(*losses)
+
+
+def _ragged(n: int) -> list[tuple[torch.Tensor, int]]:
+    random = torch.Generator().manual_seed(0)
+    return [(torch.randn(1 + at % 5, 4, generator=random), at % 3) for at in range(n)]
+
+
+def _of_parts(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    hidden = torch.stack([part.mean(0) for part in model(batch[0]).unbind()])
+    return torch.nn.functional.cross_entropy(hidden, batch[1])
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_trained_as_the_whole_batch(layout: torch.layout) -> None:
+    def collate(samples: list[Any]) -> Any:
+        parts, targets = zip(*samples, strict=True)
+        nested = torch.nested.nested_tensor([*parts], layout=layout)
+        return nested, torch.tensor(targets)
+
+    case = Case(lambda: torch.nn.Linear(4, 3), lambda number: None, collate, _of_parts)
+    samples = _ragged(7)
+    given = Workload(
+        case.build, samples, collate_fn=collate, loss_fn=_of_parts, global_batch=len(samples)
+    )
+    shapes = describe(given.batch(len(samples)))
+    assert shapes == {"[0]": "float32[7, 5, 4]", "[1]": "int64[7]"}
+    device = CpuDevice()
+    device.limit(256 * MIB)
+    found = compare_split_gradients(TrainingBuilder(lambda: given, device, seed=0), given)
+    assert found.why_kept is None, found.notes
+    model, optimizer = _model_of(case)
+    whole = _of_parts(model, collate(samples)).detach()
+    watch = BatchWatch(Plan.split(7, 3), shapes, sample_size=7, samples=given.samples)
+    with _training(given, model, optimizer, watch) as training:
+        torch.testing.assert_close(training.step(samples), whole)
+
+
+def _training(
+    given: Workload,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    watch: BatchWatch | None = None,
+) -> Training:
+    return Training(
+        model,
+        optimizer,
+        given.recipe,
+        ResolvedPlan(Plan.split(7, 3)),
+        device=torch.device("cpu"),
+        samples=given.samples,
+        watch=watch,
+    )
 
 
 def _model_of(case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

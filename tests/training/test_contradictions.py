@@ -85,6 +85,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "graphs in a tuple, targets first": ((torch.randn(8), NODES, EDGES), "only input"),
     "images of several sizes": ([torch.randn(3, 20 + at, 20) for at in range(8)], "list of 8"),
     "detection": (([torch.randn(3, 20, 20)] * 8, BOXES), "list of 8 mappings"),
+    "mappings of one sample each": (
+        [{"x": torch.randn(4), "y": torch.tensor(at % 3)} for at in range(8)],
+        "list of 8 mappings",
+    ),
     "stacked images, list of mappings": ((IMAGES, BOXES), "list of 8 mappings"),
     "time first, named": ({"x": torch.randn(50, 8, 4), "y": LABELS}, "'y'"),
     "time first": ((torch.randn(50, 8, 4), LABELS), r"\[1\]"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
@@ -134,3 +136,32 @@ def test_an_optimizer_that_calls_a_closure_needs_a_training_step() -> None:
 def test_a_model_without_parameters_has_nothing_to_train() -> None:
     with pytest.raises(InvalidArgument, match="no parameters"):
         Workload(nn.Identity(), X).build_optimizer(nn.Identity())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_momentum_begins_with_the_first_step_that_a_scaler_lets_pass(fused: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=fused)
+    recipe = Recipe(loss_fn=lambda model, batch: 1e3 * model(batch).square().mean())
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    plan, device = ResolvedPlan(Plan(4)), torch.device("cpu")
+    with Training(model, optimizer, recipe, plan, device=device) as training:
+        training.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+        with _never_written_is_nan():
+            training.step(X)  # its scaled gradients are infinite
+        assert all(torch.equal(p, start[name]) for name, p in model.named_parameters())
+        training.scaler = None
+        gradients = torch.autograd.grad(1e3 * model(X).square().mean(), [*model.parameters()])
+        training.step(X)
+    for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.detach(), start[name] - 0.1 * gradient)
+
+
+@contextmanager
+def _never_written_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
