@@ -153,6 +153,7 @@ def test_a_record_of_little_is_drawn_too(record: Record) -> None:
         record,
         trials=(first,),
         best_number=0,
+        recommended_number=0,
         skipped=(),
         notes=(),
         paste={},
