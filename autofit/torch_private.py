@@ -214,6 +214,7 @@ USES = {
     ),
     "compiled modules": Use(
         (
+            "torch.nn.modules.module._has_any_global_hook",
             "torch._dynamo.utils.counters",
             "torch._dynamo.utils.get_compilation_metrics",
             "torch.nn.Module._call_impl",

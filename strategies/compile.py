@@ -186,6 +186,11 @@ def _by_shapes(model: nn.Module, mode: str) -> Callable[..., Any]:
     any_shape = _compiled_anew(model, mode, None)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.nn.modules.module._has_any_global_hook():
+            raise Unsupported(
+                f"{MODE}={mode}: hooks of all modules (register_module_forward_hook and the like) "
+                f"do not run in compiled code: remove them, or use {MODE}={OFF}"
+            )
         shapes = tuple(_shapes((args, kwargs)))
         lengths.add(tuple(shape[1:] for shape in shapes))
         if shapes not in sizes and len(sizes) < _MOST_SIZES:

@@ -22,12 +22,13 @@ from autofit.report.summary import (
     plan_words,
     range_words,
     ratio_words,
+    rounded_within,
     samples_words,
     settings_words,
     speed_words,
     written,
 )
-from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded
+from autofit.units import counted, format_bytes, format_rate, format_seconds
 
 PLANS = {"best": "best plan", "baseline": "baseline"}
 """Key of a plan among a record's findings -> its name."""
@@ -201,7 +202,7 @@ def trial_cells(trial: Trial, record: Record) -> tuple[str, ...]:
         str(replace(trial.plan, settings={})),
         settings_words(trial.plan.settings, record),
         outcome_words(trial),
-        f"{rounded(trial.samples_per_second or 0.0, (high - low) / 2)} ({range_words(low, high)})"
+        f"{rounded_within(trial.samples_per_second or 0.0, low, high)} ({range_words(low, high)})"
         if low and high
         else "-",
         format_bytes(measured.held_bytes),

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autofit.measurement import ACT, NOT_TRIED, Outcome, RankUse, Trial, probes_of, spread_of
+from autofit.measurement import ACT, NOT_TRIED, Outcome, RankUse, Trial, probes_of
 from autofit.plan import Plan, Settings, unlike
 from autofit.report.paste import lines_of_trainer
 from autofit.report.rates import rate_line
@@ -191,8 +191,7 @@ def speed_words(trial: Trial, record: Record) -> str:
     if not low or not high:
         return format_rate(speed)
     if record.is_decided:
-        rate = format_rate(speed, spread_of(low, high) * (speed or 0.0))
-        return f"{rate} ({range_words(low, high)})"
+        return f"{rounded_within(speed or 0.0, low, high)} samples/s ({range_words(low, high)})"
     ran = [t for t in probes_of(record.trials) if t.plan == trial.plan and t.samples_per_second]
     low = min(t.samples_per_second_low or 0.0 for t in ran)
     high = max(t.samples_per_second_high or 0.0 for t in ran)
@@ -201,9 +200,13 @@ def speed_words(trial: Trial, record: Record) -> str:
 
 def range_words(low: float, high: float, decimals: int | None = None) -> str:
     """Return a range with the digits that its width supports: "375-388"."""
-    # Of a wide range the ends keep two digits each.
-    ends = [rounded(end, min((high - low) / 2, end / 5), decimals) for end in (low, high)]
+    ends = [rounded_within(end, low, high, decimals) for end in (low, high)]
     return "-".join(dict.fromkeys(ends))
+
+
+def rounded_within(value: float, low: float, high: float, decimals: int | None = None) -> str:
+    """Return a value with the digits that the width of its range supports, or two digits."""
+    return rounded(value, min((high - low) / 2, value / 5), decimals)
 
 
 def speedup_words(record: Record, of: Trial | None = None, over: Trial | None = None) -> str | None:
@@ -227,15 +230,14 @@ def speedup_words(record: Record, of: Trial | None = None, over: Trial | None = 
 
 def _factor_words(ahead: Estimate) -> str:
     factor, low, high = map(math.exp, (ahead.log, ahead.low, ahead.high))
-    return f"{rounded(factor, (high - low) / 2, 2)}x ({range_words(low, high, 2)})"
+    return f"{rounded_within(factor, low, high, 2)}x ({range_words(low, high, 2)})"
 
 
 def ratio_words(factor: float, *ranges: tuple[float | None, float | None]) -> str:
     """Return a ratio of two speeds with those ranges: "1.14x (1.11-1.17)"."""
     reach = math.hypot(*(math.log(high / low) / 2 for low, high in ranges if low and high))
     low, high = factor * math.exp(-reach), factor * math.exp(reach)
-    # A factor of a wide range keeps a digit, as the range's ends do
-    return f"{rounded(factor, min((high - low) / 2, factor), 2)}x ({range_words(low, high, 2)})"
+    return f"{rounded_within(factor, low, high, 2)}x ({range_words(low, high, 2)})"
 
 
 def shown_memory(held: int | None, budget: int | None = None) -> str:
@@ -456,14 +458,21 @@ def held_by_ranks(ranks: Sequence[RankUse]) -> str:
 def validity(record: Record) -> Iterator[str]:
     """Yield which samples the answer holds for, and how equal the gradients are."""
     shapes: Mapping[str, str] = record.workload["sample_shapes"]
-    batched = record.workload.get("batched") or list(shapes)
-    held = [
-        f"{_shown_name(name)}{_of_one_sample(shapes[name])}" for name in shapes if name in batched
-    ]
-    constant = [f"{_shown_name(name)}{shapes[name]}" for name in shapes if name not in batched]
-    yield f"For samples up to {_listed(held)}" + f"; constant: {_listed(constant)}" * bool(constant)
+    whole = {name: f"{_shown_name(name)}{shape}" for name, shape in shapes.items()}
+    size = record.workload.get("described_size")
     if how := _BATCHES.get(record.workload.get("samples", "")):
+        yield f"For batches as those of {size} samples: {_listed(list(whole.values()))}"
         yield how
+    else:
+        batched = record.workload.get("batched") or list(shapes)
+        held = [
+            f"{_shown_name(name)}{_of_one_sample(shape)}"
+            for name, shape in shapes.items()
+            if name in batched
+        ]
+        constant = [words for name, words in whole.items() if name not in batched]
+        beside = f"; constant: {_listed(constant)}" if constant else ""
+        yield f"For samples up to {_listed(held)}{beside}"
     if recommends_baseline(record):
         return
     if record.difference is None and record.baseline_beside_best.ok:

@@ -289,9 +289,9 @@ class Search:
     ) -> Undecided | None:
         """Return why the answer is not decided; None: it is.
 
-        A baseline beside which there was no time to run another plan is not.
+        A plan beside which no other ran, since there was no time for one, is not.
         """
-        is_alone = len({trial.plan for trial in self._posterior.probes}) == 1
+        is_alone = len({trial.plan for trial in self._posterior.probes if trial.ok}) == 1
         is_cut = is_alone and not stop.is_exhausted and self._store.ended is None
         if answer.is_decided and not is_cut:
             return None

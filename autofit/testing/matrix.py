@@ -60,6 +60,7 @@ _BOUNDS = {
 _CHANGE = "the change of "
 _NOTHING = 1e-4  # of all changes: what is less may be roundings alone, and cancel
 _SCALE = 2.0**8  # of float16's losses
+_BY_TORCH = "torch.compile with aot_autograd does not currently support"  # a refusal of torch's own
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ class _Row:
 
     def _failed(self, changed: Settings, error: Exception) -> Cell:
         release_exception(error)
-        is_refusal = isinstance(error, InvalidArgument | Unsupported)
+        is_refusal = isinstance(error, InvalidArgument | Unsupported) or _BY_TORCH in str(error)
         why = in_one_line(error) if is_refusal else with_type(error)
         return Cell(self._usage.name, changed, REFUSED if is_refusal else DIFFERENT, why)
 

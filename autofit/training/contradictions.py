@@ -4,12 +4,12 @@ The rule of `autofit.training.batch` takes dimension 0 of the first tensor for t
 contradict it, so the batch is refused:
 
 1. entries of a list that are alike (mappings, or tensors of one type), and disagree in dimension 0
-   or, as images do that have their channels there, in the rest of their shapes; or mappings that
-   hold numbers, as a sample holds its target;
+   or, as images do that have their channels there, in the rest of their shapes, or are as many as
+   another tensor has rows; or mappings that hold numbers, as a sample holds its target;
 2. a list of mappings, or a tensor named as a target is (y, label, target), without n in
    dimension 0;
-3. an index: integers that count 0, 0, 1, ... up to m - 1, where another tensor has m rows, or n is
-   m: graphs, point clouds, sets;
+3. an index: integers, or a first column of them, that count 0, 0, 1, ... up to m - 1, where another
+   tensor has m rows, or n is m: graphs, point clouds, boxes of images, sets;
 4. a sum: integers whose sum is the size of dimension 0 of another tensor: concatenated targets;
 5. two candidates: nothing but the first tensor has n, and others agree on another number, or the
    first is a vector beside a table of other rows, or another has the size of its dimension 1 (time
@@ -137,6 +137,19 @@ def _lists(seen: _Seen) -> Iterator[str]:
                     f"{name} is a list of {len(entries)} tensors {_told(shapes)}, as of images, "
                     f"of which the {seen.samples} channels would be cut"
                 )
+            for beside in _rows_of_entries(seen, len(entries)):
+                yield (
+                    f"{name} is a list of {len(entries)} tensors, as many as {seen.told(beside)} "
+                    f"has rows, but {seen.taken}"
+                )
+
+
+def _rows_of_entries(seen: _Seen, count: int) -> Iterator[str]:
+    """Yield what has one row for each of so many entries; two may be weights of two views."""
+    for name, tensor in seen.whole.items():
+        is_row_of_each = tensor.shape[0] == count and not seen.explains(tensor)
+        if is_row_of_each and (count > 2 or not tensor.is_floating_point()):
+            yield name
 
 
 def _told(shapes: Collection[tuple[int, ...]]) -> str:
@@ -178,7 +191,7 @@ def _is_target(name: str) -> bool:
 def _indices(seen: _Seen) -> Iterator[str]:
     sizes = {name: tensor.shape[0] for name, tensor in seen.tensors.items()}
     for name, tensor in seen.tensors.items():
-        counted = _counted(tensor)
+        counted = _counted(_first_column(tensor))
         if counted is None or not 1 < counted < tensor.shape[0] or _is_target(name):
             continue
         for other, size in sizes.items():
@@ -187,6 +200,15 @@ def _indices(seen: _Seen) -> Iterator[str]:
                     f"{seen.told(name)} counts to {counted}, as an index of samples does, and "
                     f"{seen.told(other)} has {counted} rows"
                 )
+
+
+def _first_column(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a vector as it is, and of a table the first column, as integers if all of it are."""
+    has_values = tensor.layout is torch.strided and not tensor.is_meta
+    if tensor.dim() != 2 or tensor.shape[1] < 2 or not has_values or tensor.is_complex():
+        return tensor
+    column = tensor.detach()[:_MOST_READ, 0]
+    return column.long() if torch.equal(column, column.round()) else column
 
 
 def _counted(tensor: torch.Tensor) -> int | None:

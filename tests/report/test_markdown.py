@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autofit.measurement import ACT
-from autofit.report.details import changes
+from autofit.report.details import TRIAL_TITLES, changes, trial_cells
 from autofit.report.record import Record, Undecided
 from autofit.report.summary import ratio_words, summary
 from autofit.report.text import markdown, plain
@@ -88,8 +88,18 @@ def test_speeds_of_other_workloads_or_undecided_searches_give_no_factor(record: 
         assert rows_of(before, after)["speedup"] == ("", "not decided")
 
 
+@pytest.mark.parametrize("slow_s", [0.08, 0.8, 3.0])
+def test_a_speed_of_a_wide_range_is_shown_within_it(record: Record, slow_s: float) -> None:
+    times = [0.0004, 0.0005, *[slow_s] * 5]
+    trial = record.trials[3]
+    trial = replace(trial, measurement=replace(trial.measurement, step_times_s=times))
+    shown = trial_cells(trial, record)[TRIAL_TITLES.index("samples/s")]
+    speed, low, high = map(float, re.findall(r"[\d.]+", shown))
+    assert low <= speed <= high
+
+
 def test_a_factor_of_a_wide_range_is_no_zero() -> None:
-    assert ratio_words(4.6, (1.0, 64.0)).startswith("5x (")
+    assert ratio_words(4.6, (1.0, 64.0)).startswith("4.6x (")
 
 
 def test_what_forbids_to_compare_is_said(record: Record) -> None:

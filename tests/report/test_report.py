@@ -126,7 +126,9 @@ def test_what_cannot_step_is_refused_before_the_first_step(
 def test_what_is_no_model_to_train_is_refused(record: Record, model: Any, words: str) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     with pytest.raises(InvalidArgument, match=words):
-        Report(replace(record, best_number=0)).apply(model, optimizer, criterion=print)
+        Report(replace(record, best_number=0, recommended_number=0)).apply(
+            model, optimizer, criterion=print
+        )
 
 
 def test_a_strategy_that_is_not_installed_here_is_named(record: Record) -> None:
@@ -160,7 +162,7 @@ def test_a_strategy_that_is_not_installed_here_may_be_given(record: Record) -> N
 def test_a_model_of_another_size_is_trained_with_a_warning(record: Record) -> None:
     model = torch.nn.Linear(8, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = Report(replace(record, best_number=0))
+    report = Report(replace(record, best_number=0, recommended_number=0))
     with pytest.warns(UserWarning, match=r"\b45\b.*\b36\b") as warned:
         report.apply(model, optimizer, criterion=torch.nn.CrossEntropyLoss()).undo()
     assert warned[0].filename == __file__
@@ -168,7 +170,7 @@ def test_a_model_of_another_size_is_trained_with_a_warning(record: Record) -> No
 
 @pytest.mark.parametrize("again", ["both", "the model", "the optimizer"])
 def test_a_model_in_an_open_training_is_not_applied_to_again(record: Record, again: str) -> None:
-    report = Report(replace(record, best_number=0))
+    report = Report(replace(record, best_number=0, recommended_number=0))
     model, other = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
     another = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -188,7 +190,7 @@ def _step(record: Record, *batches: Any, own_loop: bool = False, **given: Any) -
     """Train the baseline (4 x 8 samples of 8 numbers) on those; return what was warned of."""
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = Report(replace(record, best_number=0))
+    report = Report(replace(record, best_number=0, recommended_number=0))
     given["loss_fn"] = lambda model, batch: model(batch[0]).sum()
     training = report.apply(model, optimizer, **given)
     with warnings.catch_warnings(record=True) as warned, training:

@@ -209,17 +209,23 @@ def test_a_baseline_that_does_not_fit_is_no_yardstick(record: Record) -> None:
 
 def test_the_baseline_as_the_best_plan_stands_beside_the_next_one(record: Record) -> None:
     final = compared(record, baseline=[400, 400], best=[410, 410], other=[450])
-    found = rows(replace(final, best_number=6))
+    found = rows(replace(final, best_number=6, recommended_number=6))
     assert found["plan"] == ("4 x 8, defaults", "16 x 2, folding.level=1")
     assert re.fullmatch(r"0\.9[78]x \(.*\)", found["speedup"][1])
-    assert "No faster plan was found: 5 plans ran" in render(replace(final, best_number=6))
-    tied = replace(compared(record, baseline=[400, 400], best=[396, 396]), best_number=6)
+    assert "No faster plan was found: 5 plans ran" in render(
+        replace(final, best_number=6, recommended_number=6)
+    )
+    tied = replace(
+        compared(record, baseline=[400, 400], best=[396, 396]), best_number=6, recommended_number=6
+    )
     assert "No faster plan" not in render(tied)
     assert "goes to the baseline" in render(tied)
     search = replace(record.search, comparison_ended=False)
-    cut = replace(record, search=search, trials=record.trials[:6], best_number=0)
+    cut = replace(
+        record, search=search, trials=record.trials[:6], best_number=0, recommended_number=0
+    )
     assert "No faster plan" not in render(cut), "trial 3 measured faster"
-    alone = replace(record, trials=record.trials[:1], best_number=0)
+    alone = replace(record, trials=record.trials[:1], best_number=0, recommended_number=0)
     assert "1 plan ran" in render(alone)
     assert "next best" not in render(alone)
 
@@ -258,6 +264,15 @@ def test_names_and_shapes_are_those_of_a_sample(record: Record) -> None:
     (line, *_) = validity(replace(record, workload=workload))
     held = "ids int64[128], t int64"
     assert line == f"For samples up to {held}; constant: [1][0]['boxes'] float32[8, 5, 4]"
+
+
+@pytest.mark.parametrize("samples", ["function", "collate_fn"])
+def test_shapes_of_batches_that_are_made_are_whole(record: Record, samples: str) -> None:
+    # time first, or samples side by side in one row: no dimension is known to hold samples
+    shapes = {"['x']": "float32[50, 2, 16]", "['packed']": "int64[1, 95]"}
+    made = {"sample_shapes": shapes, "samples": samples, "described_size": 2}
+    (line, *_) = validity(replace(record, workload={**record.workload, **made}))
+    assert line.endswith("of 2 samples: x float32[50, 2, 16], packed int64[1, 95]")
 
 
 def test_the_lines_of_python_run_where_they_are_printed(
@@ -318,7 +333,7 @@ def test_a_start_that_takes_time_is_said_with_the_steps_that_pay_for_it(record: 
     never: Any = pay_off(slower)
     assert never.steps is None
     assert "! The best plan takes 50.0 s to start" in render(slower)
-    assert pay_off(replace(slower, best_number=0)) is None
+    assert pay_off(replace(slower, best_number=0, recommended_number=0)) is None
 
 
 def test_every_trial_has_its_line_failures_included(record: Record) -> None:

@@ -30,6 +30,8 @@ GOOD: dict[str, Any] = {
     "images and labels": (IMAGES, LABELS),
     "a pair of equal samples": (X, X),
     "a list of a pair": [torch.randn(3, 4, 9), torch.randn(3, 6, 9)],
+    "weights of two views": ([X, X], torch.rand(2)),
+    "token ids in order": {"ids": ids(8, 12).sort(0).values, "weights": torch.rand(4)},
     "input and a table of prototypes": (X, torch.randn(10, 16)),
     "position ids": {"input_ids": ids(8, 12), "position_ids": torch.arange(12)},
     "position ids of one row": {"ids": ids(8, 12), "position_ids": torch.arange(12)[None]},
@@ -106,6 +108,16 @@ BAD: dict[str, tuple[Any, str]] = {
     "two passages a query": ({"query": ids(8, 12), "passages": ids(16, 20)}, "'passages'"),
     "a list of queries and passages": ([ids(8, 12), ids(16, 20)], "list of 2"),
     "crops side by side": ([torch.randn(16, 3, 32, 32), torch.randn(48, 3, 9, 9)], "list of 2"),
+    "images of one size": (([torch.randn(3, 20, 20)] * 8, LABELS), "list of 8"),
+    "two images of one size": (([torch.randn(3, 20, 20)] * 2, ids(2)), "list of 2"),
+    "boxes by image": (
+        (IMAGES, torch.cat([OF_SAMPLE[:, None], torch.rand(len(OF_SAMPLE), 5)], 1)),
+        r"\[1\].*counts to 8",
+    ),
+    "points by sample": (
+        (torch.cat([OF_SAMPLE[:, None], ids(len(OF_SAMPLE), 3)], 1), NODES, torch.randn(8)),
+        r"\[0\].*counts to 8",
+    ),
     "recordings": ([torch.randn(100 + at) for at in range(8)], "list of 8"),
 }
 
