@@ -76,10 +76,12 @@ def test_a_step_takes_the_function_whose_batches_show_their_samples() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     workload = Workload(model, make, criterion=nn.CrossEntropyLoss(), global_batch=8)
-    parts = [nn.functional.cross_entropy(model(x), y) * len(y) / 8 for x, y in map(make, (3, 3, 2))]
+    parts = torch.stack(
+        [nn.functional.cross_entropy(model(x), y) * len(y) / 8 for x, y in map(make, (3, 3, 2))]
+    )
     report = report_of(workload, Plan.split(8, 3))
     with report.apply(model, torch.optim.SGD(model.parameters(), 0.0)) as training:
-        torch.testing.assert_close(training.step(make), sum(parts).detach())
+        torch.testing.assert_close(training.step(make), parts.sum().detach())
 
 
 @pytest.mark.parametrize("batch", [None, [], {}, torch.tensor(1.0), lambda model: model])

@@ -104,7 +104,9 @@ def test_a_step_takes_a_data_set_without_slices() -> None:
     case = CASES[next(iter(CASES))]
     given, samples = workload(case, global_batch=7), case.samples(9)
     losses = []
-    for chosen in (samples[1:8], Subset(samples, range(1, 8))):  # type: ignore[arg-type]  # a list
+    data: Any = samples
+    given_to_steps: list[Any] = [samples[1:8], Subset(data, range(1, 8))]
+    for chosen in given_to_steps:
         model, optimizer = _model_of(case)
         with _training(given, model, optimizer) as training:
             losses.append(training.step(chosen))
