@@ -289,9 +289,12 @@ class Search:
     ) -> Undecided | None:
         """Return why the answer is not decided; None: it is.
 
-        A plan beside which no other ran, since there was no time for one, is not.
+        What a limit cut is not where only one plan ran, or the baseline did not fit: then nothing
+        tells how fast a plan is that had no time to run.
         """
-        is_alone = len({trial.plan for trial in self._posterior.probes if trial.ok}) == 1
+        ran = {trial.plan for trial in self._posterior.probes if trial.ok}
+        baseline = self._baseline
+        is_alone = len(ran) == 1 or baseline is None or baseline.plan not in ran
         is_cut = is_alone and not stop.is_exhausted and self._store.ended is None
         if answer.is_decided and not is_cut:
             return None
@@ -299,8 +302,11 @@ class Search:
             return Undecided.NOISE
         if not stop.may_probe:
             return Undecided.INTERRUPTED if stop.because == INTERRUPTED else Undecided.FAILED
-        no_probe_left = self._allowance.probes_left(self._trials) == 0
-        return Undecided.MAX_PROBES if no_probe_left else Undecided.TIMEOUT
+        allowance = self._allowance
+        has_timeout = allowance.timeout_s is not None
+        of_time = has_timeout and (not has_compared or stop.because == allowance.time_is_over)
+        no_probe_left = allowance.probes_left(self._trials) == 0
+        return Undecided.TIMEOUT if of_time and not no_probe_left else Undecided.MAX_PROBES
 
     def _next_without_timeout(self) -> Plan | None:
         """Return the plan that would be next without the timeout; None: none, or unknown."""

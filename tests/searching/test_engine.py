@@ -111,14 +111,14 @@ def test_no_more_probes_than_allowed(device: SimulatedDevice, most: int) -> None
         assert result.recommended == result.baseline
 
 
-@pytest.mark.parametrize("most", [2, 3])
-def test_a_plan_beside_which_no_other_ran_is_not_decided(
+@pytest.mark.parametrize("most", [2, 3, 6])
+def test_what_a_limit_cut_without_a_yardstick_is_not_decided(
     device: SimulatedDevice, most: int
 ) -> None:
-    """Of a baseline that is out of memory no speed is known, nor of any plan but this one."""
+    """Of a baseline that is out of memory no speed is known, nor of plans that did not run."""
     prober = device.prober(_failing(Outcome.OOM, lambda plan: plan == device.space.baseline))
     result = run_search(prober, device.spec(), max_probes=most)
-    assert {trial.plan for trial in result.trials if trial.ok} == {result.best.plan}
+    assert result.best.ok
     assert result.undecided_because is Undecided.MAX_PROBES
 
 
