@@ -186,7 +186,7 @@ def _by_shapes(model: nn.Module, mode: str) -> Callable[..., Any]:
     any_shape = _compiled_anew(model, mode, None)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.nn.modules.module._has_any_global_hook():
+        if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]  # torch
             raise Unsupported(
                 f"{MODE}={mode}: hooks of all modules (register_module_forward_hook and the like) "
                 f"do not run in compiled code: remove them, or use {MODE}={OFF}"

@@ -208,7 +208,7 @@ def _first_column(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() != 2 or tensor.shape[1] < 2 or not has_values or tensor.is_complex():
         return tensor
     column = tensor.detach()[:_MOST_READ, 0]
-    return column.long() if torch.equal(column, column.round()) else column
+    return column.long() if torch.equal(column, column.long().to(column.dtype)) else column
 
 
 def _counted(tensor: torch.Tensor) -> int | None:

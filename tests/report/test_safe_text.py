@@ -125,7 +125,7 @@ def test_no_line_is_a_command_to_a_ci_runner(record: Record, tmp_path: Path, com
         data["workload"] |= {
             "loss": command,
             "model": f"a\n{command}",
-            "sample_shapes": {long: command},
+            "sample_shapes": {long: "int64[4]"},
         }
         data["workload"]["batched"] = [long]
         data["trials"][1]["detail"] = f"a\n  {command}\n"
@@ -147,7 +147,7 @@ def test_names_of_a_file_hold_no_line_breaks(record: Record, tmp_path: Path) -> 
     path = written(
         record,
         tmp_path / "report.json",
-        lambda data: data["workload"]["sample_shapes"].update({"a\nb": "c"}),
+        lambda data: data["workload"]["sample_shapes"].update({"a\nb": "int64[4]"}),
     )
     assert "a\\nb" in autofit.load(path).record.workload["sample_shapes"]
 
