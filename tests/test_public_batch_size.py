@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.report.summary import is_sure
 
 HERE: dict[str, Any] = {
     "device": "cpu",
@@ -52,7 +51,7 @@ def test_without_a_global_batch_larger_micro_batches_are_found(batch: Any) -> No
     assert found.accumulation_steps == 1
     assert found.largest_micro_batch > 2
     assert found.largest_micro_batch >= found.micro_batch
-    assert found.is_decided == is_sure(found.report.record)
+    assert found.is_decided == found.report.is_decided
     assert (found.micro_batch != 2) == any(
         "global batch changed" in each for each in found.warnings
     )
