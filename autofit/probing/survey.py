@@ -34,7 +34,7 @@ from autofit.space import Space
 from autofit.strategy import Comparison, Phase, Strategy
 from autofit.torch_private import gone_in
 from autofit.training.batch import Batch, describe
-from autofit.training.contradictions import doubtful
+from autofit.training.contradictions import doubtful, uncut
 from autofit.training.fingerprint import fingerprint
 from autofit.training.lengths import Tokens, tokens_of_mix
 from autofit.training.loss import LossSource
@@ -324,6 +324,12 @@ def notes_on_samples(workload: Workload) -> Iterator[str]:
             f"{ACT}{', '.join(f'{name} {shapes[name]}' for name in names[:3])} "
             f"{'is' if len(names) == 1 else 'are'} not cut into micro-batches, having other than "
             f"{workload.sample_batch_size} rows: if that grows with the samples, pass samples and "
+            "Workload(collate_fn=)"
+        )
+    if kept := uncut(workload.longest_batch):
+        yield (
+            f"{ACT}{', '.join(kept[:3])} has an entry for each of {workload.sample_batch_size} "
+            "samples, but is no tensor, so every micro-batch gets all of it: pass samples and "
             "Workload(collate_fn=)"
         )
 

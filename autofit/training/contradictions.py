@@ -30,7 +30,15 @@ from typing import Any
 
 import torch
 
-from autofit.training.batch import Batch, batch_size, describe, named_tensors, opened
+from autofit.torch_private import pytree
+from autofit.training.batch import (
+    Batch,
+    batch_size,
+    describe,
+    named_tensors,
+    opened,
+    tensors_of,
+)
 
 _TARGETS = ("y", "label", "labels", "target", "targets")
 # Channels of an image, where the list of images is cut by them.
@@ -59,6 +67,21 @@ def doubtful(batch: Batch) -> list[str]:
         return tensor.is_floating_point() and not is_constant
 
     return [name for name, tensor in seen.whole.items() if is_doubtful(tensor)]
+
+
+def uncut(batch: Batch) -> list[str]:
+    """Return the names of what has an entry for each sample, and stays whole as no tensor."""
+    samples = batch_size(batch)
+
+    def is_per_sample(part: Any) -> bool:
+        if part is batch or isinstance(part, torch.Tensor):
+            return False
+        if isinstance(part, list | tuple):
+            return len(part) == samples and not tensors_of(part)
+        return tuple(getattr(part, "shape", ()))[:1] == (samples,)  # an array
+
+    parts, _ = pytree.tree_flatten_with_path(batch, is_leaf=is_per_sample)
+    return [pytree.keystr(path) for path, part in parts if samples > 1 and is_per_sample(part)]
 
 
 def is_square(tensor: torch.Tensor) -> bool:

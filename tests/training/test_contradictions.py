@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from autofit.errors import InvalidArgument
-from autofit.training.contradictions import contradiction, doubtful
+from autofit.training.contradictions import contradiction, doubtful, uncut
 from autofit.training.workload import Workload
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -145,3 +146,23 @@ def test_what_contradicts_is_named_with_the_way_out(name: str) -> None:
 def test_a_floating_point_tensor_that_stays_whole_is_doubtful(batch: Any, names: list[str]) -> None:
     assert contradiction(batch) is None
     assert doubtful(batch) == names
+
+
+@pytest.mark.parametrize(
+    ("part", "is_named"),
+    [
+        (["a"] * 8, True),
+        (tuple(range(8)), True),
+        (np.ones((8, 2)), True),
+        (["a"] * 3, False),
+        (np.ones(3), False),
+        (torch.ones(8), False),
+        ([torch.ones(8)] * 8, False),
+        ("an epoch", False),
+    ],
+)
+def test_what_has_an_entry_for_each_sample_and_is_not_cut_is_named(
+    part: Any, is_named: bool
+) -> None:
+    assert uncut({"x": X, "part": part}) == (["['part']"] if is_named else [])
+    assert uncut(X) == []
