@@ -120,11 +120,11 @@ def _cache_helps(context: Context, dtype: torch.dtype) -> bool:
 
 def _casts_of_a_step(dtype: torch.dtype, training: TrainingView, batch: Any) -> _Casts:
     device_type = training.device.type
+    casts = _Casts(training.model)
     unwrap = training.wrap_forward(
-        lambda: torch.autocast(device_type, dtype=dtype, cache_enabled=False),
+        lambda: casts.in_forward(torch.autocast(device_type, dtype=dtype, cache_enabled=False)),
         also_recomputation=False,
     )
-    casts = _Casts(training.model)
     before = register_optimizer_step_pre_hook(casts.begin_update)
     after = register_optimizer_step_post_hook(casts.end_update)
     try:
@@ -142,7 +142,8 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     What an optimizer's step changes does not count: the training drops casts after each.
 
     Attributes:
-        are_repeated: the same value of a weight was cast twice.
+        are_repeated: the same value of a weight was cast twice in one forward; a recomputation
+            casts anew in any case, since autocast drops its cache as the forward ends.
         are_stale: a weight was cast again after it had changed.
     """
 
@@ -153,11 +154,22 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self._updates = 0
         self._writes: dict[int, int] = {}
         self._cast: dict[int, tuple[int, int]] = {}
+        self._in_forward: set[int] | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Return True: the user's compiled code runs compiled."""
         return True
+
+    @contextmanager
+    def in_forward(self, autocast: AbstractContextManager[Any]) -> Iterator[None]:
+        """Count what is cast twice within."""
+        self._in_forward = set()
+        try:
+            with autocast:
+                yield
+        finally:
+            self._in_forward = None
 
     def begin_update(self, *step: Any) -> None:
         self._updates += 1
@@ -180,8 +192,10 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         now = storage, self._writes.get(storage, 0)
         before = self._cast.get(id(weight))
         self._cast[id(weight)] = now
-        self.are_repeated |= before == now
         self.are_stale |= before not in (None, now)
+        if self._in_forward is not None:
+            self.are_repeated |= before == now and id(weight) in self._in_forward
+            self._in_forward.add(id(weight))
 
 
 @contextmanager

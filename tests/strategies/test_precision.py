@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
@@ -130,6 +131,17 @@ def _allow_tf32() -> bool | None:
 # The cache of casts.
 
 
+class Recomputed(nn.Linear):
+    """Casts its weight again in the backward pass, where a cache of the forward is gone."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return output
+
+
 class Twice(nn.Module):
     """Runs one layer of its own twice."""
 
@@ -207,6 +219,7 @@ WRITES = [_by_data, _by_foreach, _by_state_dict, _by_vector, _by_setattr]
     [
         (Twice, _mean_square, True),
         (lambda: nn.Linear(4, 4), _mean_square, False),
+        (Recomputed, _mean_square, False),
         (Twice, _reference_by(_by_data), False),
         (Twice, _reference_by(_by_vector), False),
     ],
