@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -300,36 +301,19 @@ def print_tables(paths: Sequence[Path]) -> None:
 def print_summary(columns: Mapping[str, Sequence[Row]]) -> None:
     """Print the numbers that a planner is judged by."""
     compared = sum(row.is_compared for row in next(iter(columns.values())))
-    lines: list[tuple[str, Callable[[Sequence[Row]], str]]] = [
-        ("compile, share of the best: mean, worst", lambda rows: _shares(_of(rows, "compile"))),
-        (f"{compared} searches: more than 2 %, 5 % behind the expert", _shortfalls),
-        ("irregular devices: mean, worst", lambda rows: _shares(_of(rows, "irregular"))),
-        ("regular devices: mean, worst", lambda rows: _shares(_of(rows, "regular"))),
-    ]
+    lines: dict[str, Callable[[Sequence[Row]], str]] = {
+        "compile, share of the best: mean, worst": partial(_shares, start="compile"),
+        f"{compared} searches: more than 2 %, 5 % behind the expert": _shortfalls,
+        "irregular devices: mean, worst": partial(_shares, start="irregular"),
+        "regular devices: mean, worst": partial(_shares, start="regular"),
+    }
     for kind in ("recorded", "card"):
-        lines += [
-            (
-                f"{kind}, {BLIND} / {LINES} / {BOTH}: mean",
-                lambda rows, kind=kind: _told(rows, kind),
-            ),
-            (
-                f"{kind}, OOMs: {BLIND}; {LINES} or {BOTH}",
-                lambda rows, kind=kind: (
-                    f"{_mean(_of(rows, f'{kind} {BLIND}'), 'ooms'):.2f}; "
-                    f"{_mean(_of(rows, f'{kind} {LINES}', f'{kind} {BOTH}'), 'ooms'):.2f}"
-                ),
-            ),
-        ]
-    lines += [
-        ("all: probes, mean", lambda rows: f"{_mean(rows, 'probes'):.1f}"),
-        ("all: OOMs, mean", lambda rows: f"{_mean(rows, 'ooms'):.2f}"),
-        (
-            "all: seconds, processor seconds of planning",
-            lambda rows: f"{_mean(rows, 'seconds'):.0f}, {_mean(rows, 'planning_s'):.2f}",
-        ),
-    ]
+        lines[f"{kind}, {BLIND} / {LINES} / {BOTH}: mean"] = partial(_told, kind=kind)
+        lines[f"{kind}, {BLIND} / {LINES} / {BOTH}: OOMs"] = partial(_told, kind=kind, of="ooms")
+    for of in ("probes", "ooms", "seconds", "planning_s"):
+        lines[f"all: {of}, mean"] = partial(lambda rows, of: f"{_mean(rows, of):.2f}", of=of)
     print(f"\n| worlds | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
-    for words, tell in lines:
+    for words, tell in lines.items():
         print(f"| {words} | {' | '.join(tell(rows) for rows in columns.values())} |")
 
 
@@ -395,9 +379,10 @@ def _mean(rows: Sequence[Row], name: str) -> float:
     return statistics.mean(getattr(row, name) for row in rows) if rows else math.nan
 
 
-def _shares(rows: Sequence[Row]) -> str:
-    worst = min((row.share for row in rows), default=math.nan)
-    return f"{_mean(rows, 'share'):.3f}, {worst:.3f}"
+def _shares(rows: Sequence[Row], start: str) -> str:
+    its = _of(rows, start)
+    worst = min((row.share for row in its), default=math.nan)
+    return f"{_mean(its, 'share'):.3f}, {worst:.3f}"
 
 
 def _shortfalls(rows: Sequence[Row]) -> str:
@@ -405,9 +390,9 @@ def _shortfalls(rows: Sequence[Row]) -> str:
     return ", ".join(str(sum(each < least for each in ahead)) for least in (0.98, 0.95))
 
 
-def _told(rows: Sequence[Row], kind: str) -> str:
-    means = (_mean(_of(rows, f"{kind} {told}"), "share") for told in (BLIND, LINES, BOTH))
-    return " / ".join(f"{mean:.3f}" for mean in means)
+def _told(rows: Sequence[Row], kind: str, of: str = "share") -> str:
+    means = (_mean(_of(rows, f"{kind} {told}"), of) for told in (BLIND, LINES, BOTH))
+    return " / ".join(f"{mean:.3f}" if of == "share" else f"{mean:.2f}" for mean in means)
 
 
 def main() -> None:
