@@ -89,18 +89,22 @@ def split_evenly(samples: int, parts: int) -> tuple[int, ...]:
     return (small + 1,) * larger + (small,) * (parts - larger)
 
 
-def check_count(name: str, value: Any) -> int:
+PLANNED_STEPS = 10_000
+"""Optimizer steps that a training takes, where nobody says."""
+
+
+def check_count(name: str, value: Any, *, least: int = 1) -> int:
     """Return the count as an int; NumPy's and other integers are accepted.
 
     Raises:
-        InvalidArgument: the value is not a whole number from 1; the message contains `name`.
+        InvalidArgument: it is no whole number, or less than `least`; the message contains `name`.
     """
     try:
-        count = 0 if isinstance(value, bool) else operator.index(value)
+        count = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        count = 0
-    if count < 1:
-        raise InvalidArgument(f"{name} must be a whole number of at least 1, got {value!r}")
+        count = least - 1
+    if count < least:
+        raise InvalidArgument(f"{name} must be a whole number of at least {least}, got {value!r}")
     return count
 
 

@@ -18,6 +18,7 @@ from autofit.planning.search_spec import MemoryLine, SearchSpec
 from autofit.space import Space
 from autofit.testing import SimulatedProber
 from autofit.units import GIB, MIB
+from benchmarks.levers import dimension_of
 from benchmarks.simulated_devices import Factors
 
 PRECISION, LAYOUT = "precision.dtype", "memory_format.layout"
@@ -135,7 +136,7 @@ def cpu_cast(seed: int) -> FormulaWorld:
     batch, segment = draw.choice((32, 48, 64)), 20 * MIB
     level, by = _levels(draw, 6, saving=(0.3, 0.6), slowdown=(0.15, 0.35))
     dimensions = {
-        PRECISION: Dimension(("default", "bfloat16")),
+        PRECISION: dimension_of(("default", "bfloat16")),
         FUSED: _fused(),
         WHEN: _when({LEVEL: (0,)}),
         LEVEL: level,
@@ -187,8 +188,8 @@ def interaction(seed: int) -> FormulaWorld:
     draw = random.Random(f"interaction/{seed}")
     level, by = _levels(draw, 3, saving=(0.5, 0.5), slowdown=(0.3, 0.3))
     dimensions = {
-        PRECISION: Dimension(_PRECISIONS),
-        LAYOUT: Dimension(("default", "channels_last")),
+        PRECISION: dimension_of(_PRECISIONS),
+        LAYOUT: dimension_of(("default", "channels_last")),
         FUSED: _fused(),
         LEVEL: level,
     }
@@ -227,7 +228,7 @@ def compiled(seed: int) -> FormulaWorld:
     level, by = _levels(draw, 5, saving=(0.6, 0.6), slowdown=(0.3, 0.3))
     cost_s = round(draw.uniform(20, 90), 1)
     dimensions = {
-        PRECISION: Dimension(_PRECISIONS),
+        PRECISION: dimension_of(_PRECISIONS),
         FUSED: _fused(),
         LEVEL: level,
         COMPILE: Dimension(("off", "default"), trial_cost_s=cost_s, fresh_worker=True),
@@ -258,7 +259,7 @@ def nonmonotone(seed: int) -> FormulaWorld:
     """The allocator fails at some sizes and not at larger ones."""
     draw = random.Random(f"nonmonotone/{seed}")
     level, by = _levels(draw, 8, saving=(0.3, 0.6), slowdown=(0.1, 0.3))
-    dimensions = {PRECISION: Dimension(("default", "bfloat16")), FUSED: _fused(), LEVEL: level}
+    dimensions = {PRECISION: dimension_of(("default", "bfloat16")), FUSED: _fused(), LEVEL: level}
     space = Space(dimensions, sample_batch_size=8, max_micro_batch=48)
     top, low = draw.choice((19, 20, 21, 22, 24)), draw.randint(12, 14)
     holes = {"bfloat16": range(low, low + 3), "default": range(9, 11)}
@@ -284,9 +285,9 @@ def launch_bound(seed: int) -> FormulaWorld:
     """Speed grows with the micro-batch to the end."""
     draw = random.Random(f"launch_bound/{seed}")
     dimensions = {
-        PRECISION: Dimension(_PRECISIONS),
+        PRECISION: dimension_of(_PRECISIONS),
         FUSED: _fused(),
-        LAYOUT: Dimension(("default", "channels_last")),
+        LAYOUT: dimension_of(("default", "channels_last")),
     }
     space = Space(dimensions, sample_batch_size=draw.choice((4, 16, 32)), max_micro_batch=4096)
     launches, each = draw.uniform(10e-3, 40e-3), draw.uniform(4e-6, 20e-6)
@@ -310,7 +311,7 @@ def saturated(seed: int) -> FormulaWorld:
     """Speed is flat from small sizes on; larger ones are slightly slower."""
     draw = random.Random(f"saturated/{seed}")
     level, by = _levels(draw, 4, saving=(0.5, 0.5), slowdown=(0.3, 0.3))
-    dimensions = {PRECISION: Dimension(_PRECISIONS[:3]), FUSED: _fused(), LEVEL: level}
+    dimensions = {PRECISION: dimension_of(_PRECISIONS[:3]), FUSED: _fused(), LEVEL: level}
     space = Space(dimensions, sample_batch_size=2, max_micro_batch=512)
     seconds = _by_precision(30e-3, 16e-3, draw.uniform(8e-3, 14e-3))
     held = _by_precision(200 * MIB, 200 * MIB, 120 * MIB)
@@ -342,7 +343,7 @@ def h100(seed: int) -> FormulaWorld:
     level, by = _levels(draw, 6, saving=(0.75, 0.75), slowdown=(0.3, 0.3))
     sixteen = ("bfloat16", "float16")
     dimensions = {
-        PRECISION: Dimension(_PRECISIONS),
+        PRECISION: dimension_of(_PRECISIONS),
         HEAD: Dimension((0, 256, 2048)),
         ATTENTION: Dimension(("default", "flash", "efficient"), when={PRECISION: sixteen}),
         FUSED: _fused(),
@@ -381,7 +382,7 @@ def _by_precision(*values: float) -> Mapping[Scalar, float]:
 
 
 def _fused() -> Dimension:
-    return Dimension(("default", "fused"), hints={"fused": _SAME})
+    return dimension_of(("default", "fused"), hints={"fused": _SAME})
 
 
 def _when(allowed: Mapping[str, tuple[Scalar, ...]]) -> Dimension:

@@ -315,15 +315,34 @@ def _why_not_run(beliefs: Beliefs, name: str, value: Scalar, sizes: MicroBatches
     at = int(speeds.argmax())
     best, deviation = float(speeds[at]), math.sqrt(float(times.variance[at]))
     ahead = beliefs.mean_log_speed(incumbent.plan)
+    cost_s = min(float(beliefs.known.trial_costs_s[i]) for i in fitting)
+    if cost_s > 0 and beliefs.spec.planned_samples:
+        return _why_costly(beliefs, best, float(beliefs.start_up_s[fitting[at]]), cost_s)
     rates = (
         f"predicted to reach {_rate(best, deviation)} at most, and the leading plan "
         f"{_rate(ahead, beliefs.deviation(incumbent.plan))}"
     )
-    cost_s = min(float(beliefs.known.trial_costs_s[i]) for i in fitting)
-    if cost_s > 0:
-        over = "" if beliefs.spec.planned_samples is None else " over the whole training"
-        rates = f"about {cost_s:.0f} s more to try; with that {rates}{over}"
     return rates if best <= ahead else f"not tried before the search stopped: {rates}"
+
+
+def _why_costly(beliefs: Beliefs, best: float, start_up_s: float, cost_s: float) -> str:
+    """Return what a costly value that was not tried is expected to save and to take.
+
+    Args:
+        beliefs: after the search.
+        best: log samples/s of its best plan over the whole training, its start included.
+        start_up_s: that start.
+        cost_s: seconds more to try it.
+    """
+    assert beliefs.incumbent is not None
+    samples = beliefs.spec.planned_samples or 0
+    steps = round(samples / beliefs.spec.space.baseline.samples_per_step)
+    without_s = samples / math.exp(beliefs.mean_log_speed(beliefs.incumbent.plan))
+    saved_s = without_s - samples / math.exp(best) + start_up_s
+    takes = f"takes about {cost_s:.0f} s to try"
+    if saved_s <= 0:
+        return f"expected to save nothing over {steps:,} steps, and {takes}"
+    return f"expected to save about {saved_s:.0f} s over {steps:,} steps, and {takes}"
 
 
 def _rate(log_speed: float, deviation: float) -> str:

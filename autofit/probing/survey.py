@@ -146,17 +146,16 @@ class Survey:
             self, notes=notes, may_change_accumulation=True, allow_accumulation_change=True
         )
 
-    def without_costly(self, asked_for: Collection[str]) -> Survey:
-        """Return the survey without what is costly to try, of strategies that nobody asked for."""
-        costly = {n.partition(".")[0] for n, d in self.dimensions.items() if d.is_costly}
-        left_out = costly - set(asked_for)
+    def without_costly(self) -> Survey:
+        """Return the survey without the strategies that have a setting that is costly to try."""
+        left_out = {n.partition(".")[0] for n, d in self.dimensions.items() if d.is_costly}
         if not left_out:
             return self
         dimensions, notes = dict(self.dimensions), list(self.notes)
         for name, dimension in self.dimensions.items():
             if name.partition(".")[0] in left_out:
                 dimensions[name] = Dimension(dimension.values[:1])
-        notes.append(f"{NOT_TRIED}{', '.join(sorted(left_out))} (pass planned_steps=)")
+        notes.append(f"{NOT_TRIED}{', '.join(sorted(left_out))} (planned_steps is 0)")
         return replace(self, dimensions=dimensions, notes=tuple(notes))
 
     def without_opt_in(self, asked_for: Collection[str]) -> Survey:

@@ -11,12 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from autofit.planning.posterior import Posterior
 
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
 from autofit.planning.confirmation import answer_of, best_of, next_turn
 from autofit.planning.constants import MOST_ROUNDS
-from autofit.planning.posterior import Posterior
 from autofit.searching.engine import run_search
 from autofit.units import GIB
 from tests.planning.conftest import Searched

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from autofit.planning.curves import Departures, LineDraws, LineFamily, Point, spread_of
+from autofit.planning.least_squares import Array
 
 from autofit.plan import Dimension, Scalar
 from autofit.planning.constants import LEAST_SPREAD, LinePrior
-from autofit.planning.curves import Departures, LineDraws, LineFamily, Point, spread_of
-from autofit.planning.least_squares import Array
 
 DIMENSIONS = {"dtype": Dimension(("plain", "half", "other")), "level": Dimension((0, 1, 2, 3))}
 VARIANTS = [{"dtype": d, "level": n} for d in ("plain", "half", "other") for n in range(4)]

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from autofit.planning.posterior import Posterior
+from autofit.planning.proposals import oom_cost
 
 from autofit.measurement import Outcome, Trial
 from autofit.memory.blocks import LARGE_SEGMENT_BYTES
 from autofit.plan import Dimension, Plan
-from autofit.planning.posterior import Posterior
-from autofit.planning.proposals import oom_cost
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from autofit.planning.posterior import Posterior
 
 from autofit.measurement import Outcome, TrialKind
 from autofit.plan import Plan
 from autofit.planning import planner
 from autofit.planning.planner import NothingLeft, believing
-from autofit.planning.posterior import Posterior
 from tests.simulated import MakeDevice, SimulatedDevice, make_trial, measured
 
 

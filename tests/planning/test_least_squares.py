@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 from autofit.planning.least_squares import Array, Readings, nearest
 
 DRAWS = 50

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from autofit.planning.posterior import Posterior
+from autofit.planning.proposals import oom_cost
 
 from autofit.measurement import Measurement, Outcome, TrialKind
 from autofit.plan import CostHint, Dimension, Plan, variant_key
 from autofit.planning import planner
-from autofit.planning.posterior import Posterior
-from autofit.planning.proposals import oom_cost
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from autofit.planning.posterior import Posterior
 
 from autofit.measurement import Outcome
 from autofit.plan import Plan, Settings
-from autofit.planning.posterior import Posterior
 from autofit.units import GIB
 from tests.simulated import (
     HALF,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from autofit.planning.posterior import Posterior
 
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind, probes_of
 from autofit.plan import CostHint, Dimension, Plan
-from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space

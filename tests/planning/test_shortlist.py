@@ -6,13 +6,13 @@ import math
 
 import optuna
 import pytest
+from autofit.planning.posterior import Posterior
 
 from autofit.measurement import Trial, TrialKind
 from autofit.plan import Dimension, Plan
 from autofit.planning import confirmation, planner
 from autofit.planning.constants import MOST_VARIANTS
 from autofit.planning.planner import believing
-from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import optuna
 import pytest
+from autofit.planning.posterior import Posterior
 from optuna.trial import TrialState
 
 from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Dimension, Plan
 from autofit.planning import planner
-from autofit.planning.posterior import Posterior
 from autofit.searching import trial_codec
 from autofit.searching.engine import run_search
 from autofit.searching.sampler import GivenPlan, Sampler
