@@ -22,9 +22,12 @@ from autofit.planning.constants import (
     CAUTIOUS,
     CAUTIOUS_WITH_LINES,
     MEMORY_PRIOR,
+    ODD,
     OOM_COST,
     OPTIMISTIC,
     PREDICTED_TIME_PRIOR,
+    STEP,
+    STEP_WITH_LINES,
     TIME_PRIOR,
     TIME_SPREADS,
 )
@@ -323,6 +326,36 @@ class Beliefs:
     def optimistic(self) -> MicroBatches:
         """(variants): the largest micro-batch that may fit; 0 if there is none."""
         return np.maximum(self.cautious, self.largest_at(OPTIMISTIC))
+
+    @cached_property
+    def reach(self) -> MicroBatches:
+        """(variants): the largest micro-batch to try next.
+
+        No more than `STEP` times the largest of all that ran: a belief allows no larger step. After
+        a failure it halves, in logarithms, what is left between the largest that fits and the
+        smallest that failed, so that a limit is found within a few failures whatever its cause. A
+        memory line that expected the failure is believed where it is sure of a larger size. A
+        failure that no memory line expected, at a size that no variant has run, may await the other
+        variants too.
+        """
+        ran = [t.plan.micro_batch for t in self.measured if t.measurement.step_times_s]
+        step = STEP_WITH_LINES if self.has_predicted_memory else STEP
+        reach: MicroBatches = np.minimum(self.bound, step * max(ran, default=1))
+        limit, most = self.held.limits(0.5), int(self.largest.max(initial=1))
+        for trial in self.probes:
+            index, failed = self.index(trial.plan), trial.plan.micro_batch
+            if failed != self.bound[index] + 1:
+                continue
+            fits = int(self.largest[index])
+            middle = math.isqrt(max(1, fits) * failed)
+            is_expected = trial.measurement.outcome.about_memory and limit[index] < ODD * failed
+            if is_expected:
+                middle = max(middle, min(int(self.cautious[index]), failed - 1))
+            reach[index] = min(max(middle, self.sizes.at_least(fits + 1)), reach[index])
+            if failed > most and not is_expected:
+                shared = max(self.sizes.at_least(most + 1), math.isqrt(most * failed))
+                reach = np.minimum(reach, shared)
+        return reach
 
     # Speeds
 

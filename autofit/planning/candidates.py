@@ -33,7 +33,7 @@ from autofit.planning.constants import (
     RISKS,
     SURE,
 )
-from autofit.planning.experts import handy_size, largest_step, plan_of
+from autofit.planning.experts import handy_size, plan_of
 from autofit.planning.feasibility import MicroBatches
 from autofit.planning.held_bytes import expected_gain
 from autofit.planning.lines import Array, Indices
@@ -85,7 +85,7 @@ def without_recomputation(beliefs: Beliefs, allowed: Mask) -> Plan | None:
     plan = beliefs.incumbent.plan
     variant, size = beliefs.index(plan), plan.micro_batch
     bare = int(beliefs.known.without_recomputation[variant])
-    if bare == variant or not allowed[bare] or size > beliefs.bound[bare]:
+    if bare == variant or not allowed[bare] or size > beliefs.reach[bare]:
         return None
     fits = float(beliefs.held.chance(np.array([bare]), np.array([size]))[0]) >= 1 - RISKS[-1]
     return plan_of(beliefs, size, bare) if fits and size > beliefs.largest[bare] else None
@@ -158,7 +158,7 @@ def _candidates(beliefs: Beliefs, allowed: Mask) -> tuple[Indices, MicroBatches,
     allowed = _most_promising(beliefs, allowed)
     at_risk = _at_risks(beliefs)
     rows = np.array([*at_risk, *_around_fastest(beliefs)])
-    row, variants = np.nonzero((rows >= 1) & (rows <= beliefs.bound) & allowed)
+    row, variants = np.nonzero((rows >= 1) & (rows <= beliefs.reach) & allowed)
     sizes = rows[row, variants]
     first = np.unique(sizes * len(allowed) + variants, return_index=True)[1]
     first = first[_is_apart(beliefs, variants[first], sizes[first])]
@@ -181,9 +181,9 @@ def _most_promising(beliefs: Beliefs, allowed: Mask) -> Mask:
 
 def _at_risks(beliefs: Beliefs) -> list[MicroBatches]:
     """Return rows of sizes at a few risks, and the next lower multiples that suit tiled kernels."""
-    most, rows = np.minimum(beliefs.bound, largest_step(beliefs)), []
+    rows = []
     for risk in RISKS:
-        limits = np.minimum(beliefs.largest_at(risk), most)
+        limits = np.minimum(beliefs.largest_at(risk), beliefs.reach)
         sizes = beliefs.sizes.handy(np.maximum(limits, beliefs.sizes.smallest).astype(np.float64))
         even = beliefs.sizes.down((sizes // MULTIPLE * MULTIPLE).astype(np.float64))
         rows += [sizes, np.where(2 * even > sizes, even, 0)]
@@ -200,8 +200,7 @@ def _around_fastest(beliefs: Beliefs) -> list[MicroBatches]:
         below = max((size for size in speeds if size < at), default=at / 4)
         above = min((size for size in speeds if size > at), default=0)
         between[:3, variant] = math.sqrt(at * below), math.sqrt(at * above), at * math.sqrt(2)
-    most = np.minimum(beliefs.bound, largest_step(beliefs))
-    return [beliefs.sizes.handy(np.minimum(row, most)) for row in between]
+    return [beliefs.sizes.handy(np.minimum(row, beliefs.reach)) for row in between]
 
 
 def _speeds_by_size(beliefs: Beliefs) -> dict[int, dict[int, float]]:
@@ -283,7 +282,7 @@ def _costly_candidates(
     new = np.array([variant for variant in beside if variant not in ran], dtype=np.intp)
     sizes = np.array([beside[variant] for variant in new.tolist()], dtype=np.int64)
     fits = beliefs.held.chance(new, sizes) >= 1 - RISKS[-1]
-    sizes = np.where(fits & (sizes <= beliefs.bound[new]), sizes, beliefs.cautious[new])
+    sizes = np.where(fits & (sizes <= beliefs.reach[new]), sizes, beliefs.cautious[new])
     kept = (sizes >= 1) & ~_is_needless(beliefs, new, sizes)
     known = [v for v in beside if {v, int(beliefs.known.without_recomputation[v])} & ran]
     may = np.zeros(len(allowed), dtype=bool)

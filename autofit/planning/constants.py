@@ -31,7 +31,7 @@ CAUTIOUS, CAUTIOUS_WITH_LINES = 0.1, 0.05  # of an OOM. 0.05 without lines: -0.8
 OPTIMISTIC = 0.6  # of an OOM: up to where a plan has potential. 0.1: .91 for .97 on launches
 # The next size of a global batch is far away: it is tried at this risk until one OOM, if it is so
 # much larger. Without, bfloat16 was not tried at the whole batch on a CPU.
-BOLD, COARSE = 0.8, 1.25  # of an OOM; times
+BOLD, COARSE = 0.8, 1.15  # of an OOM; times
 VETO_RISK = 0.1  # of an OOM: a riskier plan of another sampler is refused; not measured
 # No micro-batch is tried that is more than this many times the largest measured; not measured.
 STEP, STEP_WITH_LINES = 6, 64  # times

@@ -27,8 +27,6 @@ from autofit.planning.constants import (
     NEAR,
     ODD,
     RISKS,
-    STEP,
-    STEP_WITH_LINES,
     SURE,
 )
 from autofit.planning.search_spec import SearchSpec
@@ -91,13 +89,6 @@ def plan_of(beliefs: Beliefs, size: int, variant: int) -> Plan | None:
     return None if any(trial.plan == plan for trial in beliefs.probes) else plan
 
 
-def largest_step(beliefs: Beliefs) -> int:
-    """Return the largest micro-batch that is not too far beyond all that ran."""
-    # A belief allows no larger step.
-    ran = [t.plan.micro_batch for t in beliefs.measured if t.measurement.step_times_s]
-    return (STEP_WITH_LINES if beliefs.has_predicted_memory else STEP) * max(ran)
-
-
 def handy_size(beliefs: Beliefs, size: float, variant: int) -> int:
     """Return the variant's largest micro-batch up to a size, as `Sizes.handy`."""
     return int(beliefs.sizes.handy(np.full(len(beliefs.variants), float(size)))[variant])
@@ -110,17 +101,19 @@ def _at_largest(beliefs: Beliefs, variant: int, *, is_new: bool) -> Plan | None:
     leading setting has not run yet, and no line rules it out.
     """
     top, most = int(beliefs.cautious[variant]), int(beliefs.optimistic[variant])
+    largest, reach = int(beliefs.largest[variant]), int(beliefs.reach[variant])
+    done = NEAR * min(top, reach)
     if beliefs.spec.space.samples_per_rank and not beliefs.has_predicted_memory:
         # The sizes of a global batch are far apart: an expert tries the next one
         risk = BOLD if beliefs.oom_probes == 0 else RISKS[-1]
         bold = int(beliefs.largest_at(risk)[variant])
-        top = bold if bold >= COARSE * max(top, 1) else top
-    largest = beliefs.largest[variant]
-    if top < 1 or largest >= NEAR * top:
+        if bold >= COARSE * max(top, 1):
+            top = done = bold
+    if top < 1 or largest >= done:
         return None
     if not is_new and _is_surely_slower(beliefs, variant, most):
         return None
-    size = handy_size(beliefs, min(top, largest_step(beliefs)), variant)
+    size = handy_size(beliefs, min(top, reach), variant)
     even = size // MULTIPLE * MULTIPLE
     if even > NEAR * size and beliefs.spec.space.samples_per_rank is None:
         size = even
@@ -137,16 +130,17 @@ def _is_new_value(beliefs: Beliefs, settings: Settings, leading: str | None) -> 
 def _second_size(beliefs: Beliefs) -> Plan | None:
     """Return a second size where nothing yet tells fixed bytes from growing ones.
 
-    Twice the first, as far as that surely fits by bytes in proportion to the samples; after two
-    other variants in any case, of the one that holds least.
+    Twice the first, as far as that surely fits by bytes in proportion to the samples; of the
+    variant that holds least. In any case where the first is the smallest, or after two other
+    variants.
     """
-    ran = {trial.plan.micro_batch for trial in beliefs.probes}
-    if len(ran) > 1 or beliefs.has_predicted_memory:
+    fits = {trial.plan.micro_batch for trial in beliefs.fitting}
+    if len(fits) > 1 or beliefs.has_predicted_memory:
         return None
     held = [(t.measurement.held_bytes or 0, t.plan) for t in beliefs.fitting]
     held_bytes, plan = min(held, key=lambda pair: pair[0])
     size, wanted = plan.micro_batch, 2.0 * plan.micro_batch
-    if len(beliefs.probes) <= 2 and held_bytes:
+    if len(beliefs.probes) <= 2 and held_bytes and size > 1:
         room = beliefs.spec.vram_budget_bytes / held_bytes
         wanted = min(wanted, size * room * math.exp(-2 * MEMORY_ERROR))
     variant = beliefs.index(plan)

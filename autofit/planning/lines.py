@@ -103,6 +103,8 @@ class LineFamily:
         predicted = _single_effects(values, lines)
         for name, dimension in dimensions.items():
             effects = [predicted.get((name, index)) for index in range(1, len(dimension.values))]
+            if dimension.is_ordered:
+                effects = _between(effects)
             hints = [
                 (fixed_hints.get((name, value)), slope_hints.get((name, value)))
                 for value in dimension.values[1:]
@@ -150,6 +152,19 @@ class LineFamily:
             together = one * (two.max() + 1) + two
             pairs = np.unique(together[(one > 0) & (two > 0)])
             self._columns[1].extend(self.prior.pair * (together == pair) for pair in pairs)
+
+
+def _between(effects: Sequence[Line | None]) -> list[Line | None]:
+    """Return the effects of an ordered setting's values, those between known ones interpolated."""
+    known = {0: (0.0, 0.0)} | {at: each for at, each in enumerate(effects, start=1) if each}
+    found: list[Line | None] = [
+        (
+            float(np.interp(at, [*known], [fixed for fixed, _ in known.values()])),
+            float(np.interp(at, [*known], [slope for _, slope in known.values()])),
+        )
+        for at in range(1, max(known) + 1)
+    ]
+    return found + [None] * (len(effects) - len(found))
 
 
 def _log_or(hint: float | None, default: float) -> float:
