@@ -4,6 +4,7 @@ In this order:
 
 1. The baseline. While nothing fits, the smallest plan that most likely does.
 2. The plans of an expert (`autofit.planning.experts`).
+   Before, the incumbent again where nothing tells noise from odd step times.
 3. The plan of the largest acquisition value (`autofit.planning.candidates`), while that is enough:
    the more probes there were, the more a further one has to promise.
 4. The incumbent without its recomputation, where that is expected to fit by now; and half its size,
@@ -29,7 +30,7 @@ from autofit.planning.candidates import (
     likeliest_to_fit,
     without_recomputation,
 )
-from autofit.planning.constants import FORECAST_STEPS, NOISY, TIMED_S, VETO_RISK
+from autofit.planning.constants import DOUBTED, DOUBTED_PROBES, FORECAST_STEPS, NOISY, TIMED_S, VETO_RISK
 from autofit.planning.experts import expert_plan
 from autofit.units import format_bytes
 
@@ -54,11 +55,15 @@ class Forecast:
     seconds: float | None
 
 
-def decide(beliefs: Beliefs, *, seconds_left: float | None = None) -> Plan | NothingLeft:
+def decide(
+    beliefs: Beliefs, *, may_repeat: bool = True, seconds_left: float | None = None
+) -> Plan | NothingLeft:
     """Return the plan to probe next, or the reason why none can be expected to win.
 
     Args:
         beliefs: after the search so far. Pending plans are not proposed again.
+        may_repeat: whether the incumbent may be, which tells noise from odd step times. Not where
+            another sampler proposes the plans: it would never be run.
         seconds_left: costly values are tried only where that is expected to suffice; None: always.
     """
     if not beliefs.probes:
@@ -70,7 +75,8 @@ def decide(beliefs: Beliefs, *, seconds_left: float | None = None) -> Plan | Not
         plan = likeliest_to_fit(beliefs, cheap) or likeliest_to_fit(beliefs, costly)
         return plan or NothingLeft("not one plan that was tried fits")
     plan = (
-        expert_plan(beliefs, cheap)
+        (_doubted(beliefs) if may_repeat else None)
+        or expert_plan(beliefs, cheap)
         or best_candidate(beliefs, cheap)
         or without_recomputation(beliefs, cheap)
         or half_of_incumbent(beliefs)
@@ -83,6 +89,17 @@ def decide(beliefs: Beliefs, *, seconds_left: float | None = None) -> Plan | Not
     if noise > NOISY:  # which bounds the gains that are looked for
         why += f", where measurements scatter by {noise:.0%}"
     return NothingLeft(why)
+
+
+def _doubted(beliefs: Beliefs) -> Plan | None:
+    """Return the incumbent, to repeat it, where nothing yet tells noise from odd step times."""
+    incumbent = beliefs.incumbent
+    if incumbent is None or beliefs.errors.repeated or len(beliefs.fitting) < DOUBTED_PROBES:
+        return None
+    if any(trial.plan == incumbent.plan for trial in beliefs.pending):
+        return None
+    is_odd = beliefs.time.spread > DOUBTED * beliefs.typical_noise
+    return incumbent.plan if is_odd else None
 
 
 def veto(beliefs: Beliefs, plan: Plan) -> Measurement | None:

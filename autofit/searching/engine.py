@@ -316,7 +316,7 @@ class Search:
         may_probe = unlimited.spent(self._trials) is None
         if self._allowance == unlimited or not may_probe or self._foreign_sampler is not None:
             return None
-        decided = planner.decide(self._beliefs)
+        decided = planner.decide(self._beliefs, may_repeat=False)
         return decided if isinstance(decided, Plan) else None
 
     def mark_ended(self, stop: Stop) -> None:
@@ -405,6 +405,7 @@ class Search:
             return Stop(self._store.ended)
         decided = planner.decide(
             self._believed(),
+            may_repeat=foreign is None,
             seconds_left=self._seconds_left(TrialKind.SEARCH),
         )
         if isinstance(decided, Plan):
