@@ -78,6 +78,7 @@ class Offload(OneSetting):
                 [False, True],
                 when={"compile.mode": ("off", None)},  # compiled code saves by itself
                 trial_cost_s=round(_TRIAL_COST_S + moved * _PIN_S_PER_BYTE, 1),
+                opt_in=context.device.type == "cpu",  # there it frees no memory of the machine
             )
         }
 
