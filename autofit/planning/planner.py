@@ -30,7 +30,14 @@ from autofit.planning.candidates import (
     likeliest_to_fit,
     without_recomputation,
 )
-from autofit.planning.constants import DOUBTED, DOUBTED_PROBES, FORECAST_STEPS, NOISY, TIMED_S, VETO_RISK
+from autofit.planning.constants import (
+    DOUBTED,
+    DOUBTED_PROBES,
+    FORECAST_STEPS,
+    NOISY,
+    TIMED_S,
+    VETO_RISK,
+)
 from autofit.planning.experts import expert_plan
 from autofit.units import format_bytes
 

@@ -55,6 +55,7 @@ from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Job, Place, Runner
 from autofit.searching.sampler import Sampler
 from autofit.searching.study import Store
+from autofit.units import format_rate
 
 _LOGGER = logging.getLogger("autofit")
 
@@ -507,6 +508,7 @@ class Search:
             expected_s = forecast.seconds
             if expected_s is not None:
                 expected_s += self._spec.space.trial_cost_s(plan.settings)
+            self._tell_of_costs(plan)
             told = events.ProbeStarted(plan, kind, forecast.peak_bytes, self._progress())
             self._on_event(told)
             job = Job(
@@ -520,6 +522,21 @@ class Search:
         self._flights[job] = _Flight(asked, plan, kind, forecast.peak_bytes)
         self._runner.submit(job)
         return None
+
+    def _tell_of_costs(self, plan: Plan) -> None:
+        """Show the answer so far before the first plan that takes long to try."""
+        space, best = self._spec.space, self._progress().best
+        begun = [*(t.plan for t in self._trials), *(f.plan for f in self._flights.values())]
+        is_first = not any(space.is_costly(each.settings) for each in begun)
+        if best is None or not is_first or not space.is_costly(plan.settings):
+            return
+        named = best.plan.without(space.default_settings)
+        rate = format_rate(best.samples_per_second or 0.0)
+        stage = (
+            f"the fastest so far is {named}, {rate}; what comes next takes about "
+            f"{space.trial_cost_s(plan.settings):.0f} s to try, and Ctrl-C keeps what was found"
+        )
+        self._on_event(events.StageStarted(stage, self._progress()))
 
     def _asked(self, choice: Plan | BaseSampler) -> optuna.Trial:
         """Return a new trial; a sampler that has not answered when the time is over is left alone.

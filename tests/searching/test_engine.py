@@ -739,3 +739,22 @@ def test_an_error_of_a_baseline_that_ran_before_is_the_users(device: SimulatedDe
     failed = ProbeResult(Measurement(Outcome.USER_ERROR, "no"), LookupError("no"))
     with pytest.raises(LookupError, match="no"):
         run_search(device.prober(), device.spec(), baseline=failed)
+
+
+def test_the_answer_so_far_is_shown_before_anything_is_compiled(make_device: MakeDevice) -> None:
+    """Once, and after the baseline and the plans that cost nothing."""
+    modes = Dimension(("off", "whole"), trial_cost_s=30.0)
+    device = make_device(dimensions={**FEW_DIMENSIONS, "compile.mode": modes})
+    told: list[events.Event] = []
+    run_search(device.prober(), device.spec(), on_event=told.append)
+    stages = [at for at, each in enumerate(told) if isinstance(each, events.StageStarted)]
+    compiled = [
+        at
+        for at, each in enumerate(told)
+        if isinstance(each, events.ProbeStarted) and each.plan.settings["compile.mode"] == "whole"
+    ]
+    (stage,) = stages
+    assert stage < min(compiled)
+    best = told[stage].progress.best
+    assert best is not None
+    assert best.plan.settings["compile.mode"] == "off"
