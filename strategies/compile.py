@@ -55,6 +55,7 @@ from autofit.strategy import (
     TrainingView,
     attributes_kept,
 )
+from autofit.torch_private import missing
 
 from .repeated_blocks import SeenStep, observe
 
@@ -121,7 +122,11 @@ class Compile:
         if not step.calls_model:
             context.note(f"{MODE} skipped: the training step does not call the model")
             return nothing
-        return {MODE: _modes(context, step), REGION: _regions(context, step), BUDGET: _budgets()}
+        return {
+            MODE: _modes(context, step),
+            REGION: _regions(context, step),
+            BUDGET: _budgets(context),
+        }
 
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
@@ -195,7 +200,10 @@ def _regions(context: Context, step: SeenStep) -> Dimension:
     )
 
 
-def _budgets() -> Dimension:
+def _budgets(context: Context) -> Dimension:
+    if (gone := missing("memory budgets of compiled code")) is not None:
+        context.note(f"{BUDGET} skipped: {gone}")
+        return Dimension([1.0])
     return Dimension([1.0, *_BUDGETS], hints=_BUDGETS, when={MODE: (DEFAULT,)})
 
 
