@@ -118,7 +118,7 @@ def test_what_never_calls_the_model_is_left_alone() -> None:
 
 
 class Block(nn.Module):
-    """x -> x: a perceptron with batch normalization; it notes the shapes that it runs as written."""
+    """x -> x: a perceptron with batch normalization; it notes the shapes that run as written."""
 
     def __init__(self, inner: int) -> None:
         super().__init__()
