@@ -323,6 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--regions", nargs="+", default=["whole", "blocks"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--samples", type=int, default=7)
     given = parser.parse_args()
@@ -338,6 +339,8 @@ def main() -> None:
         mib = eager.peak_bytes / 2**20
         print(f"| {name} | eager | | | {mib:.2f} MiB | | {eager.start_s:.1f} s | |", flush=True)
         for settings in compiled_settings(space):
+            if settings[REGION] not in given.regions:
+                continue
             plan = f"{name} | {settings[REGION]} | {settings[BUDGET]}"
             try:
                 found = trained(name, space, settings, device, given.steps)
