@@ -424,10 +424,11 @@ class Dimension:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether these are three or more growing numbers, so that neighbours should act alike."""
+        """Whether three or more numbers grow, or fall, so that neighbours should act alike."""
         if len(self.values) < 3 or any(isinstance(v, bool | str) for v in self.values):
             return False
-        return list(self.values) == sorted(self.values, key=float)
+        growing = sorted(self.values, key=float)
+        return list(self.values) in (growing, growing[::-1])
 
     def allowed_with(self, settings: Settings) -> bool:
         """Return whether `when` allows values other than the first next to these settings."""

@@ -223,6 +223,16 @@ USES = {
         "compilations not be counted",
         optional=True,
     ),
+    "memory budgets of compiled code": Use(
+        (
+            "torch._functorch.config",
+            "torch._functorch.config.activation_memory_budget",
+            "torch._inductor.compile_fx.compile_fx",
+            "torch._inductor.custom_graph_pass.CustomGraphPass",
+        ),
+        "compiled plans do not recompute: the budget of the partitioner could not be set",
+        optional=True,
+    ),
     "CUDA graphs of compiled code": Use(
         ("torch._inductor.cudagraph_trees",),
         "settings that record CUDA graphs are left out: their memory could not be freed",

@@ -1,12 +1,20 @@
-"""torch.compile over the model's call.
+"""torch.compile over the model's call, or over its repeated blocks.
 
 `compile.mode` starts at "off". "default" has the model's calls compiled by inductor; loss functions
 and the optimizer stay as they are. The micro-batch and the rest of a batch each have code for
 their own shapes; where samples have other lengths too, or sizes are many, one code serves all.
 
-The model keeps its class, its names and its parameters: only its call is another one while the
-setting is in force. On a GPU there is one mode more: "reduce-overhead" replays the calls as CUDA
-graphs, which saves launches and holds memory of its own. On a CPU inductor has none.
+The model keeps its class, its names and its parameters: only calls are others while the settings
+are in force. On a GPU there is one mode more: "reduce-overhead" replays the calls as CUDA graphs,
+which saves launches and holds memory of its own. On a CPU inductor has none.
+
+`compile.region` is "whole", or "blocks": those that repeat are compiled, once for all of a kind,
+which takes less time, and the rest of the model runs as it is. Of several ranks, only under
+`DistributedDataParallel`.
+
+`compile.memory_budget` is how a compiled plan recomputes: the share of the activations that the
+partitioner may keep for the backward, 1.0 being what it would keep where time alone counts. The
+levels of checkpointing are for plans that are not compiled.
 
 CUDA graphs write the gradients of a replay over those of the one before, which torch reports or not
 (pytorch issues 169545 and 96693), so "reduce-overhead" is for one micro-batch alone.
@@ -24,20 +32,21 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.parallel import DistributedDataParallel
 
-from autofit.errors import Unsupported
-from autofit.plan import Dimension
+from autofit.errors import InvalidArgument, Unsupported
+from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import (
     COMPILED_CALL,
     Context,
@@ -45,19 +54,31 @@ from autofit.strategy import (
     Phase,
     TrainingView,
     attributes_kept,
-    calls_watched,
 )
+from autofit.torch_private import missing
 
-from .calls import run_step
-from .one_setting import OneSetting
+from .repeated_blocks import SeenStep, observe
 
-MODE = "compile.mode"
+MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
 OFF, DEFAULT, GRAPHS = "off", "default", "reduce-overhead"
+WHOLE, BLOCKS = "whole", "blocks"
 # By the type of the device.
 _MODES = {"cpu": (DEFAULT,), "cuda": (DEFAULT, GRAPHS)}
 # Units that are checkpointed one by one break the model's call up: under compile the partitioner
-# chooses what is kept.
+# chooses what is kept, within the memory budget.
 _PLAIN_CALLS = {"checkpointing.level": (0, None)}
+# Shares of the activations, and what they held and cost beside 1.0. Between them lies 0.2, at which
+# whole models held more than at 0.5, since more is computed again at once; 0.0 would compute all of
+# a region again at once (benchmarks/results/compiled-models-2026-11-28.md).
+_BUDGETS: Mapping[Scalar, CostHint] = {
+    0.5: CostHint(bytes_per_sample=0.7, seconds_per_sample=1.08),
+    0.05: CostHint(bytes_per_sample=0.5, seconds_per_sample=1.25),
+}
+# The modes of several ranks under which blocks are compiled: `fully_shard` hooks into the calls of
+# blocks, and with torch 2.13 on gloo nothing of them was compiled.
+_REPLICATED = {"parallel.mode": ("ddp", "ddp_view", "zero1")}
+# Least share of a compilation's time that compiling blocks alone must save to be offered.
+_LEAST_SAVED = 0.2
 _SAMPLES = 2
 # Seconds of a compilation: fixed, and for each operator of forward and backward. On a CPU as in
 # benchmarks/results/compile-2026-11-22.md; on a GPU a guess within 20 to 45 s for GPT-2-small and
@@ -74,11 +95,10 @@ _MOST_SIZES = 4
 _DEPTH = 4
 
 
-class Compile(OneSetting):
+class Compile:
     """torch.compile over the model's call: fewer, fused kernels, after seconds of compilation."""
 
     name = "compile"
-    setting, plain = MODE, OFF
     phase = Phase.COMPILE
     numerics = Numerics.ROUNDING
 
@@ -87,116 +107,225 @@ class Compile(OneSetting):
         return _lacks(device_type)
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        """Return the modes where a compiler is found and the step calls the model."""
-        off = {MODE: Dimension([OFF])}
+        """Return modes, regions and budgets where a compiler is found and the step calls the model.
+
+        Regions where blocks repeat, and one of each kind takes clearly less time to compile.
+        """
+        nothing = {MODE: Dimension([OFF]), REGION: Dimension([WHOLE]), BUDGET: Dimension([1.0])}
         if context.device.type == "meta":
             context.note(f"{MODE} skipped: a compiled step can only be measured, not predicted")
-            return off
+            return nothing
         if (lacking := _lacks(context.device.type)) is not None:
             context.note(f"{MODE} skipped: {lacking}")
-            return off
+            return nothing
         if any(map(_is_compiled, context.model.modules())):  # which the survey notes
-            return off
-        samples = min(_SAMPLES, context.samples_per_step)
-        operators: int | None = context.with_training(_operators, samples)
-        if operators is None:
+            return nothing
+        step: SeenStep = context.with_training(observe, min(_SAMPLES, context.samples_per_step))
+        if not step.calls_model:
             context.note(f"{MODE} skipped: the training step does not call the model")
-            return off
-        device = context.device.type
-        fixed_s, operator_s = _CUDA_COST_S if device == "cuda" else _CPU_COST_S
+            return nothing
         return {
-            MODE: Dimension(
-                [OFF, *_MODES[device]],
-                when=_PLAIN_CALLS,
-                accumulation={GRAPHS: False} if GRAPHS in _MODES[device] else {},
-                trial_cost_s=round(fixed_s + operator_s * operators, 1),
-                fresh_worker=True,
-            )
+            MODE: _modes(context, step),
+            REGION: _regions(context, step),
+            BUDGET: _budgets(context),
         }
 
-    def applied(
-        self, training: TrainingView, value: Any, payload: Any
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
     ) -> AbstractContextManager[None]:
-        """Have the model's calls compiled when they first run.
+        """Have calls compiled when they first run; leaving the context undoes it.
 
         Raises:
             Unsupported: there is no compiler for the device, or nothing to compile on it.
+            InvalidArgument: the payload names a block that this model does not have.
         """
+        mode = str(settings.get(MODE, OFF))
+        if mode == OFF:
+            return nullcontext()
         if (lacking := _lacks(training.device.type)) is not None:
-            raise Unsupported(f"{MODE}={value}: {lacking}")
-        return _compiled(training, value)
+            raise Unsupported(f"{MODE}={mode}: {lacking}")
+        alike = [[training.model]]
+        if settings.get(REGION, WHOLE) == BLOCKS:
+            alike = _blocks_of(training.model, payloads[REGION]["modules"])
+        compiler = _Compiler(mode, float(settings.get(BUDGET, 1.0)))
+        return _compiled(training, alike, compiler)
 
-    def lines(self, value: Any, payload: Any) -> list[str]:
-        options = "" if value == DEFAULT else f", mode={value!r}"
-        return ["import torch", f"model = torch.compile(model{options})"]
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        """Return the equivalent lines of a training script."""
+        mode, budget = str(settings.get(MODE, OFF)), settings.get(BUDGET, 1.0)
+        if mode == OFF:
+            return []
+        options = "" if mode == DEFAULT else f"mode={mode!r}"
+        lines = []
+        if budget != 1.0:
+            options = "backend=within"
+            lines = [
+                "from autofit.strategies.memory_budget import within_budget",
+                f"within = within_budget({budget})",
+            ]
+        if settings.get(REGION, WHOLE) != BLOCKS:
+            given = f"model, {options}" if options else "model"
+            return ["import torch", *lines, f"model = torch.compile({given})"]
+        payload = payloads[REGION]
+        model = "model.module" if payload.get("replicated") else "model"
+        return [
+            *lines,
+            f"for name in {list(chain.from_iterable(payload['modules']))}:",
+            f"    {model}.get_submodule(name).compile({options})",
+        ]
 
 
-def _operators(training: TrainingView, batch: Any) -> int | None:
-    """Return how many operators a step runs; None: it does not call the model as a whole."""
-    calls: list[nn.Module] = []
-    count: Any = _Count()  # type: ignore[no-untyped-call]  # torch does not annotate it
-    model = training.model
-    note = calls_watched(model, [model], lambda own, *_: calls.append(own), lambda *_: None)
-    with count, note:
-        run_step(training, batch)
-    return count.operators if calls else None
+def _modes(context: Context, step: SeenStep) -> Dimension:
+    modes = _MODES[context.device.type]
+    return Dimension(
+        [OFF, *modes],
+        when=_PLAIN_CALLS,
+        accumulation={GRAPHS: False} if GRAPHS in modes else {},
+        trial_cost_s=_cost_s(context, step.operators),
+        fresh_worker=True,
+    )
 
 
-class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Counts the operators that run."""
+def _regions(context: Context, step: SeenStep) -> Dimension:
+    """Return whether blocks alone may be compiled: where that takes clearly less time."""
+    whole_s = _cost_s(context, step.operators)
+    saved_s = whole_s - _cost_s(context, step.operators * step.share_of_blocks)
+    if not step.blocks or saved_s < _LEAST_SAVED * whole_s:
+        return Dimension([WHOLE])
+    payload: dict[str, Any] = {"modules": step.blocks}
+    when: dict[str, Sequence[Scalar | None]] = {MODE: (DEFAULT,)}
+    if context.world.size > 1:
+        when |= _REPLICATED
+        payload["replicated"] = True
+    return Dimension(
+        [WHOLE, BLOCKS],
+        when=when,
+        payloads={BLOCKS: payload},
+        trial_costs_s={BLOCKS: round(-saved_s, 1)},
+    )
 
-    operators = 0
-    supports_higher_order_operators = True
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: the user's own compiled functions stay compiled while this counts."""
-        return True
+def _budgets(context: Context) -> Dimension:
+    if (gone := missing("memory budgets of compiled code")) is not None:
+        context.note(f"{BUDGET} skipped: {gone}")
+        return Dimension([1.0])
+    return Dimension([1.0, *_BUDGETS], hints=_BUDGETS, when={MODE: (DEFAULT,)})
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operators += 1
-        return func(*args, **(kwargs or {}))
+
+def _cost_s(context: Context, operators: float) -> float:
+    fixed_s, operator_s = _CUDA_COST_S if context.device.type == "cuda" else _CPU_COST_S
+    return round(fixed_s + operator_s * operators, 1)
+
+
+def _blocks_of(model: nn.Module, names: Iterable[Iterable[str]]) -> list[list[nn.Module]]:
+    if isinstance(model, DistributedDataParallel):  # the names are of what it wraps
+        model = model.module
+    try:
+        return [[model.get_submodule(name) for name in alike] for alike in names]
+    except AttributeError as error:
+        raise InvalidArgument(
+            f"{REGION}={BLOCKS}: {error}: this plan is of another model"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Compiler:
+    """How calls are compiled.
+
+    Attributes:
+        mode: of torch.compile.
+        budget: share of the activations that may be kept for the backward.
+    """
+
+    mode: str
+    budget: float
+
+    @cached_property
+    def _options(self) -> Mapping[str, Any]:
+        if self.budget == 1.0:
+            return {"mode": self.mode}
+        from .memory_budget import within_budget  # loads inductor
+
+        return {"backend": within_budget(self.budget)}  # one for all: code is kept by its backend
+
+    def compiled(self, module: nn.Module, code: CodeType, dynamic: bool | None) -> Any:
+        """Return the compiled call of a module; what is compiled is kept by the code object."""
+        template = _calling(module)
+        call = FunctionType(code, _globals(module), "call", None, template.__closure__)
+        return torch.compile(call, dynamic=dynamic, **self._options)
 
 
 @contextmanager
-def _compiled(training: TrainingView, mode: str) -> Iterator[None]:
-    """Have the model's calls compiled."""
+def _compiled(
+    training: TrainingView, alike: Sequence[Sequence[nn.Module]], compiler: _Compiler
+) -> Iterator[None]:
+    """Have the calls of these modules compiled; those of one sequence share their code."""
     model = training.model
     with ExitStack() as stack:
         stack.enter_context(_environment_kept())
-        if mode == GRAPHS:
+        if compiler.mode == GRAPHS:
             stack.enter_context(_graphs_freed(training.device))
             stack.callback(training.wrap_forward(partial(_not_accumulating, model)))
-        notes = _Notes(mode)
+        notes = _Notes(compiler.mode)
         stack.enter_context(_marks_kept(model))
-        stack.enter_context(attributes_kept(model, COMPILED_CALL))
-        vars(model)[COMPILED_CALL] = _by_shapes(model, mode)
+        for modules in alike:
+            codes = _Codes(compiler)
+            for module in modules:
+                stack.enter_context(attributes_kept(module, COMPILED_CALL))
+                vars(module)[COMPILED_CALL] = _by_shapes(module, codes)
         stack.callback(training.add_notes(notes.lines))
         yield
 
 
-def _by_shapes(model: nn.Module, mode: str) -> Callable[..., Any]:
-    """Return the compiled call of a model.
+class _Codes:
+    """The code objects of modules that are alike, by the shapes that they are compiled for.
+
+    What is compiled, and how often, is counted by code object.
+    """
+
+    def __init__(self, compiler: _Compiler) -> None:
+        self._compiler = compiler
+        self._of_shapes: dict[Any, CodeType] = {}
+        self._of_any = _new_code()
+
+    def of_any_shape(self, module: nn.Module) -> Callable[..., Any]:
+        """Return the compiled call of a module that serves any shape."""
+        return self._compiler.compiled(module, self._of_any, None)  # type: ignore[no-any-return]
+
+    def of(self, module: nn.Module, shapes: Any) -> Callable[..., Any] | None:
+        """Return its call for these shapes; None: there is code for as many others already."""
+        if shapes not in self._of_shapes and len(self._of_shapes) >= _MOST_SIZES:
+            return None
+        code = self._of_shapes.setdefault(shapes, _new_code())
+        return self._compiler.compiled(module, code, False)  # type: ignore[no-any-return]
+
+
+def _new_code() -> CodeType:
+    return _calling(nn.Identity()).__code__.replace()
+
+
+def _by_shapes(module: nn.Module, codes: _Codes) -> Callable[..., Any]:
+    """Return the compiled call of a module.
 
     Code for given shapes is the fastest, and torch compiles one function that often and no oftener
     (`recompile_limit`): from then on it would run as it is written.
     """
-    sizes: dict[Any, Callable[..., Any]] = {}
+    calls: dict[Any, Callable[..., Any]] = {}
     lengths: set[Any] = set()
-    any_shape = _compiled_anew(model, mode, None)
+    any_shape = codes.of_any_shape(module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]  # torch
             raise Unsupported(
-                f"{MODE}={mode}: hooks of all modules (register_module_forward_hook and the like) "
+                f"{MODE}: hooks of all modules (register_module_forward_hook and the like) "
                 f"do not run in compiled code: remove them, or use {MODE}={OFF}"
             )
         shapes = tuple(_shapes((args, kwargs)))
         lengths.add(tuple(shape[1:] for shape in shapes))
-        if shapes not in sizes and len(sizes) < _MOST_SIZES:
-            sizes[shapes] = _compiled_anew(model, mode, False)
         has_lengths = len(lengths) > 1
-        return (any_shape if has_lengths else sizes.get(shapes, any_shape))(*args, **kwargs)
+        if not has_lengths and shapes not in calls and (own := codes.of(module, shapes)):
+            calls[shapes] = own
+        return (any_shape if has_lengths else calls.get(shapes, any_shape))(*args, **kwargs)
 
     return call
 
@@ -210,15 +339,6 @@ def _shapes(value: Any, depth: int = _DEPTH) -> Iterator[torch.Size]:
         inner = value if isinstance(value, Mapping) else inner
         for each in inner.values() if isinstance(inner, Mapping) else inner:
             yield from _shapes(each, depth - 1)
-
-
-def _compiled_anew(model: nn.Module, mode: str, dynamic: bool | None) -> Callable[..., Any]:
-    template = _calling(model)
-    # A code object of its own: what is compiled, and how often, is counted by code object
-    code = template.__code__.replace()
-    call = FunctionType(code, _globals(model), "call", None, template.__closure__)
-    compiled: Callable[..., Any] = torch.compile(call, mode=mode, dynamic=dynamic)
-    return compiled
 
 
 def _calling(module: nn.Module) -> FunctionType:

@@ -86,3 +86,55 @@ def test_the_memory_of_a_compiled_plan_is_told(run_on: Callable[..., str]) -> No
     assert graphs["peak"] >= graphs["inside"]
     assert graphs["after"] == 0
     assert compiled["peak_reserved_bytes"] >= compiled["peak_allocated_bytes"] > 4096 * 512 * 4
+
+
+BUDGETS = """
+import json
+
+import torch
+from torch import nn
+
+from autofit.plan import Plan, ResolvedPlan
+from autofit.registry import load_strategies
+from autofit.training.loss import Recipe
+from autofit.training.training import Training
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(64), nn.Dropout(0.1)
+        self.mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        return x + self.drop(self.mlp(self.norm(x)))
+
+
+device, peaks = torch.device("cuda", 0), []
+payloads = {"compile.region": {"modules": [[str(number) for number in range(6)]]}}
+for budget in (1.0, 0.5, 0.05):
+    model = nn.Sequential(*(Block() for _ in range(6))).cuda()
+    settings = {
+        "compile.mode": "default", "compile.region": "blocks", "compile.memory_budget": budget
+    }
+    resolved = ResolvedPlan(Plan(4096, settings=settings), payloads, load_strategies(["compile"]))
+    optimizer, batch = torch.optim.SGD(model.parameters()), torch.randn(4096, 64, device=device)
+    recipe = Recipe(loss_fn=lambda model, batch: model(batch).square().mean())
+    with Training(model, optimizer, recipe, resolved, device=device) as training:
+        training.step(batch)
+        torch.cuda.reset_peak_memory_stats()
+        training.step(batch)
+        peaks.append(torch.cuda.max_memory_allocated())
+        notes = training.notes()
+print(json.dumps([peaks, notes]))
+"""
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+def test_bytes_fall_as_the_memory_budget_falls(run_on: Callable[..., str]) -> None:
+    peaks, notes = json.loads(run_on(BUDGETS).splitlines()[-1])
+    inner = 6 * 4096 * 256 * 4  # kept of each block for its backward, without a budget
+    assert peaks[0] > inner
+    assert peaks[0] > 1.2 * peaks[1] > 1.2 * peaks[2], peaks
+    assert notes == ["compile: 1 graphs, 0 graph breaks, 0 recompilations"]

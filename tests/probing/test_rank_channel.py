@@ -19,7 +19,7 @@ from torch.nn import functional
 from autofit.equivalence.comparison import compare_passes
 from autofit.equivalence.ranks import compare_ranks
 from autofit.measurement import Outcome
-from autofit.plan import Plan, ResolvedPlan
+from autofit.plan import Plan, ResolvedPlan, Scalar
 from autofit.probing.fault_table import OTHER_COUNT
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Deadlines, Prober, Target, open_prober
@@ -150,16 +150,26 @@ def test_nothing_of_the_ranks_listens_to_other_machines(weighted: Prober) -> Non
     assert heard == {"0100007F"}  # 127.0.0.1
 
 
+BLOCKS = {"compile.region": "blocks", "compile.memory_budget": 0.05}
+
+
 @pytest.mark.parametrize(
-    ("mode", "said"),
-    [("ddp", r"compile: \d+ graphs"), ("fsdp2", r"compile: (\d+ graphs|nothing was compiled)")],
+    ("mode", "more", "said"),
+    [
+        ("ddp", {}, r"compile: \d+ graphs"),
+        ("ddp", BLOCKS, r"compile: \d+ graphs, 0 graph breaks"),
+        ("fsdp2", {}, r"compile: (\d+ graphs|nothing was compiled)"),
+    ],
 )
-def test_ranks_compile_or_say_that_nothing_was(mode: str, said: str) -> None:
+def test_ranks_compile_or_say_that_nothing_was(
+    mode: str, more: dict[str, Scalar], said: str
+) -> None:
     workload = Workload(Tied, padded, loss_fn=mean_over_valid, loss_weight=valid)
     strategies = load_strategies(["parallel", "compile"])
-    settings = {"parallel.mode": mode, "compile.mode": "default"}
+    settings = {"parallel.mode": mode, "compile.mode": "default", **more}
     plan = Plan(4, settings=settings, world_size=2)
-    request = ProbeRequest(ResolvedPlan(plan, UNITS, strategies))
+    payloads = {**UNITS, "compile.region": {"modules": [UNITS["parallel.mode"]["modules"]]}}
+    request = ProbeRequest(ResolvedPlan(plan, payloads, strategies))
     with open_prober(workload, strategies, Target("cpu", "1GiB", ranks=2)) as prober:
         seen = prober.probe(request).measurement
     assert seen.outcome is Outcome.OK, seen.detail

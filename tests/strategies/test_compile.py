@@ -1,11 +1,11 @@
-"""compile.mode: the model's calls compiled, what that costs, and how it ends where it cannot be."""
+"""compile: calls of the model or of its blocks compiled, at what cost, and how it ends if not."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from torch import nn
 
 import autofit
 from autofit.devices.cpu import CpuDevice
-from autofit.errors import Unsupported
+from autofit.errors import InvalidArgument, Unsupported
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.probe import probe_if
 from autofit.registry import load_strategies
+from autofit.space import Space
+from autofit.strategy import World
 from autofit.testing import PlainContext
 from autofit.training.loss import Recipe
 from autofit.training.training import Training, TrainingBuilder
@@ -27,7 +29,7 @@ from autofit.training.workload import Workload
 from autofit.units import MIB
 
 COMPILE: Any = load_strategies(["compile"])[0]
-MODE = "compile.mode"
+MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
 PLAN = ResolvedPlan(Plan(4, settings={MODE: "default"}), {}, (COMPILE,))
 
 
@@ -115,6 +117,150 @@ def test_what_never_calls_the_model_is_left_alone() -> None:
     assert "does not call the model" in notes[0]
 
 
+class Block(nn.Module):
+    """x -> x: a perceptron with batch normalization; it notes the shapes that run as written."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, inner), nn.Linear(inner, 8)
+        self.norm, self.eager = nn.BatchNorm1d(8), list[tuple[int, ...]]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            self.eager.append(tuple(x.shape))
+        mixed: torch.Tensor = self.last(nn.functional.gelu(self.first(x))).flatten(0, -2)
+        return x + self.norm(mixed).reshape(x.shape)
+
+
+class Blocks(nn.Module):
+    """Ten blocks of one kind and two of another, between layers that do not repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(Block(16 if number < 10 else 32) for number in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        output: torch.Tensor = self.head(x)
+        return output.square().mean()
+
+
+NAMES = [f"blocks.{number}" for number in range(12)]
+PAYLOADS = {REGION: {"modules": [NAMES[:10], NAMES[10:]]}}
+OF_BLOCKS = {MODE: "default", REGION: "blocks"}
+
+
+def of_blocks(samples: int = 7) -> Workload:
+    torch.manual_seed(0)
+    return Workload(Blocks(), torch.randn(samples, 8))
+
+
+def test_blocks_that_repeat_may_be_compiled_alone_for_less() -> None:
+    dimensions = COMPILE.dimensions(PlainContext(of_blocks))
+    space = Space(dimensions, 7)
+    costs = {
+        variant[REGION]: space.trial_cost_s(variant)
+        for variant in space.variants()
+        if variant[MODE] != "off"
+    }
+    assert 10 < costs["blocks"] < 0.8 * costs["whole"]
+    assert dimensions[REGION].payloads == {"blocks": PAYLOADS[REGION]}
+    plain = {MODE: "off", REGION: "whole", BUDGET: 1.0}
+    assert [each for each in space.variants() if each[MODE] == "off"] == [plain]
+    assert list(COMPILE.dimensions(PlainContext(workload))[REGION].values) == ["whole"]
+
+
+def test_budgets_fall_and_are_how_compiled_plans_alone_recompute() -> None:
+    dimension = COMPILE.dimensions(PlainContext(workload))[BUDGET]
+    assert dimension.values[0] == 1.0
+    assert dimension.is_ordered
+    assert dimension.when == {MODE: ("default",)}
+    held = [dimension.hints[value].bytes_per_sample for value in dimension.values[1:]]
+    assert 1.0 > held[0] > held[-1]
+
+
+def test_of_several_ranks_blocks_are_compiled_where_each_holds_the_model() -> None:
+    context = PlainContext(of_blocks)
+    context._builder = replace(context._builder, world=World(size=2))
+    region = COMPILE.dimensions(context)[REGION]
+    assert "fsdp2" not in region.when["parallel.mode"]
+    lines = COMPILE.describe(OF_BLOCKS, {REGION: region.payloads["blocks"]})
+    assert "model.module.get_submodule(name)" in lines[-1]
+
+
+def test_blocks_that_a_model_lacks_are_refused_by_name() -> None:
+    payloads = {REGION: {"modules": [["nowhere.0", "nowhere.1"]]}}
+    plan = ResolvedPlan(Plan(7, settings=OF_BLOCKS), payloads, (COMPILE,))
+    builder = TrainingBuilder(of_blocks, CpuDevice(), 0)
+    with (
+        pytest.raises(InvalidArgument, match="nowhere"),
+        builder.training(of_blocks(), plan),
+    ):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "apart"),
+    [
+        (OF_BLOCKS, 1e-4),
+        ({**OF_BLOCKS, BUDGET: 0.05}, 1e-4),
+        ({**OF_BLOCKS, BUDGET: 0.05, "precision.dtype": "bfloat16"}, 0.02),
+    ],
+)
+def test_blocks_share_their_code_and_train_as_they_are(
+    settings: dict[str, Any], apart: float
+) -> None:
+    """In uneven micro-batches, through batch normalization, and with a hook on a block."""
+
+    def trained(settings: dict[str, Any]) -> tuple[nn.Module, list[float], Any, list[int]]:
+        plan = Plan.split(7, 4, settings=settings)
+        builder, seen = TrainingBuilder(of_blocks, CpuDevice(), 0), list[int]()
+        resolved = ResolvedPlan(plan, PAYLOADS, load_strategies(["compile", "precision"]))
+        with builder.training(of_blocks(), resolved) as training:
+            model: Any = training.model
+            parts, names = list(model.modules()), list(model.state_dict())
+            model.blocks[3].register_forward_hook(lambda *_: seen.append(1) or None)
+            losses = [float(training.step(of_blocks().batch(7))) for _ in range(3)]
+            assert list(model.modules()) == parts
+            assert list(model.state_dict()) == names
+            compiled = [n for n, m in model.named_modules() if "_compiled_call_impl" in vars(m)]
+            assert compiled == (NAMES if settings else [])
+            notes = training.notes()
+        assert not any("_compiled_call_impl" in vars(part) for part in parts)
+        return model, losses, notes, seen
+
+    plain, eager, _, _ = trained({})
+    model, losses, notes, seen = trained(settings)
+    assert losses == pytest.approx(eager, rel=apart)
+    for (name, one), other in zip(
+        plain.state_dict().items(), model.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=10 * apart, atol=apart, msg=name)
+    assert seen
+    blocks: Any = model.blocks  # type: ignore[union-attr]  # it is a list of modules
+    assert not any(block.eager for number, block in enumerate(blocks) if number != 3)
+    graphs = int(notes[0].split()[1])
+    assert graphs <= 2 * 2 + 2 * 2  # for two sizes and two kinds, and for the block with a hook
+
+
+@pytest.mark.slow
+def test_no_length_runs_blocks_eagerly() -> None:
+    plan = ResolvedPlan(Plan(4, settings=OF_BLOCKS), PAYLOADS, (COMPILE,))
+    model = Blocks()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    recipe = Recipe(loss_fn=lambda net, batch: net(batch))
+    batches = [torch.randn(4, 2 + length, 8) for length in range(20)]
+    with Training(model, optimizer, recipe, plan, device=torch.device("cpu")) as training:
+        losses = [float(training.loss(each)) for each in batches]
+    blocks: Any = model.blocks
+    assert not any(block.eager for block in blocks)
+    assert losses == pytest.approx([float(model(each)) for each in batches], rel=1e-4)
+
+
 def compiled() -> nn.Module:
     model = Model()
     model.compile()
@@ -145,6 +291,22 @@ def test_the_lines_to_paste_compile_the_model() -> None:
         "import torch",
         "model = torch.compile(model)",
     ]
+    assert COMPILE.describe({**OF_BLOCKS, BUDGET: 0.5}, PAYLOADS) == [
+        "from autofit.strategies.memory_budget import within_budget",
+        "within = within_budget(0.5)",
+        f"for name in {NAMES}:",
+        "    model.get_submodule(name).compile(backend=within)",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [OF_BLOCKS, {MODE: "default", BUDGET: 0.5}])
+def test_the_lines_to_paste_train(chosen: dict[str, Any]) -> None:
+    model: Any = Blocks()
+    found = {"model": model}
+    exec("\n".join(COMPILE.describe(chosen, PAYLOADS)), found)
+    found["model"](torch.randn(4, 8)).backward()
+    assert not any(block.eager for block in model.blocks)
 
 
 @pytest.mark.slow

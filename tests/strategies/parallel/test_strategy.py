@@ -122,7 +122,8 @@ for mode in {modes}:
     blocks = [nn.Sequential(nn.Linear(8, 8)) for _ in range(2)]
     model = plain = nn.Sequential(nn.Linear(4, 8), *blocks)
     exec("\\n".join(paste_lines(resolved)))
-    print(mode, type(model).__name__)
+    compiled = [name for name, part in plain.named_modules() if part._compiled_call_impl]
+    print(mode, type(model).__name__, *compiled)
 torch.distributed.destroy_process_group()
 """
 
@@ -131,16 +132,20 @@ torch.distributed.destroy_process_group()
 def test_what_it_writes_runs_also_where_the_model_is_compiled(
     run_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    named = {"parallel.mode": {"modules": ["1", "2"]}}
-    for modes, settings in (
-        (("ddp", "ddp_view", "zero1"), {"compile.mode": "default"}),
-        (("fsdp2", "fsdp2_keep"), {}),
+    named = {
+        "parallel.mode": {"modules": ["1", "2"]},
+        "compile.region": {"modules": [["1", "2"]], "replicated": True},
+    }
+    replicated, whole = ("ddp", "ddp_view", "zero1"), {"compile.mode": "default"}
+    for modes, settings, made in (
+        (replicated, whole, "OptimizedModule"),
+        (replicated[:1], {**whole, "compile.region": "blocks"}, "DistributedDataParallel 1 2"),
+        (("fsdp2", "fsdp2_keep"), {}, "FSDPSequential"),
     ):
         script = PASTED.format(modes=modes, settings=settings, payloads=named)
         done = run_python("-c", script)
         assert done.returncode == 0, done.stderr
-        wrapped = "OptimizedModule" if settings else "FSDPSequential"
-        assert done.stdout.splitlines() == [f"{mode} {wrapped}" for mode in modes]
+        assert done.stdout.splitlines() == [f"{mode} {made}" for mode in modes]
 
 
 def test_one_device_alone_is_refused() -> None:

@@ -1,0 +1,114 @@
+"""What a step shows of how its model would compile: operators, and blocks that repeat.
+
+Blocks are of one kind where their class, their parts and the shapes of their parameters are the
+same: code that is compiled for one of them serves all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autofit.strategy import TrainingView, calls_watched
+
+from .calls import run_step
+
+
+@dataclass
+class SeenStep:
+    """What a step shows.
+
+    Attributes:
+        calls_model: whether the model was called as a whole.
+        operators: how many ran in forward, loss and backward.
+        blocks: the names of the blocks that repeat and were called, kind by kind.
+        share_of_blocks: of the operators of the model's forward, the share in one block of each
+            kind: what there is to compile where blocks are compiled alone.
+    """
+
+    calls_model: bool = False
+    operators: int = 0
+    blocks: list[list[str]] = field(default_factory=list)
+    share_of_blocks: float = 0.0
+
+
+def observe(training: TrainingView, batch: Any) -> SeenStep:
+    """Return what a step over the batch shows; the weights stay as they are."""
+    model = training.model
+    kinds = dict(_repeated(model))
+    names = {model.get_submodule(name): name for name in kinds}
+    count = _Count()
+    note = calls_watched(model, [model, *names], count.enter, count.leave)
+    with count, note:
+        run_step(training, batch)
+    found: dict[Hashable, list[nn.Module]] = {}
+    for module, name in names.items():
+        if module in count.of_calls:
+            found.setdefault(kinds[name], []).append(module)
+    alike = [blocks for blocks in found.values() if len(blocks) > 1]
+    of_blocks = sum(count.of_calls[blocks[0]] for blocks in alike)
+    return SeenStep(
+        calls_model=model in count.of_calls,
+        operators=count.operators,
+        blocks=[[names[block] for block in blocks] for blocks in alike],
+        share_of_blocks=of_blocks / max(1, count.of_calls[model]),
+    )
+
+
+def _repeated(module: nn.Module, path: str = "") -> Iterator[tuple[str, Hashable]]:
+    """Yield the outermost blocks that have siblings like them: their names and kinds."""
+    children = {f"{path}.{name}".lstrip("."): child for name, child in module.named_children()}
+    kinds = {name: _kind(child) for name, child in children.items()}
+    counts = Counter(kinds.values())
+    for name, child in children.items():
+        if counts[kinds[name]] > 1 and any(child.children()):
+            yield name, kinds[name]
+        else:
+            yield from _repeated(child, name)
+
+
+def _kind(module: nn.Module) -> Hashable:
+    parts = tuple((name, type(part)) for name, part in module.named_modules())
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return parts, tuple((name, each.shape, each.dtype) for name, each in tensors)
+
+
+class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Counts the operators that run, and those of the first call of each module.
+
+    Attributes:
+        operators: all.
+        of_calls: module -> those of its first call.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self.operators = 0
+        self.of_calls: Counter[nn.Module] = Counter()
+        self._begun: list[tuple[nn.Module, int]] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: the user's own compiled functions stay compiled while this counts."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += 1
+        return func(*args, **(kwargs or {}))
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin a call of a module."""
+        self._begun.append((module, self.operators))
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """End the last call that began."""
+        _, before = self._begun.pop()
+        if module not in self.of_calls:
+            self.of_calls[module] = self.operators - before

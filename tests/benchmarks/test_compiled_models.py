@@ -1,0 +1,34 @@
+"""Compiled plans of models of others train as eager ones do, in uneven micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+
+from autofit.devices.cuda import open_device
+from autofit.plan import Scalar
+from benchmarks.compiled_models import BUDGET, MODELS, REGION, WITHIN, apart, space_of, trained
+
+SAMPLES, STEPS = 5, 20
+
+
+def test_there_are_ten_models() -> None:
+    assert len(MODELS) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "region", "budget"),
+    [("llama", "blocks", 0.05), ("vit", "blocks", 0.5), ("lstm", "whole", 0.05)],
+)
+def test_losses_are_those_of_eager_training(name: str, region: str, budget: float) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    device = open_device("cpu")
+    space = space_of(name, SAMPLES, device)
+    settings: dict[str, Scalar] = {"compile.mode": "default", REGION: region, BUDGET: budget}
+    assert space.allows(space.default_settings | settings)
+    eager = trained(name, space, {}, device, STEPS)
+    found = trained(name, space, settings, device, STEPS)
+    assert eager.losses[-1] != eager.losses[0]
+    assert apart(eager, found) <= WITHIN
+    assert not any("run eagerly" in note or "ran eagerly" in note for note in found.notes)

@@ -1,0 +1,118 @@
+"""compile.memory_budget: less is held, gradients stay, and none of torch's settings is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autofit.devices.cpu import CpuDevice
+from autofit.plan import Plan
+from autofit.registry import collect_dimensions, load_strategies, resolve
+from autofit.space import Space
+from autofit.testing import PlainContext
+from autofit.training.training import Training
+from autofit.training.workload import Workload
+
+pytestmark = pytest.mark.slow
+
+SAMPLES = 512
+Draw = Callable[[Tensor], Tensor]
+
+
+def dropped(x: Tensor) -> Tensor:
+    return functional.dropout(x, 0.5)
+
+
+def drawn_from_classes(x: Tensor) -> Tensor:
+    kept = torch.multinomial(torch.ones(16), 8)
+    return x * torch.zeros(16).index_fill(0, kept, 1.0)
+
+
+def attended(x: Tensor) -> Tensor:
+    """Mixed by attention with dropout, whose operator makes several tensors."""
+    heads = x.unflatten(-1, (2, 8)).transpose(0, 1)
+    ones = torch.ones_like(heads)
+    mixed = functional.scaled_dot_product_attention(ones, ones, heads, dropout_p=0.5)
+    return mixed.transpose(0, 1).flatten(1)
+
+
+class Drawing(nn.Module):
+    """A perceptron without biases, and draws on the way.
+
+    Attributes:
+        budgets: that are in force outside of what is compiled.
+    """
+
+    def __init__(self, draw: Draw, blocks: int) -> None:
+        super().__init__()
+        layers = (nn.Linear(16, 64, bias=False), nn.ReLU(), nn.Linear(64, 16, bias=False))
+        self.blocks = nn.ModuleList(nn.Sequential(*map(_anew, layers)) for _ in range(blocks))
+        self.draw, self.budgets = draw, list[float]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.draw(block(x))
+        return x
+
+
+def _anew(layer: nn.Module) -> nn.Module:
+    return (
+        nn.Linear(layer.in_features, layer.out_features, bias=False)
+        # type: ignore[arg-type]
+        if (isinstance(layer, nn.Linear))
+        else layer
+    )
+
+
+def total(model: Any, batch: Tensor) -> Tensor:
+    from torch._functorch import config
+
+    model.budgets.append(config.activation_memory_budget)
+    loss: Tensor = model(batch).sum()
+    return loss
+
+
+def trained(draw: Draw, blocks: int = 3, **settings: Any) -> tuple[Drawing, Tensor, int]:
+    """Return the model with its gradients, the loss, and the peak of a second step."""
+
+    def build() -> Workload:
+        torch.manual_seed(0)
+        return Workload(Drawing(draw, blocks), torch.randn(SAMPLES, 16), loss_fn=total)
+
+    strategies, workload, device = load_strategies(["compile"]), build(), CpuDevice()
+    space = Space(collect_dimensions(strategies, PlainContext(build)), SAMPLES)
+    resolved = resolve(Plan(SAMPLES, settings=settings), space, strategies)
+    with device.accounting():
+        model: Any = device.place_model(workload.build_model())
+        make = workload.build_optimizer
+        with Training(model, make, workload.recipe, resolved, device=device.torch_device) as run:
+            run.accumulate(workload.batch(SAMPLES))
+            model.zero_grad()
+            before = device.read().allocated_bytes
+            device.reset_peaks()
+            loss = run.accumulate(workload.batch(SAMPLES))
+            peak = device.read().peak_allocated_bytes - before
+    return model, loss, peak
+
+
+@pytest.mark.parametrize("draw", [dropped, drawn_from_classes, attended])
+def test_what_is_drawn_in_the_forward_holds_in_the_backward(draw: Draw) -> None:
+    """The output is linear in each layer's weights, so that a gradient tells the masks it used."""
+    model, loss, _ = trained(draw, **{"compile.mode": "default", "compile.memory_budget": 0.05})
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert float((parameter.grad * parameter).sum()) == pytest.approx(float(loss), rel=1e-3)
+
+
+def test_less_is_held_and_no_budget_is_left_in_force() -> None:
+    peaks, blocks = [], {"compile.mode": "default", "compile.region": "blocks"}
+    for budget in (1.0, 0.05):
+        model, _, peak = trained(dropped, 12, **blocks, **{"compile.memory_budget": budget})
+        peaks.append(peak)
+        assert set(model.budgets) == {1.0}
+    assert peaks[0] > 1.5 * peaks[1], peaks

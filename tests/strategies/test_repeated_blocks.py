@@ -1,0 +1,99 @@
+"""What a step shows of its model: blocks that repeat, of which kinds, and their share."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autofit.registry import load_strategies
+from autofit.testing import PlainContext
+from autofit.training.workload import Workload
+
+observe = importlib.import_module(f"{type(load_strategies(['compile'])[0]).__module__}").observe
+
+
+def block(width: int = 8, inner: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+
+
+class Stages(nn.Module):
+    """Two stages of blocks of two kinds, a block of its own, and one that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(block() for _ in range(3))
+        self.second = nn.Sequential(*(block(inner=32) for _ in range(2)))
+        self.alone, self.unused = block(inner=64), nn.ModuleList(block() for _ in range(2))
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.first:
+            x = x + each(x)
+        changed: Tensor = self.layers(self.alone(self.second(x)))
+        return changed.square().mean()
+
+
+class Nested(nn.Module):
+    """Blocks that hold blocks: the outermost ones count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Sequential(block(), block()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.body:
+            x = each(x)
+        return x.square().mean()
+
+
+class Alone(nn.Module):
+    """Two blocks whose parameters have other shapes, and one that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList([block(inner=16), block(inner=32)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in (*self.body, self.body[0]):
+            x = each(x)
+        return x.square().mean()
+
+
+def seen(make: Callable[[], nn.Module]) -> Any:
+    context = PlainContext(lambda: Workload(make(), torch.randn(4, 8)))
+    return context.with_training(observe, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "blocks"),
+    [
+        (Stages, [["first.0", "first.1", "first.2"], ["second.0", "second.1"]]),
+        (Nested, [["body.0", "body.1"]]),
+        (Alone, []),
+        (block, []),
+    ],
+)
+def test_blocks_of_a_kind_are_found_by_structure(
+    make: Callable[[], nn.Module], blocks: list[list[str]]
+) -> None:
+    found = seen(make)
+    assert found.blocks == blocks
+    assert found.calls_model
+
+
+def test_the_share_is_that_of_one_block_of_each_kind() -> None:
+    assert seen(Alone).share_of_blocks == 0
+    assert 0.45 < seen(Nested).share_of_blocks < 0.5  # of two, beside the loss
+    assert 0 < seen(Stages).share_of_blocks < 0.6
+
+
+def test_looking_leaves_the_model_as_it_was() -> None:
+    model = Stages()
+    before = {name: dict(vars(part)) for name, part in model.named_modules()}
+    PlainContext(lambda: Workload(model, torch.randn(4, 8))).with_training(observe, 2)
+    assert {name: dict(vars(part)) for name, part in model.named_modules()} == before
