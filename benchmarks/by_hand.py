@@ -36,9 +36,9 @@ from autofit.units import format_bytes, parse_bytes
 from benchmarks.versus.__main__ import Bench
 
 MODELS: Mapping[str, str] = {
-    "medium_vit": "512MiB",
-    "medium_cnn": "512MiB",
-    "medium_gpt": "512MiB",
+    "medium_vit": "256MiB",
+    "medium_cnn": "256MiB",
+    "medium_gpt": "256MiB",
 }
 """Workload -> budget: all plans fit, and none at every size."""
 IMAGES = ("medium_vit", "medium_cnn")

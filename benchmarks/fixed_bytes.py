@@ -146,7 +146,8 @@ class Judge:
         resolved = resolve(plan, self.space, load_strategies(STRATEGIES))
         request = ProbeRequest(resolved, full_accumulation=True, most_timed_seconds=TIMED_S)
         measured = self.prober.probe(request).measurement
-        return plan.samples_per_step / measured.step_time_s if measured.ok else 0.0
+        step_s = measured.step_time_s
+        return plan.samples_per_step / step_s if measured.ok and step_s else 0.0
 
     def grid(self) -> dict[Plan, float]:
         """Return the speed of each plan of the grid."""
