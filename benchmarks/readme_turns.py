@@ -42,8 +42,16 @@ TURNS = 9
 
 @dataclass(frozen=True)
 class Run:
-    """One search: seconds of the whole command, the answer, the first trials, and the report."""
+    """One search.
 
+    Attributes:
+        command_s, seconds: of the whole command, and of the search by its own account.
+        probes: of the search.
+        plan: the answer, and `trials` the first ones, in words.
+        answer: of `benchmarks.versus.peers`, with the path of the report.
+    """
+
+    command_s: float
     seconds: float
     probes: int
     plan: str
@@ -52,7 +60,7 @@ class Run:
 
     def lines(self) -> Iterator[str]:
         """Yield Markdown."""
-        yield f"- {self.plan}: {self.probes} probes, {self.seconds:.1f} s. First trials:"
+        yield f"- {self.plan}: {self.probes} probes, {self.seconds:.1f} s. The first trials:"
         yield from (f"  - {trial}" for trial in self.trials)
 
 
@@ -62,7 +70,7 @@ def ran(folder: Path, text: Path | None) -> Run:
     command = [sys.executable, "-m", *COMMAND[:-1], str(report)]
     began = time.monotonic()
     told = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True).stdout
-    seconds = time.monotonic() - began
+    command_s = round(time.monotonic() - began, 1)
     if text is not None:
         text.write_text(f"$ {' '.join(COMMAND)}\n{told}")
     found = autofit.load(report)
@@ -79,7 +87,8 @@ def ran(folder: Path, text: Path | None) -> Run:
         for trial in record.trials[:FIRST_TRIALS]
     ]
     plan = describe(found.plan, record)
-    return Run(round(seconds, 1), record.search.probes, plan, trials, answer)
+    search = record.search
+    return Run(command_s, search.seconds, search.probes, plan, trials, answer)
 
 
 def finder_answer(at: Bench) -> dict[str, Any]:
