@@ -288,7 +288,7 @@ def print_tables(paths: Sequence[Path]) -> None:
     files = [rows_of(path) for path in paths]
     common = [world for world in files[0] if all(world in file for file in files)]
     columns = {
-        path.stem: [file[world] for world in common]
+        str(path.with_suffix("")): [file[world] for world in common]
         for path, file in zip(paths, files, strict=True)
     }
     print_summary(columns)

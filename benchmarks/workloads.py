@@ -1,9 +1,9 @@
 """Workloads to search: the README's examples, and what the benchmarks measure.
 
 Each function returns a Workload; `autofit search benchmarks/workloads.py:NAME` takes any of them.
-Those named `tiny_...` and `small_...` are made for two CPU cores, the others for a GPU of a data
-centre. Nothing is downloaded. `TINY`, `SMALL` and `LARGE` list them, but for the README's
-`small_cnn`; those of other packages are there where these are.
+Those named `tiny_...`, `small_...` and `medium_...` are made for two CPU cores, the others for a
+GPU of a data centre. Nothing is downloaded. `TINY`, `SMALL`, `MEDIUM` and `LARGE` list them, but
+for the README's `small_cnn`; those of other packages are there where these are.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ def small_gpt() -> Workload:
     return language(lambda: GPT(2048, 32, 192, 5, 6), 2048, 32, 4, global_batch=32)
 
 
+def medium_gpt() -> Workload:
+    """A GPT of 5.0 million parameters on 64 tokens."""
+    return language(lambda: GPT(4096, 64, 256, 5, 8), 4096, 64, 8)
+
+
 def gpt2_small() -> Workload:
     """GPT-2 small's sizes: 124 million parameters, 1024 tokens, global batch 64."""
     options = {"clip_grad_norm": 1.0, "global_batch": 64}
@@ -84,6 +89,12 @@ def small_resnet() -> Workload:
     return images(lambda: resnet((64, 128, 384), 1, 10), 16, 10, 8, criterion=loss)
 
 
+def medium_cnn() -> Workload:
+    """A residual net of 2.8 million parameters, with its BatchNorm, on 32 x 32 images."""
+    loss = nn.CrossEntropyLoss()
+    return images(lambda: resnet((48, 96, 192, 384), 1, 100), 32, 100, 16, criterion=loss)
+
+
 def small_cnn() -> Workload:
     """A residual net with GroupNorm on 32 x 32 images, global batch 128."""
     build = partial(resnet, (32, 64, 128), 1, 10, groups_of_eight)
@@ -98,6 +109,11 @@ def resnet50() -> Workload:
 def tiny_vit() -> Workload:
     """A ViT of two blocks on 192 x 192 images."""
     return images(lambda: ViT(64, 2, 4, 10), 192, 10, 4)
+
+
+def medium_vit() -> Workload:
+    """A ViT of 2.9 million parameters on 192 x 192 images."""
+    return images(lambda: ViT(192, 6, 3, 100), 192, 100, 8)
 
 
 def vit() -> Workload:
@@ -270,6 +286,11 @@ SMALL: Mapping[str, Callable[[], Workload]] = {
     make.__name__: make for make in (small_gpt, small_resnet, small_unet, small_lstm)
 }
 """Of two or three million parameters, for the comparison on a processor, by name."""
+
+MEDIUM: Mapping[str, Callable[[], Workload]] = {
+    make.__name__: make for make in (medium_vit, medium_cnn, medium_gpt)
+}
+"""Of three to five million parameters, to hold against plans by hand on a processor, by name."""
 
 LARGE: Mapping[str, Callable[[], Workload]] = {
     **{

@@ -40,6 +40,7 @@ class Task:
         precision: that the user has chosen: float32, or autocast to bfloat16 or float16.
         seconds: that a tool searches whose user decides that.
         seed: of the samples, the model, and a tool that draws at random.
+        fused, channels_last, compiled: what the user has chosen by hand besides.
     """
 
     workload: str
@@ -48,6 +49,9 @@ class Task:
     precision: str = "float32"
     seconds: float = 60.0
     seed: int = 0
+    fused: bool = False
+    channels_last: bool = False
+    compiled: bool = False
 
     @property
     def definition(self) -> Workload:
@@ -79,12 +83,17 @@ class Task:
     def build_on_device(self) -> nn.Module:
         """Return a new model in training mode, made where it trains."""
         with torch.device(self.device):
-            return self.build().to(self.device).train()
+            model = self.build().to(self.device).train()
+        if self.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch: undeclared
+        if self.compiled:
+            model.compile()
+        return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of a model."""
         made: Any = self.definition.optimizer
-        return made(model.parameters())  # type: ignore[no-any-return]
+        return made(model.parameters(), **({"fused": True} if self.fused else {}))  # type: ignore[no-any-return]
 
     def batch(self, samples: int) -> Any:
         """Return that many samples on the host."""
