@@ -289,13 +289,17 @@ class Search:
     ) -> Undecided | None:
         """Return why the answer is not decided; None: it is.
 
-        What a limit cut is not where only one plan ran, or the baseline did not fit: then nothing
-        tells how fast a plan is that had no time to run.
+        What cut the search before the planner's end leaves open how fast a plan is that had no time
+        to run: where only one ran, the baseline did not fit, or it is the answer and other plans
+        were worth a probe.
         """
         ran = {trial.plan for trial in self._posterior.probes if trial.ok}
-        baseline = self._baseline
-        is_alone = len(ran) == 1 or baseline is None or baseline.plan not in ran
-        is_cut = is_alone and not stop.is_exhausted and self._store.ended is None
+        plain = self._spec.space.baseline
+        is_alone = len(ran) == 1 or plain not in ran
+        may_be_cut = not stop.may_probe or self._spent() is not None
+        is_cut = (may_be_cut and not stop.is_exhausted and self._store.ended is None) and (
+            is_alone or (answer.best.plan == plain and self._has_more_to_try())
+        )
         if answer.is_decided and not is_cut:
             return None
         if has_compared and not is_cut:
@@ -318,6 +322,9 @@ class Search:
             return None
         decided = planner.decide(self._posterior, may_repeat=False)
         return decided if isinstance(decided, Plan) else None
+
+    def _has_more_to_try(self) -> bool:
+        return isinstance(planner.decide(self._posterior, may_repeat=False), Plan)
 
     def mark_ended(self, stop: Stop) -> None:
         """Note in the study that the planner came to its own end, not to that of its allowance."""
