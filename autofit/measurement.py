@@ -32,8 +32,8 @@ ACT = "! "
 NOT_TRIED = "Not tried: "
 """What a note begins with that names what was left out of a search."""
 NEVER_UPDATED = (
-    f"{ACT}No step changed a parameter: training_step and the optimizer must update the model's own "
-    "(training.optimizer_step())"
+    f"{ACT}No step changed a parameter of the model: does training_step call "
+    "training.optimizer_step(), and does the optimizer update?"
 )
 """The note on a probe whose steps trained nothing."""
 
