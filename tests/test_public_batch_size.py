@@ -52,6 +52,8 @@ def test_without_a_global_batch_larger_micro_batches_are_found(batch: Any) -> No
     assert found.largest_micro_batch > 2
     assert found.largest_micro_batch >= found.micro_batch
     assert found.is_decided == found.report.is_decided
+    record = found.report.record
+    assert found.samples_per_second == record.speed_of(record.recommended)
     assert (found.micro_batch != 2) == any(
         "global batch changed" in each for each in found.warnings
     )
