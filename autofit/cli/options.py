@@ -301,11 +301,11 @@ Out = Annotated[
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show every trial and the reasons")]
 
 
-def check_out(path: Path, forms: Sequence[str] = REPORT_FORMS, what: str = "a report") -> None:
+def check_out(path: Path, forms: Sequence[str] = REPORT_FORMS) -> None:
     """Refuse a path of `--out` before the work rather than after it."""
     if path.suffix not in forms:
         *others, last = forms
-        raise InvalidArgument(f"--out {path}: {what} is written as {', '.join(others)} or {last}")
+        raise InvalidArgument(f"--out {path}: a report is written as {', '.join(others)} or {last}")
     check_writable(path, f"--out {path}")
 
 

@@ -10,12 +10,12 @@ the timeout ends is not stored.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import optuna
 from optuna.samplers import BaseSampler
@@ -31,7 +31,7 @@ from autofit.errors import (
     users_code,
     with_type,
 )
-from autofit.interrupts import Interrupts, interrupts_remembered
+from autofit.interrupts import Interrupts, interruptible, interrupts_remembered
 from autofit.measurement import (
     Measurement,
     Outcome,
@@ -536,21 +536,14 @@ class Search:
         """
         if isinstance(choice, Plan) or self._allowance.timeout_s is None:
             return self._store.ask(choice)
-        answer: Future[optuna.Trial] = Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(self._store.ask(choice))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        # Of an executor the interpreter would wait for the thread at its end
-        threading.Thread(target=ask, daemon=True).start()
-        if wait([answer], self._allowance.seconds_left).not_done:
+        try:
+            return interruptible(partial(self._store.ask, choice), self._allowance.seconds_left)
+        except TimeoutError as error:
+            if self._allowance.seconds_left:  # it is the sampler's own
+                raise
             raise SearchTimedOut(
                 f"{type(choice).__name__} had proposed no plan when the time of the search was over"
-            )
-        return answer.result()
+            ) from error
 
     def _land(self, job: Job, ended: Future[ProbeResult]) -> Trial | None:
         """Store the trial of a job that ended; None: by an accident, and its plan runs again first.
