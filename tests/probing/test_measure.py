@@ -433,7 +433,7 @@ class _ByData(torch.optim.SGD):
 def _backward_only(training: Any, batch: Any) -> torch.Tensor:
     loss = training.model(batch).square().mean()
     loss.backward()
-    return loss.detach()  # type: ignore[no-any-return]  # of a model that is not typed
+    return loss.detach()
 
 
 _NONE_UPDATES: list[dict[str, Any]] = [

@@ -85,7 +85,7 @@ def test_what_begins_after_the_search_tells_what_it_found() -> None:
 def _forgets_to_update(training: Any, batch: Any) -> torch.Tensor:
     loss = training.model(batch).square().mean()
     training.backward(loss)
-    return loss.detach()  # type: ignore[no-any-return]  # of a model that is not typed
+    return loss.detach()
 
 
 def test_a_training_that_never_updates_is_warned_of() -> None:
