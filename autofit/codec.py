@@ -15,6 +15,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
@@ -98,8 +99,8 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        InvalidArgument: it cannot be read, is no JSON, or holds what JSON has no form for; or it is
-            a pipe in a folder, for whose writer it would wait for ever.
+        InvalidArgument: it cannot be read, is no JSON, holds what JSON has no form for, or gives a
+            name twice; or it is a pipe in a folder, for whose writer it would wait for ever.
     """
     try:
         if stat.S_ISFIFO(os.stat(path).st_mode) and not _OWN.match(os.fspath(path)):
@@ -108,7 +109,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
             text = file.read(_MOST_CHARACTERS + 1)
         if len(text) > _MOST_CHARACTERS:
             raise ValueError(f"it has more than {_MOST_CHARACTERS:,} characters")
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_with_names_once)
         json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
         if not isinstance(data, dict):
             raise ValueError(f"it holds a {type(data).__name__}")
@@ -119,6 +120,22 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{os.fspath(path)} is not a JSON object: {error}") from error
     return data
+
+
+def _with_names_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, whose readers would take the last value of a name without a word.
+
+    Raises:
+        ValueError: it gives a name twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(
+            name for name, count in Counter(name for name, _ in pairs).items() if count > 1
+        )
+        values = ", ".join(f"{value!r:.40}" for name, value in pairs if name == twice)
+        raise ValueError(f"it gives {twice!r} more than once: {values}")
+    return found
 
 
 _WORD = re.compile(r"[\w.+-]*")

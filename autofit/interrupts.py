@@ -5,6 +5,7 @@ So is SIGTERM, where it has a handler.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -116,11 +117,16 @@ def ended_after(seconds: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def interruptible(call: Callable[[], _Result]) -> _Result:
+def interruptible(call: Callable[[], _Result], timeout_s: float | None = None) -> _Result:
     """Return what a call returns that lets signals wait, such as one into a library of C.
 
-    It has a thread of its own, which is left alone when Ctrl-C comes.
+    It has a thread of its own, which is left alone when Ctrl-C comes, or the time is over.
+
+    Raises:
+        TimeoutError: it is.
+        Exception: what the call raises.
     """
+    ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
     answer: Future[_Result] = Future()
 
     def run() -> None:
@@ -132,8 +138,9 @@ def interruptible(call: Callable[[], _Result]) -> _Result:
     # Of an executor the interpreter would wait for the thread at its end
     threading.Thread(target=run, daemon=True).start()
     # With an end: a signal just before a wait without one begins does not end it
-    while wait([answer], _LOOK_S).not_done:
-        pass
+    while wait([answer], min(_LOOK_S, max(0.0, ends_at - time.monotonic()))).not_done:
+        if time.monotonic() >= ends_at:
+            raise TimeoutError(timeout_s)
     return answer.result()
 
 

@@ -31,7 +31,11 @@ ACT = "! "
 """What a note begins with that asks its reader to do something."""
 NOT_TRIED = "Not tried: "
 """What a note begins with that names what was left out of a search."""
-
+NEVER_UPDATED = (
+    f"{ACT}No step changed a parameter of the model: does training_step call "
+    "training.optimizer_step(), and does the optimizer update?"
+)
+"""The note on a probe whose steps trained nothing."""
 
 IN_EVALUATION = "in an evaluation of "
 """What the detail says of a fault that the training did not have, but an evaluation beside it."""
@@ -148,7 +152,7 @@ class Measurement:
             run. With the non-torch bytes it is within the budget too.
         new_shape_s: where lengths vary, the seconds that the first timed step of each shorter
             length took beyond a later one, such as for a recompilation; the shortest first.
-        notes: what the plan's strategies have to say of the run.
+        notes: what the plan's strategies have to say of the run; or `NEVER_UPDATED`.
         failed_rank: the rank that is to blame for the outcome; None: none, or one device ran alone.
         ranks: of each rank, what it held and its own step time; empty where one device ran alone.
     """

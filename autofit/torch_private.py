@@ -191,6 +191,11 @@ USES = {
         "saving, or a view of a weight, would go unseen",
         optional=True,
     ),
+    "writes to parameters": Use(
+        ("torch.Tensor._version",),
+        "each probe runs three more steps, by which it compares the parameters",
+        optional=True,
+    ),
     "updates of many weights at once": Use(
         ("torch._foreach_add_", "torch._foreach_sub_"),
         "strategies are not tried in a training that moves its weights between two passes",

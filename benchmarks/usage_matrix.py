@@ -28,6 +28,7 @@ STRATEGIES = (
 )
 """Without what compiles for minutes, and what needs several ranks."""
 DEVICE = Capabilities("cuda", bfloat16=True, float16=True, tf32=True, compute_capability=(9, 0))
+"""What is only offered on an NVIDIA GPU is tried too; it runs on the CPU."""
 
 
 def main() -> None:

@@ -92,6 +92,12 @@ def test_files_that_are_no_json_are_refused(text: str, tmp_path: Any) -> None:
         read_json(tmp_path / "a.json")
 
 
+def test_a_file_that_gives_a_name_twice_is_refused_with_both_values(tmp_path: Any) -> None:
+    (tmp_path / "a.json").write_text('{"plan": {"settings": {"a.b": 1, "c.d": 2, "a.b": "x"}}}')
+    with pytest.raises(InvalidArgument, match=r"a\.json.*'a\.b' more than once: 1, 'x'"):
+        read_json(tmp_path / "a.json")
+
+
 # -- Sizes are read as people write them, and numbers become text that keeps three digits
 
 

@@ -106,3 +106,69 @@ def test_a_batch_of_another_type_fails_at_every_entrance(entrance: str) -> None:
         ENTRANCES[entrance](
             model=net(), sample_batch=(X.double(), Y), criterion=nn.CrossEntropyLoss()
         )
+
+
+# Those that run the training on a device; the others predict, which needs no values.
+RUNS = ["search", "find_batch_size", "probe", "check by a probe", "checkpoint_to_budget"]
+
+
+def _on_meta(part: nn.Module, name: str) -> nn.Module:
+    """Return the module with one of its buffers, or one of its children, on the meta device."""
+    module = part.get_submodule(name.rpartition(".")[0])
+    last = name.rpartition(".")[2]
+    moved = getattr(module, last).to("meta")
+    setattr(module, last, moved)
+    return part
+
+
+def _built_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return net()
+
+
+def _batch_on_meta(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(samples, 6, device="meta"), torch.zeros(samples, dtype=torch.long)
+
+
+META: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "model": (lambda: {"model": net().to("meta")}, r"model's 0\.weight.*1 more.*to_empty"),
+    "part": (lambda: {"model": _on_meta(net(), "2")}, r"model's 2\.weight, 2\.bias"),
+    "buffer": (
+        lambda: {"model": nn.Sequential(net(), _on_meta(nn.BatchNorm1d(3), "running_mean"))},
+        r"model's 1\.running_mean is",
+    ),
+    "criterion": (
+        lambda: {"criterion": nn.CrossEntropyLoss(weight=torch.ones(3, device="meta"))},
+        "criterion's weight is",
+    ),
+    "batch": (lambda: {"sample_batch": _batch_on_meta(8)}, "batch is on the meta device"),
+}
+MADE_ON_META: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"model": _built_on_meta}, r"model's 0\.weight.*function"),
+    "batch": ({"sample_batch": _batch_on_meta}, "tensor of the batch"),
+}
+GOOD = {"model": net(), "sample_batch": (X, Y), "criterion": nn.CrossEntropyLoss()}
+
+
+@pytest.mark.parametrize("entrance", RUNS)
+@pytest.mark.parametrize("name", META)
+def test_what_has_no_values_is_refused_where_it_would_run(name: str, entrance: str) -> None:
+    make, words = META[name]
+    with pytest.raises(autofit.InvalidArgument, match=words):
+        ENTRANCES[entrance](**GOOD | make())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entrance", RUNS[:-1])
+@pytest.mark.parametrize("name", MADE_ON_META)
+def test_what_a_function_makes_without_values_is_refused(name: str, entrance: str) -> None:
+    wrong, words = MADE_ON_META[name]
+    with pytest.raises(autofit.InvalidArgument, match=words):
+        ENTRANCES[entrance](**GOOD | wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entrance", ["estimate_memory", "check"])
+@pytest.mark.parametrize("name", META)
+def test_what_has_no_values_is_predicted(name: str, entrance: str) -> None:
+    assert ENTRANCES[entrance](**GOOD | META[name][0]())

@@ -52,9 +52,50 @@ def test_without_a_global_batch_larger_micro_batches_are_found(batch: Any) -> No
     assert found.largest_micro_batch > 2
     assert found.largest_micro_batch >= found.micro_batch
     assert found.is_decided == found.report.is_decided
+    record = found.report.record
+    assert found.samples_per_second == record.speed_of(record.recommended)
     assert (found.micro_batch != 2) == any(
         "global batch changed" in each for each in found.warnings
     )
+
+
+def graphs(samples: int) -> dict[str, torch.Tensor]:
+    """A batch of graphs of three to six nodes, whose rows do not tell the samples."""
+    nodes = torch.tensor([3 + place % 4 for place in range(samples)])
+    of = torch.repeat_interleave(torch.arange(samples), nodes)
+    return {"nodes": torch.randn(len(of), 64), "of": of, "labels": torch.arange(samples) % 3}
+
+
+def loss_of_graphs(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    by_node = model(batch["nodes"])
+    pooled = by_node.new_zeros(len(batch["labels"]), 3).index_add(0, batch["of"], by_node)
+    return nn.functional.cross_entropy(pooled, batch["labels"])
+
+
+def _of_nodes() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 3))
+
+
+def test_a_function_whose_rows_do_not_tell_is_split_where_it_does_not_fit_at_once() -> None:
+    workload = autofit.Workload(_of_nodes, graphs, loss_fn=loss_of_graphs, global_batch=256)
+    found = autofit.find_batch_size(
+        workload, device="cpu", vram_budget="12MiB", max_probes=5, options=QUICK
+    )
+    assert found.report.baseline.measurement.outcome.about_memory
+    assert found.micro_batch * found.accumulation_steps == found.global_batch == 256
+    assert found.accumulation_steps > 1
+    assert any("normalize over a batch" in each for each in found.warnings)
+    model = _of_nodes()
+    with found.report.apply(model, torch.optim.SGD(model.parameters(), lr=0.1)) as training:
+        assert torch.isfinite(training.step(graphs))
+
+
+def test_a_function_whose_rows_do_not_tell_keeps_a_batch_that_fits_at_once() -> None:
+    workload = autofit.Workload(_of_nodes, graphs, loss_fn=loss_of_graphs, global_batch=16)
+    found = autofit.find_batch_size(
+        workload, device="cpu", vram_budget="64MiB", max_probes=2, options=QUICK
+    )
+    assert (found.micro_batch, found.accumulation_steps) == (16, 1)
 
 
 @pytest.mark.slow

@@ -93,7 +93,13 @@ def _check_strategies(texts: list[str] | None) -> list[str] | None:
 def _check_settings(texts: list[str] | None) -> list[str] | None:
     # A comma parts two settings where another "strategy.name=" follows, else it is of the value.
     settings = [part for text in texts or () for part in re.split(r",(?=\w+\.\w+=)", text)]
-    _check_strategies([_read_setting(text)[0].partition(".")[0] for text in settings])
+    by_name: dict[str, str] = {}
+    for text in settings:
+        name, _ = _read_setting(text)
+        if name in by_name:
+            raise InvalidArgument(f"--set gives {name} twice, as {by_name[name]} and as {text}")
+        by_name[name] = text
+    _check_strategies([name.partition(".")[0] for name in by_name])
     return settings
 
 
@@ -301,11 +307,11 @@ Out = Annotated[
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show every trial and the reasons")]
 
 
-def check_out(path: Path, forms: Sequence[str] = REPORT_FORMS, what: str = "a report") -> None:
+def check_out(path: Path, forms: Sequence[str] = REPORT_FORMS) -> None:
     """Refuse a path of `--out` before the work rather than after it."""
     if path.suffix not in forms:
         *others, last = forms
-        raise InvalidArgument(f"--out {path}: {what} is written as {', '.join(others)} or {last}")
+        raise InvalidArgument(f"--out {path}: a report is written as {', '.join(others)} or {last}")
     check_writable(path, f"--out {path}")
 
 

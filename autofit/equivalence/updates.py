@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -31,12 +32,25 @@ def size_of_update(builder: TrainingBuilder, resolved: ResolvedPlan, samples: in
     batch = workload.batch(samples)
     with builder.training(workload, resolved) as training, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of another number of samples than the plan's
-        before = _on_host(training.plain_model)
-        for _ in range(MOST_STEPS):
-            training.step(batch)
-            if size := _distance(before, _on_host(training.plain_model)):
-                return size
+        return first_change(training.plain_model, lambda: training.step(batch), MOST_STEPS)
+
+
+def first_change(model: torch.nn.Module, step: Callable[[], object], most_steps: int) -> float:
+    """Return the norm of the change of all parameters by the first step that changes them.
+
+    0: none of `most_steps` did.
+    """
+    before = _on_host(model)
+    for _ in range(most_steps):
+        step()
+        if size := _distance(before, _on_host(model)):
+            return size
     return 0.0
+
+
+def versions(model: torch.nn.Module) -> list[int]:
+    """Return how often each parameter was written, as autograd counts it: not through `.data`."""
+    return [getattr(parameter, "_version", 0) for parameter in model.parameters()]
 
 
 def _on_host(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -54,6 +54,8 @@ class Labels:
         with ExitStack() as stack:
             for name, parameter in training.model.named_parameters():
                 self._await_gradient(stack, name, parameter)
+            for name, module in model.named_modules():
+                self._await_sparse_rows(stack, name, module)
             stack.callback(training.wrap_optimizer_step(note_gradients))
             if training.world.size > 1 and isinstance(self.tracer, CudaTracer):
                 self._watch_shards(training, self.tracer, stack)
@@ -64,6 +66,16 @@ class Labels:
             note = partial(self._note_gradient, name)
             hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]  # torch's
             stack.callback(hook.remove)
+
+    def _await_sparse_rows(self, stack: ExitStack, name: str, module: torch.nn.Module) -> None:
+        """Note a gradient that will be sparse: for one without padding torch needs values."""
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+
+            def note(module: torch.nn.Module, given: Any, rows: torch.Tensor) -> None:
+                if rows.requires_grad:
+                    self._note_sparse(f"{name}.weight".strip("."))
+
+            stack.callback(module.register_forward_hook(note).remove)
 
     def _watch_shards(self, training: Training, tracer: CudaTracer, stack: ExitStack) -> None:
         """Note what is gathered of sharded parameters.
@@ -148,8 +160,12 @@ class Labels:
 
     def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
-        is_sparse = gradient is not None and gradient.layout is not torch.strided
-        if is_sparse and isinstance(self.tracer, CudaTracer):
+        if gradient is not None and gradient.layout is not torch.strided:
+            self._note_sparse(name)
+        self._note("gradients", name, gradient)
+
+    def _note_sparse(self, name: str) -> None:
+        if isinstance(self.tracer, CudaTracer):
             self.tracer.note_unsupported(
                 Unsupported(
                     "the memory of a sparse gradient depends on which rows repeat and on the "
@@ -158,7 +174,6 @@ class Labels:
                     "predicted",
                 )
             )
-        self._note("gradients", name, gradient)
 
     def _note(self, kind: str, name: str, tensor: torch.Tensor | None) -> None:
         """Note a tensor that belongs to the parameter or buffer of that name."""

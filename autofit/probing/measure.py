@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from autofit.devices.base import Device, MemoryReading
+from autofit.equivalence.updates import first_change, versions
 from autofit.errors import collect_garbage
-from autofit.measurement import IN_EVALUATION, Measurement, Outcome, RankUse
+from autofit.measurement import IN_EVALUATION, NEVER_UPDATED, Measurement, Outcome, RankUse
 from autofit.plan import Plan
 from autofit.probing.faults import has_moved, spilled
 from autofit.probing.messages import ProbeRequest
@@ -91,8 +92,8 @@ class _Ran:
         retries: of the allocator, in the timed steps.
         growth: of allocated memory from step to step; None: too few steps to tell.
         start_up_s: see `start_up_s`.
-        notes: of strategies, on what they did.
         evaluated: the memory counters of an evaluation; None: there is none.
+        notes: of strategies, on what they did; and on updates that never came.
     """
 
     steps: _Steps
@@ -101,8 +102,8 @@ class _Ran:
     retries: int
     growth: Growth | None
     start_up_s: float | None
-    notes: tuple[str, ...]
     evaluated: MemoryReading | None
+    notes: tuple[str, ...]
 
 
 def _run(
@@ -119,6 +120,7 @@ def _run(
             began = perf_counter()
             training = applied.enter_context(builder.training(workload, request.resolved))
             steps = _Steps(training, device, stands_for(plan, places), mix)
+            written = versions(training.plain_model)
             steps.warm_up(first)
             del first
             warm_up_s = perf_counter() - began
@@ -144,9 +146,30 @@ def _run(
             retries=peak.allocator_retries - retries_before,
             growth=growth,
             start_up_s=start_up_s(warm_up_s, warm_up_steps, steps.as_run_s[-1]),
-            notes=training.notes(),
             evaluated=evaluation_peak(builder, workload, training, workload.eval_samples),
+            notes=(*training.notes(), *_on_updates(steps, written)),
         )
+
+
+def _on_updates(steps: _Steps, written: list[int]) -> Iterator[str]:
+    """Yield a note where no step changed a parameter.
+
+    An update of 0, as at the start of a learning rate's warm-up, is one. Steps that wrote none are
+    followed by a few whose parameters are compared, since `.data` is written unseen.
+
+    Args:
+        steps: that ran.
+        written: see `versions`, before them.
+    """
+    training = steps.training
+    if training.ranks is not None or versions(training.plain_model) != written:
+        return
+
+    def step() -> None:
+        _step(training, steps.device, steps.mix[-1][1])
+
+    if not first_change(training.plain_model, step, STEPS_PER_BLOCK):
+        yield NEVER_UPDATED
 
 
 def _use_of(ran: _Ran) -> RankUse:

@@ -38,7 +38,7 @@ from autofit.snapshot.snapshot import attributes_of
 from autofit.strategy import Strategy
 from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.loader import Loader, LoaderSettings, make_loader, own_settings
-from autofit.training.workload import Workload
+from autofit.training.workload import Workload, check_has_values
 
 _ALWAYS_REACHABLE = {"__main__", "autofit", *sys.builtin_module_names}
 _HOOKS = {
@@ -337,16 +337,16 @@ def write_payload(payload: Payload, path: Path, loader_path: Path | None = None)
 
 
 def _check_has_values(workload: Workload) -> None:
-    """Refuse a model or batch on the meta device, which only a prediction can use."""
-    model = workload.model
-    weights = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    """Refuse modules and batches on the meta device, which only a prediction can use."""
+    for what in ("model", "criterion", "loss_fn"):
+        if isinstance(part := getattr(workload, what), torch.nn.Module):
+            check_has_values(part, "the model" if what == "model" else what)
     batch = () if workload.makes_batches else tensors_of(workload.sample_batch)
-    for what, tensors in (("model", weights), ("sample batch", batch)):
-        if any(tensor.is_meta for tensor in tensors):
-            raise InvalidArgument(
-                f"the {what} is on the meta device, so that it has no values to train with: pass "
-                "a function that makes it, or one with values"
-            )
+    if any(tensor.is_meta for tensor in batch):
+        raise InvalidArgument(
+            "the sample batch is on the meta device, so that it has no values to train with: pass "
+            "a function that makes it, or one with values"
+        )
 
 
 def _write(contents: Any, path: Path, what: str) -> None:

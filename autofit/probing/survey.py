@@ -141,6 +141,22 @@ class Survey:
             self, notes=notes, may_change_accumulation=True, allow_accumulation_change=True
         )
 
+    @property
+    def is_split_by_function(self) -> bool:
+        """Whether nobody chose a split, and a function that makes batches can tell any of them."""
+        return self.samples is SamplesKind.MADE and not self.chose_size
+
+    def split_by_function(self) -> Survey:
+        """Return the survey where the global batch does not fit at once, which only splits do."""
+        why, notes = self.accumulation_kept, self.notes
+        if why is not None:
+            freed = (
+                f"{ACT}The global batch does not fit at once, so that splits of it were tried, "
+                f"though {why}: layers that normalize over a batch would train otherwise"
+            )
+            notes = tuple(freed if note.startswith(why) else note for note in notes)
+        return replace(self, notes=notes, may_change_accumulation=True)
+
     def without_costly(self) -> Survey:
         """Return the survey without the strategies that have a setting that is costly to try."""
         left_out = {n.partition(".")[0] for n, d in self.dimensions.items() if d.is_costly}

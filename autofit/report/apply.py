@@ -53,6 +53,7 @@ def apply(
     """
     from autofit.training.training import Training
     from autofit.training.watch import BatchWatch
+    from autofit.training.workload import check_has_values
 
     functions = {name: value for name, value in given.items() if value is not None}
     samples = _samples(record, batched, functions.pop("collate_fn", None), workload)
@@ -65,6 +66,8 @@ def apply(
     device = _device_of(model)
     _warn_of_another_size(record, model)
     world = _world_of(record.recommended.plan)
+    if world.size == 1:  # ranks may get their values once the parameters are sharded
+        check_has_values(model)
     has_training_step = recipe.training_step is not None
     made = _made_optimizer(optimizer, model, world, has_training_step=has_training_step)
     if any(training.holds(model, optimizer) for training in _TRAININGS):

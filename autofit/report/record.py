@@ -320,28 +320,51 @@ class Record:
         return sorted(ran, key=lambda trial: trial.samples_per_second or 0.0)
 
     def compared_speed(self, plan: Plan) -> float | None:
-        """Return the plan's samples/s in its fastest turn of the final comparison; None: none.
+        """Return the plan's samples/s by the final comparison; None: it had no turn.
 
-        Work of others only slows down, so that turn was disturbed least.
+        The best plan has those of its fastest turn, which work of others slowed down least; the
+        others so many times as many as `ahead` says, so that speeds and factors agree.
         """
-        turns = self.turns(plan)
-        return turns[-1].samples_per_second if turns else None
+        return self._compared_speeds.get(plan)
+
+    @cached_property
+    def _compared_speeds(self) -> dict[Plan, float]:
+        plans = [plan for plan in self._rounds.plans if self.turns(plan)]
+        if not plans:
+            return {}
+        anchor = self.best.plan if self.best.plan in plans else plans[0]
+        speed = self.turns(anchor)[-1].samples_per_second or 0.0
+        return {
+            plan: speed if plan == anchor else speed / math.exp(self.ahead(anchor, plan).log)
+            for plan in plans
+        }
 
     def speed_of(self, trial: Trial) -> float | None:
-        """Return the plan's samples/s in the final comparison, the trial's own if that was cut."""
-        compared = self.compared_speed(trial.plan) if self.is_confirmed else None
-        return compared or trial.samples_per_second
+        """Return the plan's samples/s in the final comparison, the trial's own if that was cut.
+
+        The baseline's then too are what the factor says, where there is one.
+        """
+        best, own = self.best, trial.samples_per_second
+        if self.is_confirmed:
+            return self.compared_speed(trial.plan) or own
+        is_told = self.is_decided and trial.plan == self.trial(self.baseline_number).plan
+        if is_told and own and trial.plan != best.plan and best.samples_per_second:
+            return best.samples_per_second / math.exp(self.ahead(best.plan, trial.plan).log)
+        return own
 
     def speed_range(self, trial: Trial) -> tuple[float | None, float | None]:
         """Return the 95 % interval of the speed that `speed_of` returns; None: nothing was timed.
 
         By all of the plan's turns; of a plan that had none, by the steps of the trial.
         """
-        speed = self.speed_of(trial)
-        if not (self.is_confirmed and speed and self.turns(trial.plan)):
-            return trial.samples_per_second_low, trial.samples_per_second_high
-        told = self._rounds.speed(trial.plan)
-        return speed * math.exp(told.low - told.log), speed * math.exp(told.high - told.log)
+        speed, own = self.speed_of(trial), trial.samples_per_second
+        low, high = trial.samples_per_second_low, trial.samples_per_second_high
+        if not (speed and own and low and high):
+            return low, high
+        if self.is_confirmed and self.turns(trial.plan):
+            told = self._rounds.speed(trial.plan)
+            return speed * math.exp(told.low - told.log), speed * math.exp(told.high - told.log)
+        return speed * low / own, speed * high / own
 
     @cached_property
     def _rounds(self) -> Rounds:

@@ -27,7 +27,7 @@ class BatchSize:
         accumulation_steps: micro-batches of an optimizer step; 1 where no global batch was given.
         global_batch: samples of an optimizer step: the product of those two.
         peak_bytes: most bytes that the training held, non-torch bytes included; None: unknown.
-        samples_per_second: at the median step time; None: nothing was timed.
+        samples_per_second: as its report shows them; None: nothing was timed.
         largest_micro_batch: the largest that ran within the budget, which may not be the fastest.
         is_decided: whether the split was told from that of the sample batch; where it was not,
             this is the latter.
@@ -97,7 +97,7 @@ def find_batch_size(
         chosen.plan.accumulation_steps,
         chosen.plan.samples_per_step,
         chosen.measurement.held_bytes,
-        chosen.samples_per_second,
+        report.record.speed_of(chosen),
         max(trial.plan.micro_batch for trial in report.trials if trial.ok),
         report.is_decided,
         tuple(warnings_of(report.record)),

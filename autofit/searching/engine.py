@@ -10,12 +10,12 @@ the timeout ends is not stored.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import optuna
 from optuna.samplers import BaseSampler
@@ -31,7 +31,7 @@ from autofit.errors import (
     users_code,
     with_type,
 )
-from autofit.interrupts import Interrupts, interrupts_remembered
+from autofit.interrupts import Interrupts, interruptible, interrupts_remembered
 from autofit.measurement import (
     Measurement,
     Outcome,
@@ -290,13 +290,17 @@ class Search:
     ) -> Undecided | None:
         """Return why the answer is not decided; None: it is.
 
-        What a limit cut is not where only one plan ran, or the baseline did not fit: then nothing
-        tells how fast a plan is that had no time to run.
+        What cut the search before the planner's end leaves open how fast a plan is that had no time
+        to run: where only one ran, the baseline did not fit, or it is the answer and other plans
+        were worth a probe.
         """
         ran = {trial.plan for trial in self._beliefs.probes if trial.ok}
-        baseline = self._baseline
-        is_alone = len(ran) == 1 or baseline is None or baseline.plan not in ran
-        is_cut = is_alone and not stop.is_exhausted and self._store.ended is None
+        plain = self._spec.space.baseline
+        is_alone = len(ran) == 1 or plain not in ran
+        may_be_cut = not stop.may_probe or self._spent() is not None
+        is_cut = (may_be_cut and not stop.is_exhausted and self._store.ended is None) and (
+            is_alone or (answer.best.plan == plain and self._has_more_to_try())
+        )
         if answer.is_decided and not is_cut:
             return None
         if has_compared and not is_cut:
@@ -319,6 +323,9 @@ class Search:
             return None
         decided = planner.decide(self._beliefs, may_repeat=False)
         return decided if isinstance(decided, Plan) else None
+
+    def _has_more_to_try(self) -> bool:
+        return isinstance(planner.decide(self._beliefs, may_repeat=False), Plan)
 
     def mark_ended(self, stop: Stop) -> None:
         """Note in the study that the planner came to its own end, not to that of its allowance."""
@@ -546,21 +553,14 @@ class Search:
         """
         if isinstance(choice, Plan) or self._allowance.timeout_s is None:
             return self._store.ask(choice)
-        answer: Future[optuna.Trial] = Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(self._store.ask(choice))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        # Of an executor the interpreter would wait for the thread at its end
-        threading.Thread(target=ask, daemon=True).start()
-        if wait([answer], self._allowance.seconds_left).not_done:
+        try:
+            return interruptible(partial(self._store.ask, choice), self._allowance.seconds_left)
+        except TimeoutError as error:
+            if self._allowance.seconds_left:  # it is the sampler's own
+                raise
             raise SearchTimedOut(
                 f"{type(choice).__name__} had proposed no plan when the time of the search was over"
-            )
-        return answer.result()
+            ) from error
 
     def _land(self, job: Job, ended: Future[ProbeResult]) -> Trial | None:
         """Store the trial of a job that ended; None: by an accident, and its plan runs again first.

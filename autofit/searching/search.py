@@ -254,7 +254,11 @@ class _Course:
             survey = first
         if first is not None:  # before this search computed there
             survey = replace(survey, busy=first.busy)
-        return self._as_asked(survey), baseline
+        survey = self._as_asked(survey)
+        has_no_room = baseline is not None and baseline.measurement.outcome.about_memory
+        if has_no_room and not survey.may_change_accumulation and survey.is_split_by_function:
+            survey = survey.split_by_function()
+        return survey, baseline
 
     @property
     def _resumes(self) -> bool:
@@ -314,6 +318,8 @@ class _Course:
         self.trials = store.trials
         if spec is not None:
             self._on_stage(f"resuming {store.name}, with {counted(len(self.trials), 'trial')}")
+            if spec.space.may_change_accumulation and not survey.may_change_accumulation:
+                survey = survey.split_by_function()
         else:
             space = survey.space(
                 self.asked.options.max_micro_batch, even=self.asked.options.even_split

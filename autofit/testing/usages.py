@@ -456,10 +456,6 @@ def two_passes_with_weights_moved_between() -> Workload:
     return _workload(training_step=step)
 
 
-def buffers_written_in_place() -> Workload:
-    return _workload(make_model=lambda: Tiny(centers=True))
-
-
 def activations_written_in_place() -> Workload:
     def loss(model: Tiny, batch: Any) -> Tensor:
         embedded = model.embedded(batch[0]).clone().add_(1)
@@ -591,14 +587,6 @@ def _with_checkpoints(model: Tiny, batch: Any, *, use_reentrant: bool) -> Tensor
     return loss_of(model.head(model.norm(x)), batch[1])
 
 
-def reentrant_checkpoint() -> Workload:
-    return _workload(partial(_with_checkpoints, use_reentrant=True))
-
-
-def checkpoint_of_ones_own() -> Workload:
-    return _workload(partial(_with_checkpoints, use_reentrant=False))
-
-
 def reentrant_checkpoint_twice() -> Workload:
     def loss(model: Tiny, batch: Any) -> Tensor:
         x = model.embedded(batch[0])
@@ -717,7 +705,7 @@ usages: tuple[Usage, ...] = (
     Usage("weights written in place", weights_written_in_place),
     Usage("weights swapped for a reference", weights_swapped_for_a_reference),
     Usage("weights moved between passes", two_passes_with_weights_moved_between),
-    Usage("buffers written in place", buffers_written_in_place),
+    Usage("buffers written in place", partial(_workload, make_model=partial(Tiny, centers=True))),
     Usage("activations written in place", activations_written_in_place),
     Usage("inputs written after a frozen head", inputs_written_after_a_frozen_head),
     Usage("unused branch", unused_branch),
@@ -727,10 +715,15 @@ usages: tuple[Usage, ...] = (
     Usage("lengths that change", lengths, steps=20, batch=_of_another_length),
     Usage("compiled function", compiled_function),
     Usage("function compiled with autograd", compiled_by_autograd),
-    Usage("reentrant checkpoint", reentrant_checkpoint),
+    Usage(
+        "reentrant checkpoint", partial(_workload, partial(_with_checkpoints, use_reentrant=True))
+    ),
     Usage("reentrant checkpoint twice", reentrant_checkpoint_twice),
     Usage("loss in a reentrant checkpoint", loss_in_a_reentrant_checkpoint),
-    Usage("checkpoint of one's own", checkpoint_of_ones_own),
+    Usage(
+        "checkpoint of one's own",
+        partial(_workload, partial(_with_checkpoints, use_reentrant=False)),
+    ),
     Usage("second model", second_model),
     Usage("average of weights", average_of_weights),
     Usage("state taken before", state_taken_before),

@@ -227,11 +227,14 @@ def _indices(seen: _Seen) -> Iterator[str]:
 
 def _first_column(tensor: torch.Tensor) -> torch.Tensor:
     """Return a vector as it is, and of a table the first column, as integers if all of it are."""
-    has_values = tensor.layout is torch.strided and not tensor.is_meta
-    if tensor.dim() != 2 or tensor.shape[1] < 2 or not has_values or tensor.is_complex():
+    if tensor.dim() != 2 or tensor.shape[1] < 2 or not _may_be_read(tensor):
         return tensor
     column = tensor.detach()[:_MOST_READ, 0]
     return column.long() if torch.equal(column, column.long().to(column.dtype)) else column
+
+
+def _may_be_read(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_complex()
 
 
 def _counted(tensor: torch.Tensor) -> int | None:
@@ -247,10 +250,9 @@ def _counted(tensor: torch.Tensor) -> int | None:
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the values of one dimension of integers; None: it is something else, or has none."""
-    has_values = tensor.layout is torch.strided and not tensor.is_meta
-    if not has_values or tensor.dim() != 1 or not 0 < tensor.numel() <= _MOST_READ:
+    if not _may_be_read(tensor) or tensor.dim() != 1 or not 0 < tensor.numel() <= _MOST_READ:
         return None
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+    if tensor.is_floating_point() or tensor.dtype == torch.bool:
         return None
     return tensor.detach().cpu().long()
 

@@ -52,7 +52,7 @@ from autofit.training.samples import (
     samples_in,
 )
 from autofit.training.watch import BatchWatch
-from autofit.training.workload import Workload
+from autofit.training.workload import Workload, check_has_values
 from autofit.units import kind_of
 
 if TYPE_CHECKING:
@@ -646,6 +646,8 @@ class TrainingBuilder:
         """
         torch.manual_seed(self.seed)
         model = workload.build_model()
+        if not self._is_dry:
+            check_has_values(model)
         model.zero_grad(set_to_none=True)  # else the user's gradients move to the device too
         training = Training(
             model,
@@ -653,7 +655,7 @@ class TrainingBuilder:
             self._placed(workload.recipe),
             resolved,
             device=self.device.torch_device,
-            place=self.device.place,
+            place=self.device.place if self._is_dry else self._placed_with_values,
             samples=samples or workload.samples,
             in_host_memory=self.device.in_host_memory,
             place_model=self.device.place_model,
@@ -675,6 +677,19 @@ class TrainingBuilder:
         samples = workload.samples
         whole = samples if isinstance(samples, Rows) else Made()
         return self.training(workload, ResolvedPlan(Plan(micro_batch)), whole)
+
+    @property
+    def _is_dry(self) -> bool:
+        """Whether a prediction runs the training, which needs no values."""
+        return self.device.torch_device.type == "meta"
+
+    def _placed_with_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            raise InvalidArgument(
+                f"a tensor of the batch, {list(tensor.shape)}, is on the meta device, without "
+                'values to train with: make batches outside torch.device("meta")'
+            )
+        return self.device.place(tensor)
 
     def _placed(self, recipe: Recipe) -> Recipe:
         """Move losses that are modules: they may hold tensors such as class weights."""

@@ -454,6 +454,24 @@ def _with_shapes(model: torch.nn.Module, what: str) -> torch.nn.Module:
     return model
 
 
+def check_has_values(module: torch.nn.Module, what: str = "the model") -> None:
+    """Refuse a module with tensors on the meta device, which a prediction alone can use.
+
+    Raises:
+        InvalidArgument: it has; the message names them.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    empty = [name for name, tensor in named if tensor.is_meta]
+    if empty:
+        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
+        raise InvalidArgument(
+            f"{what}'s {', '.join(empty[:3])}{more} {'are' if len(empty) > 1 else 'is'} on the "
+            "meta device, without values to train with: build the module outside "
+            'torch.device("meta"), pass a function that does so, or call .to_empty(device="cpu") '
+            "and load its values first"
+        )
+
+
 def check_arguments(workload: object, plan: object) -> None:
     """Refuse arguments of a type that `probe`, `predict` and `check` do not take.
 

@@ -73,19 +73,25 @@ def _by_holder(
 ) -> list[tuple[nn.Module, tuple[tuple[int, int], ...], bool]]:
     """Return each module to cover, with the runs of children to checkpoint in it; (): all of it.
 
-    And whether it keeps its products.
+    And whether it keeps its products. A module that stands under two names is covered once.
+
+    Raises:
+        InvalidArgument: its names ask for different things.
     """
     parsed = [Unit.parse(name) for name in units]
-    holders: dict[str, nn.Module] = {unit.module: unit.find(model) for unit in parsed}
     keeping = {unit.module for unit in parsed if unit.keeps_products}
-    return [
-        (
-            holder,
-            tuple(sorted(u.run for u in parsed if u.module == name and u.run is not None)),
-            name in keeping,
-        )
-        for name, holder in holders.items()
-    ]
+    first: dict[nn.Module, str] = {}
+    covers: dict[nn.Module, tuple[tuple[tuple[int, int], ...], bool]] = {}
+    for name, holder in {unit.module: unit.find(model) for unit in parsed}.items():
+        runs = tuple(sorted(u.run for u in parsed if u.module == name and u.run is not None))
+        cover = runs, name in keeping
+        if covers.setdefault(holder, cover) != cover:
+            raise InvalidArgument(
+                f"{first[holder]!r} and {name!r} name one module, which is checkpointed in one "
+                "way wherever it runs: give one of them"
+            )
+        first.setdefault(holder, name)
+    return [(holder, *cover) for holder, cover in covers.items()]
 
 
 def _state_below(

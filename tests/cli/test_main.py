@@ -350,6 +350,11 @@ def test_a_probe_without_options_runs_the_baseline(here: Callable[..., Ran]) -> 
         (["search", "models.py:small", "--out", "report.yaml"], ".html, .md, .txt or .csv"),
         (["search", "models.py:small", "--out", "no/r.json"], "no/r.json"),
         (["search", "models.py:small", "--out", f"{'r' * 300}.json"], "too long"),
+        (
+            ["probe", "models.py:small", "--set", "a.b=1", "--set", "a.b=2"],
+            "a.b twice, as a.b=1 and as a.b=2",
+        ),
+        (["check", "models.py:small", "--set", "a.b=1,c.d=2,a.b=1"], "a.b twice"),
         (["report", "gone.json"], "gone.json"),
         (["report", "models.py"], "autofit: models.py is not a JSON"),
     ],
@@ -387,6 +392,7 @@ def test_what_cannot_be_meant_is_refused_before_torch_is_imported(folder: Path) 
         )),
         *(["probe", target, *more.split()] for more in (
             "--micro-batch 0", "--set no.such=1", "--set precision.dtype", "--plan-from gone.json",
+            "--set precision.dtype=bfloat16 --set precision.dtype=default",
         )),
         *(["check", target, *more.split()] for more in (
             "--gpu L5", "--max-regression 5", "--baseline gone.json",

@@ -255,6 +255,28 @@ def test_sparse_gradients_are_not_guessed_at(optimizer: Any) -> None:
         dry_run(made, ResolvedPlan(Plan(4)), GPU)
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_that_skip_padding_are_named(kind: Any) -> None:
+    """Their backward fails before there is a gradient."""
+    tables = nn.Sequential(nn.Sequential(kind(1000, 64, sparse=True, padding_idx=0)))
+    made = Workload(tables, torch.randint(0, 1000, (4, 8)))
+    with pytest.raises(PredictionUnavailable, match=r"sparse gradient.*0\.0\.weight"):
+        dry_run(made, ResolvedPlan(Plan(4)), GPU)
+    frozen = nn.Sequential(tables.requires_grad_(False), nn.Linear(64, 4))
+    made = Workload(frozen, torch.randint(0, 1000, (4, 8)))
+    assert dry_run(made, ResolvedPlan(Plan(4)), GPU).micro_batch == 4
+
+
+def test_a_mask_that_needs_values_is_said_in_words() -> None:
+    def loss_fn(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        out = model(rows)
+        return out[out > 0].mean()
+
+    made = Workload(nn.Linear(8, 4), torch.randn(4, 8), loss_fn=loss_fn)
+    with pytest.raises(PredictionUnavailable, match=r"elements of a tensor are not zero.*out > 0"):
+        dry_run(made, ResolvedPlan(Plan(4)), GPU)
+
+
 @pytest.mark.parametrize("makes", [False, True])
 def test_a_huge_batch_takes_no_memory(makes: bool) -> None:
     huge = 10**12

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autofit.devices.cpu import CpuDevice
-from autofit.measurement import Outcome
+from autofit.measurement import NEVER_UPDATED, Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.measure import (
     FEWEST_TIMED_STEPS,
@@ -412,3 +412,48 @@ def test_what_a_training_step_holds_between_is_unknown() -> None:
         return loss.detach()
 
     assert _measured(_plain(training_step=step), Plan(4)).resident_bytes is None
+
+
+class _Forgetful(torch.optim.SGD):
+    """Steps without a word, and does nothing."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+class _ByData(torch.optim.SGD):
+    """Writes as older optimizers do, so that autograd counts no change."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-group["lr"])
+
+
+def _backward_only(training: Any, batch: Any) -> torch.Tensor:
+    loss = training.model(batch).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+_NONE_UPDATES: list[dict[str, Any]] = [
+    {"training_step": _backward_only},
+    {"optimizer": lambda parameters: _Forgetful(parameters, lr=0.1)},
+]
+_UPDATES: list[dict[str, Any]] = [
+    {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.0)},  # as in a warm-up
+    {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)},
+    {"optimizer": lambda parameters: _ByData(parameters, lr=0.1)},
+]
+
+
+@pytest.mark.parametrize("more", _NONE_UPDATES)
+def test_steps_that_change_no_parameter_are_named(more: dict[str, Any]) -> None:
+    measured = _measured(_plain(**more), Plan(4))
+    assert measured.outcome is Outcome.OK
+    assert NEVER_UPDATED in measured.notes
+
+
+@pytest.mark.parametrize("more", _UPDATES)
+def test_updates_of_any_kind_are_no_reason_for_a_word(more: dict[str, Any]) -> None:
+    assert NEVER_UPDATED not in _measured(_plain(**more), Plan(4)).notes

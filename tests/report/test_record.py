@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 from dataclasses import replace
 from typing import Any
@@ -189,6 +190,34 @@ def test_the_factor_is_that_of_the_final_comparison_alone(record: Record) -> Non
     assert blocks.factor == pytest.approx(400 / 190, rel=0.06)
     undecided = replace(record.search, undecided_because=Undecided.TIMEOUT)
     assert replace(record, search=undecided).factor is None
+
+
+def _disturbed(trial: Trial, seconds: float, slow_s: float) -> Trial:
+    """Return the trial with two fast steps of nine, and others that work of others slowed down."""
+    times = [seconds, seconds, *[slow_s] * 7]
+    return replace(trial, measurement=replace(trial.measurement, step_times_s=times))
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_speeds_and_the_factor_agree_however_steps_were_disturbed(
+    record: Record, is_cut: bool
+) -> None:
+    """Medians alone would have the best plan, 2.1 times as fast in fast steps, the slower one."""
+    trials = [
+        _disturbed(trial, 0.19, 0.50) if trial.plan == record.best.plan else trial
+        for trial in record.trials
+    ]
+    given = replace(record, trials=tuple(trials))
+    if is_cut:
+        given = replace(given, search=replace(given.search, comparison_ended=False))
+    best, baseline = given.best, given.baseline_beside_best
+    shown = [given.speed_of(trial) for trial in (best, baseline)]
+    assert all(shown)
+    ratio = math.log((shown[0] or 0.0) / (shown[1] or 1.0))
+    assert ratio == pytest.approx(given.ahead(best.plan, baseline.plan).log, abs=0.001)
+    for trial, speed in zip((best, baseline), shown, strict=True):
+        low, high = given.speed_range(trial)
+        assert (low or 0.0) <= (speed or 0.0) <= (high or 0.0)
 
 
 def test_where_nothing_was_decided_the_baseline_is_what_is_run(record: Record) -> None:

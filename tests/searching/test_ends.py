@@ -10,7 +10,7 @@ import torch
 
 import autofit
 from autofit.errors import InvalidArgument, WorkerFailed
-from autofit.measurement import Measurement, Outcome, Trial, TrialKind
+from autofit.measurement import ACT, NEVER_UPDATED, Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
 from autofit.searching import events
 from autofit.searching.engine import run_search
@@ -80,6 +80,23 @@ def test_what_begins_after_the_search_tells_what_it_found() -> None:
     assert last.progress.best is not None
     finished = [each.trial for each in seen if isinstance(each, events.ProbeFinished)]
     assert finished == list(report.trials)
+
+
+def _forgets_to_update(training: Any, batch: Any) -> torch.Tensor:
+    loss = training.model(batch).square().mean()
+    training.backward(loss)
+    return loss.detach()
+
+
+def test_a_training_that_never_updates_is_warned_of() -> None:
+    found = autofit.search(
+        autofit.Workload(
+            torch.nn.Linear(8, 4), torch.randn(4, 8), training_step=_forgets_to_update,
+            global_batch=4,
+        ),
+        device="cpu", vram_budget="8MiB", strategies=["precision"], max_probes=1,
+    )  # fmt: skip
+    assert NEVER_UPDATED.removeprefix(ACT) in found.warnings
 
 
 @pytest.mark.parametrize(

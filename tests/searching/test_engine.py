@@ -12,8 +12,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from optuna import Study
 from optuna.samplers import RandomSampler, TPESampler
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from autofit.errors import (
     InvalidArgument,
@@ -139,6 +140,82 @@ def test_what_was_cut_short_says_why_and_recommends_the_baseline(
     assert result.recommended == result.baseline
     expected = Undecided.INTERRUPTED if isinstance(end, KeyboardInterrupt) else Undecided.FAILED
     assert result.undecided_because is expected
+
+
+class _SlowerThanPlain:
+    """Makes a prober on which no plan is as fast as the baseline."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device, self.probed = device, 0
+
+    def prober(self, end: BaseException | None = None, after: int = 0) -> SimulatedProber:
+        def fault(plan: Plan) -> None:
+            self.probed += 1
+            if end is not None and self.probed > after:
+                raise end
+
+        def step_time(plan: Plan) -> float:
+            is_plain = plan == self._device.space.baseline
+            return self._device.step_time(plan) * (1 if is_plain else 10)
+
+        return SimulatedProber(self._device.budget, self._device.memory, step_time, fault=fault)
+
+
+@pytest.mark.parametrize("after", [2, 3])
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (KeyboardInterrupt(), Undecided.INTERRUPTED),
+        (WorkerFailed("no worker starts"), Undecided.FAILED),
+        (Undecided.MAX_PROBES, Undecided.MAX_PROBES),
+        (Undecided.TIMEOUT, Undecided.TIMEOUT),
+    ],
+    ids=repr,
+)
+def test_a_search_that_was_cut_does_not_say_that_no_plan_is_faster(
+    device: SimulatedDevice, end: Any, expected: Undecided, after: int
+) -> None:
+    """The baseline is ahead of the few that ran, and others were worth a probe."""
+    slow = _SlowerThanPlain(device)
+    limits: dict[str, Any] = {}
+    if end is Undecided.MAX_PROBES:
+        limits = {"max_probes": after}
+    elif end is Undecided.TIMEOUT:
+        limits = {"timeout_s": 10.0 * after, "clock": lambda: 10.0 * slow.probed, "began": 0.0}
+    prober = slow.prober(end if isinstance(end, BaseException) else None, after)
+    result = run_search(prober, device.spec(), **limits)
+    assert result.recommended.plan == result.best.plan == result.baseline.plan
+    assert result.undecided_because is expected
+
+
+def test_a_search_that_came_to_its_end_says_that_no_plan_is_faster(
+    device: SimulatedDevice,
+) -> None:
+    """And so does one that was interrupted afterwards, as its comparison began."""
+    whole = run_search(_SlowerThanPlain(device).prober(), device.spec())
+    assert whole.recommended.plan == whole.baseline.plan
+    assert whole.is_decided
+    searched = sum(trial.kind is not TrialKind.CONFIRMATION for trial in whole.trials)
+    cut = _SlowerThanPlain(device).prober(KeyboardInterrupt(), searched)
+    result = run_search(cut, device.spec())
+    assert result.stopped_because == INTERRUPTED
+    assert result.is_decided
+
+
+class _Stopping(RandomSampler):
+    """Stops the study with its third trial, as a grid does that was tried in full."""
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        if trial.number >= 3:
+            study.stop()
+
+
+def test_a_sampler_that_has_no_more_plans_was_not_cut(device: SimulatedDevice) -> None:
+    prober = _SlowerThanPlain(device).prober()
+    result = run_search(prober, device.spec(), sampler=_Stopping(seed=0), max_probes=50)
+    assert result.stopped_because == "the sampler has no more plans to offer"
+    assert result.recommended.plan == result.baseline.plan
+    assert result.is_decided
 
 
 def test_a_timeout_before_anything_was_measured_is_an_error(device: SimulatedDevice) -> None:

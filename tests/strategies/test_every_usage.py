@@ -5,24 +5,11 @@ from __future__ import annotations
 import pytest
 
 from autofit.registry import installed_names
-from autofit.strategy import Capabilities
 from autofit.testing import Usage, check_usages, usages
+from benchmarks.usage_matrix import DEVICE, STRATEGIES as BUILT_IN
 
 OF_RANKS = {"parallel"}
 COMPILED = {"compile"}
-BUILT_IN = (
-    "attention",
-    "checkpointing",
-    "convolution",
-    "head_loss",
-    "memory_format",
-    "offload",
-    "optimizer",
-    "precision",
-)
-DEVICE = Capabilities("cuda", bfloat16=True, float16=True, tf32=True, compute_capability=(9, 0))
-"""What is only offered on an NVIDIA GPU is tried too; it runs on the CPU."""
-
 each_usage = pytest.mark.parametrize("usage", usages, ids=lambda usage: usage.name)
 pytestmark = pytest.mark.usefixtures("any_time_is_worth_it")
 

@@ -20,23 +20,13 @@ from autofit.testing import PlainContext
 from autofit.testing.conformance import attention, convolutions
 from autofit.training.training import Training
 from autofit.training.workload import Workload
+from benchmarks.usage_matrix import STRATEGIES as BUILT_IN
 
 transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
 
 pytestmark = pytest.mark.slow  # a minute of trainings
 
 CLASSES, SAMPLES = 4100, 4
-BUILT_IN = (
-    "attention",
-    "checkpointing",
-    "convolution",
-    "head_loss",
-    "memory_format",
-    "offload",
-    "optimizer",
-    "precision",
-)
-"""Without what compiles, needs libraries of others, or several ranks."""
 FARTHEST = {Numerics.EXACT: 1e-5, Numerics.ROUNDING: 1e-3, Numerics.REDUCED_PRECISION: 0.2}
 """Largest difference of gradients, relative to their size; bfloat16 alone makes 0.14 where two
 samples are normalized together."""

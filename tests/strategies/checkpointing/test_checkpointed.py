@@ -308,3 +308,41 @@ def test_a_unit_that_is_given_no_tensor_draws_the_same_numbers_again(
         return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
     assert all(map(torch.equal, trained([]), trained(["draw"])))
+
+
+class Shared(nn.Module):
+    """One block under two names, which runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = self.second = Block()
+        self.inner = nn.Sequential(nn.Linear(8, 8), self.first, nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.second(self.first(x)))
+
+
+@pytest.mark.parametrize("units", [("first", "second"), ("first~", "inner.1~"), ("second",)])
+def test_a_module_under_two_names_is_covered_once(
+    units: tuple[str, ...], checkpointed: Checkpointed
+) -> None:
+    found = []
+    for chosen in ((), units):
+        model = Shared()
+        with checkpointed(model, chosen):
+            model(X).square().mean().backward()
+        assert "forward" not in vars(model.first)
+        found.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_a_module_that_is_named_in_two_ways_is_refused_by_its_names(
+    checkpointed: Checkpointed,
+) -> None:
+    model = Shared()
+    refusal = pytest.raises(InvalidArgument, match="'first' and 'second' name one module")
+    with refusal, checkpointed(model, ["first", "second~"]):
+        pass
+    with checkpointed(model, ["first"]):
+        pass
