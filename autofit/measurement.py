@@ -147,6 +147,8 @@ class Measurement:
         seconds: duration of the probe, building and warm-up included.
         start_up_s: seconds that the training took before its steps had their usual duration, such
             as those of a compilation: from building it to the end of warm-up, less the steps.
+        start_is_warm: whether all code that was compiled was found in torch's cache of it; None:
+            nothing was compiled.
         evaluation_peak_bytes: most bytes held by the caching allocator in an evaluation beside the
             training, whose cache was released before; None: the workload has none, or it did not
             run. With the non-torch bytes it is within the budget too.
@@ -170,6 +172,7 @@ class Measurement:
     contended: bool = False
     seconds: Number | None = None
     start_up_s: Wait | None = None
+    start_is_warm: bool | None = None
     evaluation_peak_bytes: Amount | None = None
     new_shape_s: Sequence[Wait] = ()
     notes: Sequence[str] = ()
@@ -271,6 +274,35 @@ def _median_interval_rank(count: int) -> int:
         rank += 1
         tail += math.comb(count, rank) / 2**count
     return rank
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """How long a training takes to start, as probes of one plan, or of one variant, measured it.
+
+    Attributes:
+        cold_s: the most seconds of a start that compiled something, or that had no use for torch's
+            cache of compiled code; None: there was none.
+        warm_s: the most seconds of a start that found all its compiled code there; likewise.
+    """
+
+    cold_s: float | None
+    warm_s: float | None
+
+    @classmethod
+    def of(cls, measurements: Iterable[Measurement]) -> StartUp:
+        """Return that of these probes."""
+        starts = [(m.start_is_warm, m.start_up_s) for m in measurements if m.start_up_s is not None]
+        cold, warm = (
+            max((s for is_warm, s in starts if bool(is_warm) is wanted), default=None)
+            for wanted in (False, True)
+        )
+        return cls(cold, warm)
+
+    @property
+    def own_s(self) -> float | None:
+        """What the user's own training takes: a probe ran before it, so its code is compiled."""
+        return self.cold_s if self.warm_s is None else self.warm_s
 
 
 @dataclass(frozen=True)

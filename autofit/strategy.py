@@ -444,10 +444,11 @@ def _watched(module: Any, enter: Callable[..., object], leave: Callable[..., obj
     return call
 
 
-STANDARD_TERMS = ("autocast", "tf32", "optimizer_implementation")
+STANDARD_TERMS = ("autocast", "tf32", "optimizer_implementation", "compile")
 """What trainers of other libraries know under names of their own: the type of autocast around the
-forward ("bfloat16", "float16"), TF32 in matrix products and convolutions (True), and which of
-torch's implementations the optimizer steps with ("for_loop", "foreach", "fused").
+forward ("bfloat16", "float16"), TF32 in matrix products and convolutions (True), which of torch's
+implementations the optimizer steps with ("for_loop", "foreach", "fused"), and the mode in which
+`torch.compile` compiles the whole model ("default", "reduce-overhead").
 
 A strategy may offer the attribute `standard_terms`, those that its settings may set, and the method
 `in_standard_terms(settings)`, which returns term -> value, all that these settings do, and {} where

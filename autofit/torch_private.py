@@ -217,6 +217,11 @@ USES = {
         "autocast never keeps its casts of weights: whether it may could not be seen",
         optional=True,
     ),
+    "segments of the allocator that grow": Use(
+        ("torch._C._accelerator_setAllocatorSettings",),
+        "the setting is left out: the allocator's options could not be changed in a process",
+        optional=True,
+    ),
     "compiled modules": Use(
         (
             "torch.nn.modules.module._has_any_global_hook",

@@ -101,10 +101,18 @@ class Compile:
     name = "compile"
     phase = Phase.COMPILE
     numerics = Numerics.ROUNDING
+    standard_terms = ("compile",)
 
     def unavailable(self, device_type: str) -> str | None:
         """Return why nothing can be compiled for such a device here; None: it can."""
         return _lacks(device_type)
+
+    def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
+        """Return the mode, where the model is compiled as a whole and keeps all activations."""
+        mode = settings.get(MODE, OFF)
+        is_whole = settings.get("compile.region", "whole") == "whole"
+        keeps_all = settings.get("compile.memory_budget", 1.0) == 1.0
+        return {"compile": mode} if mode != OFF and is_whole and keeps_all else {}
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return modes, regions and budgets where a compiler is found and the step calls the model.

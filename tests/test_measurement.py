@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from autofit.measurement import (
     Measurement,
     Noise,
     Outcome,
+    StartUp,
     Trial,
     TrialKind,
     fastest_of,
@@ -91,6 +93,7 @@ def test_measurements_survive_json_and_ignore_what_they_do_not_know() -> None:
         contended=True,
         seconds=1.5,
         start_up_s=0.0,
+        start_is_warm=True,
     )
     data = to_json(measured) | {"from": "a later version"}
     again = from_json(data, Measurement, "the measurement")
@@ -159,3 +162,23 @@ def test_repeats_that_differ_more_than_their_steps_raise_the_error() -> None:
     assert noise.of(apart[0]) > 0.05
     alike = [_trial(number, 1.0, 0.001, 4) for number in range(8)]
     assert Noise(alike).of(alike[0]) < 0.5 * BETWEEN
+
+
+@pytest.mark.parametrize(
+    ("starts", "cold_s", "warm_s", "own_s"),
+    [
+        ([(19.0, False), (2.0, True), (3.0, True)], 19.0, 3.0, 3.0),
+        ([(19.0, False), (21.0, False)], 21.0, None, 21.0),
+        ([(2.0, True)], None, 2.0, 2.0),
+        ([(14.0, None), (4.0, None)], 14.0, None, 14.0),
+        ([(None, None)], None, None, None),
+    ],
+)
+def test_a_training_of_ones_own_starts_warm_where_that_was_measured(
+    starts: Any, cold_s: float | None, warm_s: float | None, own_s: float | None
+) -> None:
+    found = StartUp.of(
+        Measurement(Outcome.OK, start_up_s=seconds, start_is_warm=is_warm)
+        for seconds, is_warm in starts
+    )
+    assert (found.cold_s, found.warm_s, found.own_s) == (cold_s, warm_s, own_s)

@@ -17,11 +17,20 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from autofit.errors import InvalidArgument
-from autofit.integrations.applied import Applied, Division, divide, on_model, replaced
+from autofit.integrations.applied import (
+    Applied,
+    Division,
+    accelerate_compiles,
+    divide,
+    library,
+    on_model,
+    replaced,
+)
 from autofit.report.report import Report
 from autofit.strategy import Strategy
 
 _MIXED = {"bfloat16": "bf16", "float16": "fp16"}
+_INDUCTOR = "inductor"
 
 
 def arguments(
@@ -34,15 +43,25 @@ def arguments(
         strategies: as for `Report.apply`.
 
     Returns:
-        gradient_accumulation_steps, and mixed_precision where the plan has one.
+        gradient_accumulation_steps, and mixed_precision and dynamo_plugin where the plan has one.
 
     Raises:
         InvalidArgument: a trainer cannot run the plan.
     """
-    division = divide(report, lambda term, value: term == "autocast", strategies)
+    compiles = accelerate_compiles(report, strategies, is_mixed=False)
+    division = divide(
+        report,
+        lambda term, value: term == "autocast" or (term == "compile" and compiles),
+        strategies,
+    )
     found: dict[str, Any] = {"gradient_accumulation_steps": division.plan.accumulation_steps}
     if "autocast" in division.arguments:
         found["mixed_precision"] = _MIXED[str(division.arguments["autocast"])]
+    if "compile" in division.arguments:
+        plugin = library("accelerate").utils.TorchDynamoPlugin
+        found["dynamo_plugin"] = plugin(
+            backend=_INDUCTOR, mode=division.arguments["compile"], use_regional_compilation=False
+        )
     return found
 
 
@@ -57,8 +76,8 @@ def applied(
 ) -> Iterator[Applied]:
     """Apply a report's best plan to a training, for as long as this is entered.
 
-    The Accelerator gets the accumulation. Its mixed precision is fixed where it is made, so it must
-    be that of `arguments`. All else is applied to model and optimizer.
+    The Accelerator gets the accumulation. Its mixed precision and its compilation are fixed where
+    it is made, so they must be those of `arguments`. All else is applied to model and optimizer.
 
     Args:
         report: of a search of this training.
@@ -71,23 +90,29 @@ def applied(
         What was set, to be printed.
 
     Raises:
-        InvalidArgument: the Accelerator has several processes, another mixed precision than the
-            plan, or cannot run it.
+        InvalidArgument: the Accelerator has several processes, compiles in another way or has
+            another mixed precision than the plan, or cannot run it.
 
     Warns:
-        UserWarning: the Accelerator has mixed precision, and the plan has none; or, while the
-            loop runs, a step whose gradients are not those of the mean over its samples.
+        UserWarning: the Accelerator has mixed precision or compiles, and the plan does not; or,
+            while the loop runs, a step whose gradients are not those of the mean over its samples.
     """
     if accelerator.num_processes > 1:
         raise InvalidArgument(
             f"this Accelerator has {accelerator.num_processes} processes, but the plan "
             "is for one device: start a single process"
         )
-    has = accelerator.mixed_precision
+    has, mode = accelerator.mixed_precision, _compiled_mode(accelerator)
     division = divide(
-        report, lambda term, value: term == "autocast" and _MIXED[str(value)] == has, strategies
+        report,
+        lambda term, value: (
+            (term == "autocast" and _MIXED[str(value)] == has)
+            or (term == "compile" and value == mode)
+        ),
+        strategies,
     )
     _check_precision(division, has)
+    _check_compilation(division, mode)
     steps, before = division.plan.accumulation_steps, accelerator.gradient_accumulation_steps
     lines = [
         f"gradient_accumulation_steps={steps} (was {before})",
@@ -99,6 +124,7 @@ def applied(
         accelerator.gradient_accumulation_steps = steps
         stack.enter_context(_steps_watched(division, accelerator))
         unwrapped = accelerator.unwrap_model(model)
+        unwrapped = getattr(unwrapped, "_orig_mod", unwrapped)  # without torch's own wrapper
         own = getattr(optimizer, "optimizer", optimizer)  # without accelerate's wrapper
         stack.enter_context(on_model(division.rest, unwrapped, own))
         yield Applied(tuple(lines), stack)
@@ -154,3 +180,29 @@ def _check_precision(division: Division, has: str) -> None:
             ),
             stacklevel=5,
         )
+
+
+def _compiled_mode(accelerator: Any) -> str | None:
+    """Return the mode in which an Accelerator compiles whole models; None: it does not compile."""
+    plugin = accelerator.state.dynamo_plugin
+    backend = str(getattr(plugin.backend, "value", plugin.backend)).lower()
+    if backend == "no":
+        return None
+    if backend != _INDUCTOR or getattr(plugin, "use_regional_compilation", False):
+        return f"{backend}, in a way of its own"
+    return str(plugin.mode)
+
+
+def _check_compilation(division: Division, mode: str | None) -> None:
+    """Refuse or warn of compilation that is not the plan's."""
+    if mode is None or "compile" in division.arguments:
+        return
+    rest = division.rest.strategies
+    if any("compile" in getattr(each, "standard_terms", ()) for each in rest):
+        raise InvalidArgument(
+            f"this Accelerator compiles ({mode}), and the plan needs another way: create it with "
+            "Accelerator(**autofit.integrations.accelerate.arguments(report))"
+        )
+    warnings.warn(
+        f"this Accelerator compiles ({mode}), but the plan was measured without", stacklevel=5
+    )

@@ -38,6 +38,7 @@ class Division:
         arguments: standard term -> value, which the stack is given.
         rest: what is applied to model and optimizer.
         defaults: every setting at its first value.
+        searched: the standard terms that the search chose values of.
         batched: names of the tensors of a batch that hold samples; empty: the report has none.
         has_rows: whether batches are tensors of rows; else they do not tell how many samples.
     """
@@ -46,6 +47,7 @@ class Division:
     arguments: Mapping[str, Scalar]
     rest: ResolvedPlan
     defaults: Mapping[str, Scalar]
+    searched: frozenset[str] = frozenset()
     batched: frozenset[str] = frozenset()
     has_rows: bool = True
 
@@ -142,9 +144,13 @@ def divide(
             "other gradients: train with report.apply(model, optimizer)"
         )
     resolved = record.resolve_plan(strategies, report.strategies)
+    chosen = {name for name, each in record.dimensions.items() if len(each.values) > 1}
     arguments: dict[str, Scalar] = {}
     rest: list[Strategy] = []
+    searched: set[str] = set()
     for strategy, settings, _ in resolved.by_strategy():
+        if settings.keys() & chosen:
+            searched.update(getattr(strategy, "standard_terms", ()))
         if not unlike(settings, defaults):
             continue
         terms = terms_of(strategy, settings)
@@ -155,8 +161,33 @@ def divide(
     batched = frozenset(record.workload.get("batched") or ())
     has_rows = record.workload.get("samples", SamplesKind.ROWS) == SamplesKind.ROWS
     return Division(
-        plan, arguments, replace(resolved, strategies=rest), defaults, batched, has_rows
+        plan=plan,
+        arguments=arguments,
+        rest=replace(resolved, strategies=rest),
+        defaults=defaults,
+        searched=frozenset(searched),
+        batched=batched,
+        has_rows=has_rows,
     )
+
+
+def accelerate_compiles(
+    report: Report, strategies: Iterable[str | Strategy] | None, *, is_mixed: bool
+) -> bool:
+    """Return whether accelerate can compile a plan's model and leave its arithmetic as it is.
+
+    Where it compiles for a GPU without mixed precision, it turns TF32 on.
+
+    Args:
+        report: of the plan.
+        strategies: as for `Report.apply`.
+        is_mixed: whether the training has mixed precision of its own.
+    """
+    if is_mixed or not str(report.record.environment["device"]).startswith("cuda"):
+        return True
+    resolved = report.record.resolve_plan(strategies, report.strategies)
+    terms = [terms_of(strategy, settings) for strategy, settings, _ in resolved.by_strategy()]
+    return any({"autocast", "tf32"} & each.keys() for each in terms)
 
 
 def check_even(plan: Plan) -> None:

@@ -217,7 +217,12 @@ def search(
         examine=examine,
         **{name: value for name, value in given.items() if value is not None},
     )
-    device = {} if trainer is None else {"device": str(trainer.strategy.root_device)}
+    known: dict[str, Any] = {}
+    if trainer is not None:
+        known["device"] = str(trainer.strategy.root_device)
+        loss: Any = trained.loss_fn
+        if (steps := loss.schedule.optimizer_steps) is not None:
+            known["planned_steps"] = steps
     return search_workload(
         trained,
         precision=own,
@@ -228,7 +233,7 @@ def search(
         trainer="lightning",
         progress=progress,
         options=options,
-        **device | more,
+        **known | more,
     )
 
 
@@ -285,9 +290,24 @@ class Schedule:
             micro_batches: float = len(loader)
         except TypeError:  # it streams
             micro_batches = math.inf
+        limit = trainer.limit_train_batches  # a number of batches, or a share of them
+        if isinstance(limit, int):
+            micro_batches = min(micro_batches, limit)
+        elif limit is not None and math.isfinite(micro_batches):
+            micro_batches = int(limit * micro_batches)
         return cls(
             trainer.max_epochs, trainer.max_steps, trainer.accumulate_grad_batches, micro_batches
         )
+
+    @property
+    def optimizer_steps(self) -> int | None:
+        """How many `Trainer.fit` takes; None: not known."""
+        steps = [] if self.max_steps == -1 else [self.max_steps]
+        epochs = -1 if self.max_epochs is None else self.max_epochs
+        if epochs >= 0 and math.isfinite(self.micro_batches):
+            of_epoch = math.ceil(self.micro_batches / self.accumulate_grad_batches)
+            steps.append(of_epoch * max(epochs, 1))
+        return max(1, min(steps)) if steps else None
 
 
 @contextmanager

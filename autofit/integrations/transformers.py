@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autofit.errors import InvalidArgument
-from autofit.integrations.applied import Applied, Division, divide, library, on_model
+from autofit.integrations.applied import (
+    Applied,
+    Division,
+    accelerate_compiles,
+    divide,
+    library,
+    on_model,
+)
 from autofit.integrations.workloads import longest_of, own_autocast, search_workload
 from autofit.plan import Scalar
 from autofit.report.report import Report
@@ -201,7 +209,7 @@ def search(
             trainer="transformers",
             progress=progress,
             options=options,
-            **{"device": str(trainer.args.device)} | more,
+            **{"device": str(trainer.args.device), **_planned_steps(trainer)} | more,
         )
     data = trainer.train_dataset
     return report.with_costs(epoch_samples=len(data) or None if hasattr(data, "__len__") else None)
@@ -244,9 +252,10 @@ def apply(
     """
     _check_one_device(trainer)
     args = trainer.args
+    compiles = accelerate_compiles(report, strategies, is_mixed=own_precision(args) is not None)
     division = divide(
         report,
-        lambda term, value: _expresses(trainer, term, value),
+        lambda term, value: compiles if term == "compile" else _expresses(trainer, term, value),
         strategies,
         weighs_losses=True,  # by the items of a step, as `TrainerLoss` does
     )
@@ -343,7 +352,23 @@ def _notes(args: Any) -> Iterator[str]:
             "placements are searched instead, and applying a plan turns it off"
         )
     if args.torch_compile:
-        yield "torch_compile=True of TrainingArguments was not used in any plan"
+        yield (
+            "torch_compile=True of TrainingArguments was not used in the baseline: where "
+            "compilation was searched, applying a plan sets it as the plan has it"
+        )
+
+
+def _planned_steps(trainer: Any) -> dict[str, int]:
+    """Return the optimizer steps that `train` takes, as an argument; {}: its data has no length."""
+    args, data = trainer.args, trainer.train_dataset
+    if args.max_steps > 0:
+        return {"planned_steps": args.max_steps}
+    if not hasattr(data, "__len__"):
+        return {}
+    rounded = math.floor if args.dataloader_drop_last else math.ceil
+    micro_batches = rounded(len(data) / args.train_batch_size)
+    of_epoch = max(1, math.ceil(micro_batches / args.gradient_accumulation_steps))
+    return {"planned_steps": max(1, math.ceil(args.num_train_epochs * of_epoch))}
 
 
 def _checkpoints(args: Any) -> bool:
@@ -374,6 +399,14 @@ def _arguments(division: Division, args: Any) -> dict[str, Any]:
         wanted |= {name: dtype == terms["autocast"] for name, dtype in AMP.items()}
     if "optimizer_implementation" in terms:
         wanted["optim"] = type(args.optim)("adamw_torch_fused")
+    if "compile" in division.searched:
+        compiles = "compile" in terms
+        mode = terms.get("compile", "default")
+        wanted |= {
+            "torch_compile": compiles,
+            "torch_compile_backend": "inductor" if compiles else None,
+            "torch_compile_mode": None if mode == "default" else mode,
+        }
     return wanted
 
 
@@ -388,11 +421,13 @@ def _write(trainer: Any, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         setattr(args, name, value)
     trainer._train_batch_size = args.train_batch_size
-    if not values.keys() & AMP.keys():
+    if not values.keys() & (AMP.keys() | _COMPILATION):
         return
     accelerate = library("accelerate")
     args.mixed_precision = next((name for name in AMP if getattr(args, name)), "no")
     _take_off_autocast(trainer.model)
+    if getattr(trainer.model_wrapped, "_orig_mod", None) is trainer.model:  # compiled before
+        trainer.model_wrapped = trainer.model
     accelerate.state.AcceleratorState._reset_state()
     trainer.create_accelerator_and_postprocess()
 
@@ -459,6 +494,7 @@ def _callback(division: Division) -> Any:
 
 AMP = {"bf16": "bfloat16", "fp16": "float16"}
 """Argument of a Trainer -> the type of its autocast."""
+_COMPILATION = frozenset({"torch_compile", "torch_compile_backend", "torch_compile_mode"})
 _LEFT_BEHIND = (
     "model",
     "model_wrapped",

@@ -16,7 +16,15 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.measurement import Noise, Trial, TrialKind, oom_probes_of, seconds_of
+from autofit.measurement import (
+    Measurement,
+    Noise,
+    StartUp,
+    Trial,
+    TrialKind,
+    oom_probes_of,
+    seconds_of,
+)
 from autofit.plan import Plan, Settings, VariantKey, variant_key
 from autofit.planning.constants import (
     CAUTIOUS,
@@ -434,15 +442,17 @@ class Beliefs:
     def start_up_s(self) -> Array:
         """(variants): seconds before the first step of a training with costly settings, else 0.
 
-        The most that was measured: what a compiler has done once it remembers.
+        What a training takes that finds its compiled code in torch's cache, where that was
+        measured, as in a second worker; else the most that was.
         """
         start_up_s = self.known.trial_costs_s.copy()
-        measured: dict[int, float] = {}
+        measured: dict[int, list[Measurement]] = {}
         for trial in self.fitting if start_up_s.any() else ():
-            index, seen_s = self.index(trial.plan), trial.measurement.start_up_s
+            measured.setdefault(self.index(trial.plan), []).append(trial.measurement)
+        for index, own in measured.items():
+            seen_s = StartUp.of(own).own_s
             if start_up_s[index] > 0 and seen_s is not None:
-                measured[index] = max(measured.get(index, 0.0), seen_s)
-        start_up_s[list(measured)] = list(measured.values())
+                start_up_s[index] = seen_s
         return start_up_s
 
     def over_training(self, log_speed: Array, start_up_s: Array | float) -> Array:

@@ -162,9 +162,16 @@ def _of_all(replies: Sequence[Reply]) -> Reply:
         allocator_retries=max((m.allocator_retries or 0 for m in seen), default=None),
         contended=any(each.contended for each in seen),
         start_up_s=max((m.start_up_s for m in seen if m.start_up_s is not None), default=None),
+        start_is_warm=_all_warm([each.start_is_warm for each in seen]),
         notes=list(dict.fromkeys(note for each in seen for note in each.notes)),
         failed_rank=gravest if is_fault else None,
         ranks=[use for each in seen for use in each.ranks],
     )
     worth_repeating = any(reply.worth_repeating for reply in replies)
     return Reply(measured, worth_repeating=worth_repeating)
+
+
+def _all_warm(starts: Sequence[bool | None]) -> bool | None:
+    """Return whether every rank that compiled found its code; None: none compiled."""
+    known = [each for each in starts if each is not None]
+    return all(known) if known else None

@@ -23,6 +23,7 @@ from autofit.equivalence.updates import first_change, versions
 from autofit.errors import collect_garbage
 from autofit.measurement import IN_EVALUATION, NEVER_UPDATED, Measurement, Outcome, RankUse
 from autofit.plan import Plan
+from autofit.probing.compiler_cache import CacheUse
 from autofit.probing.faults import has_moved, spilled
 from autofit.probing.messages import ProbeRequest
 from autofit.training.batch import Batch, map_tensors
@@ -75,6 +76,7 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         contended=has_moved(foreign_before, foreign, total_bytes=device.total_bytes),
         evaluation_peak_bytes=evaluated.peak_reserved_bytes if evaluated else None,
         start_up_s=ran.start_up_s,
+        start_is_warm=ran.start_is_warm,
         new_shape_s=steps.new_shape_s,
         notes=ran.notes,
         ranks=[] if steps.training.ranks is None else [_use_of(ran)],
@@ -92,6 +94,7 @@ class _Ran:
         retries: of the allocator, in the timed steps.
         growth: of allocated memory from step to step; None: too few steps to tell.
         start_up_s: see `start_up_s`.
+        start_is_warm: as of a `Measurement`.
         evaluated: the memory counters of an evaluation; None: there is none.
         notes: of strategies, on what they did; and on updates that never came.
     """
@@ -102,6 +105,7 @@ class _Ran:
     retries: int
     growth: Growth | None
     start_up_s: float | None
+    start_is_warm: bool | None
     evaluated: MemoryReading | None
     notes: tuple[str, ...]
 
@@ -117,13 +121,13 @@ def _run(
     first = batch if short == places else samples_on(builder, workload, plan, short)
     with ExitStack() as applied:
         with device.accounting():
-            began = perf_counter()
+            began, cache = perf_counter(), CacheUse()
             training = applied.enter_context(builder.training(workload, request.resolved))
             steps = _Steps(training, device, stands_for(plan, places), mix)
             written = versions(training.plain_model)
             steps.warm_up(first)
             del first
-            warm_up_s = perf_counter() - began
+            warm_up_s, is_warm = perf_counter() - began, cache.is_warm()
             warm_up_steps = steps.warm_up_steps * len(short) / len(places)
         steps.meet_shorter()
         if device.tracked_steps:
@@ -146,6 +150,7 @@ def _run(
             retries=peak.allocator_retries - retries_before,
             growth=growth,
             start_up_s=start_up_s(warm_up_s, warm_up_steps, steps.as_run_s[-1]),
+            start_is_warm=is_warm,
             evaluated=evaluation_peak(builder, workload, training, workload.eval_samples),
             notes=(*training.notes(), *_on_updates(steps, written)),
         )

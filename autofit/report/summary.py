@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autofit.measurement import ACT, NOT_TRIED, Outcome, RankUse, Trial, probes_of
+from autofit.measurement import ACT, NOT_TRIED, Outcome, RankUse, StartUp, Trial, probes_of
 from autofit.plan import Plan, Settings, unlike
 from autofit.report.paste import lines_of_trainer
 from autofit.report.rates import rate_line
@@ -528,22 +528,28 @@ class PayOff:
     """What the start of a plan takes that is costly to try, such as a compiled one.
 
     Attributes:
-        seconds: before its steps have their speed; the most that was measured.
+        start: seconds before its steps have their speed.
+        seconds: of the user's own training.
         beside: the fastest plan without such a start.
         steps: optimizer steps after which the start has paid for itself against that plan; None:
             that plan was as fast.
     """
 
+    start: StartUp
     seconds: float
     beside: Plan
     steps: int | None
 
     def words(self, record: Record) -> str:
         """Return a sentence about it."""
-        start, other = format_seconds(self.seconds), describe(self.beside, record)
+        start, other = f"{format_seconds(self.seconds)} to start", describe(self.beside, record)
+        if self.start.warm_s is not None:
+            start += ", with its compiled code in torch's cache"
+            if self.start.cold_s is not None:
+                start += f" ({format_seconds(self.start.cold_s)} without)"
         if self.steps is None:
-            return f"The best plan takes {start} to start, and {other} is as fast without that"
-        return f"It takes {start} to start: paid back after {self.steps:,} steps, against {other}"
+            return f"The best plan takes {start}, and {other} is as fast without that"
+        return f"It takes {start}: paid back after {self.steps:,} steps, against {other}"
 
 
 def pay_off(record: Record) -> PayOff | None:
@@ -558,8 +564,8 @@ def pay_off(record: Record) -> PayOff | None:
         return not space.is_costly({**record.default_settings, **plan.settings})
 
     ran = [t for t in probes_of(record.trials) if t.ok and t.samples_per_second]
-    starts = [t.measurement.start_up_s for t in ran if t.plan == best]
-    start_s = max((seconds for seconds in starts if seconds is not None), default=None)
+    start = StartUp.of(trial.measurement for trial in ran if trial.plan == best)
+    start_s = start.own_s
     others = {trial.plan for trial in ran if starts_at_once(trial.plan)}
     if start_s is None or starts_at_once(best) or not others:
         return None
@@ -569,4 +575,5 @@ def pay_off(record: Record) -> PayOff | None:
     if not (speeds and all(speeds)):
         speeds = [record.searched_speed(plan) for plan in (beside, best)]
     saved_s = best.samples_per_step * (1 / (speeds[0] or math.inf) - 1 / (speeds[1] or math.inf))
-    return PayOff(start_s, beside, math.ceil(start_s / saved_s) if saved_s > 0 else None)
+    steps = math.ceil(start_s / saved_s) if saved_s > 0 else None
+    return PayOff(start, start_s, beside, steps)

@@ -25,6 +25,7 @@ DIMENSIONS = {
         payloads={value: {"optimizers": [""]} for value in ("for_loop", "foreach", "fused")},
     ),
     "memory_format.layout": Dimension(["default", "channels_last"]),
+    "compile.mode": Dimension(["off", "default"]),
 }
 RAN = Measurement(
     Outcome.OK,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,6 +95,66 @@ def test_three_steps_of_the_loop_have_the_losses_of_apply(
     accelerator = accelerate.Accelerator(cpu=True, **integration.arguments(report))
     assert losses_of(report, accelerator, model, adamw) == pytest.approx(expected, rel=1e-5)
     assert not any("forward" in vars(child) for child in model.modules() if child is not model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_its_own", [True, False])
+def test_a_compiled_plan_has_the_losses_of_apply(
+    is_its_own: bool,
+    make_report: Callable[..., Report],
+    losses_of_apply: Callable[..., list[float]],
+) -> None:
+    """By the Accelerator's own compilation, or on the model where it was made without."""
+    model = model_of()
+    plan = Plan(2, accumulation_steps=4, settings={"compile.mode": "default"})
+    report = make_report(workload_of(model), plan)
+    batches = [(INPUTS[at : at + 8], TARGETS[at : at + 8]) for at in (0, 8, 16)]
+    expected = losses_of_apply(report, model, adamw, batches)
+    given = integration.arguments(report)
+    assert given["dynamo_plugin"].backend.value.lower() == "inductor"
+    if not is_its_own:
+        del given["dynamo_plugin"]
+    accelerator, before = accelerate.Accelerator(cpu=True, **given), compiled_graphs()
+    assert losses_of(report, accelerator, model, adamw) == pytest.approx(expected, rel=1e-5)
+    assert compiled_graphs() == before + 1
+    assert "_compiled_call_impl" not in vars(model)
+
+
+def compiled_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_an_accelerator_that_compiles_what_the_plan_does_not_is_told(
+    make_report: Callable[..., Report],
+) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_backend="inductor")
+    report = make_report(workload_of(model), Plan(8))
+    with (
+        pytest.warns(UserWarning, match="compiles"),
+        integration.applied(report, accelerator, model, optimizer),
+    ):
+        pass
+    other = make_report(workload_of(model), Plan(8, settings={"compile.mode": "reduce-overhead"}))
+    with (
+        pytest.raises(InvalidArgument, match="compiles"),
+        integration.applied(other, accelerator, model, optimizer),
+    ):
+        pass
+    assert "dynamo_plugin" not in integration.arguments(report)
+
+
+def test_accelerates_own_compilation_is_left_where_it_turns_tf32_on(
+    make_report: Callable[..., Report],
+) -> None:
+    """It does so on a GPU without mixed precision."""
+    for settings, is_its_own in (({}, False), ({"precision.dtype": "bfloat16"}, True)):
+        plan = Plan(8, settings={"compile.mode": "default", **settings})
+        report = make_report(workload_of(model_of()), plan)
+        environment = {**report.record.environment, "device": "cuda:0"}
+        on_gpu = replace(report, record=replace(report.record, environment=environment))
+        assert ("dynamo_plugin" in integration.arguments(on_gpu)) is is_its_own
 
 
 @pytest.mark.cuda

@@ -124,6 +124,61 @@ def test_three_steps_of_the_trainer_have_the_losses_of_apply(
     assert not any("forward" in vars(child) for child in module.modules())
 
 
+class Called(Classifier):
+    """Calls itself in its training step, so that its call can be compiled."""
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.net(inputs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+@pytest.mark.slow
+def test_a_compiled_plan_has_the_losses_of_apply(
+    make_report: Callable[..., Report], losses_of_apply: Callable[..., list[float]]
+) -> None:
+    module, data = Called(), Data()
+    plan = Plan(2, accumulation_steps=4, settings={"compile.mode": "default"})
+    report = make_report(integration.workload(module, data, trainer=trainer_of()), plan)
+    expected = losses_of_apply(report, module, optimizer_of, DataLoader(Numbers(), 8))
+    module.losses.clear()
+    graphs: Any = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    trainer_of(max_epochs=1, **integration.arguments(report)).fit(module, datamodule=data)
+    assert graphs["unique_graphs"] == before + 1
+    found = [sum(module.losses[at : at + 4]) / 4 for at in (0, 4, 8)]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert "_compiled_call_impl" not in vars(module)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        ({"max_epochs": 3}, 9),
+        ({"max_epochs": 3, "max_steps": 5}, 5),
+        ({"max_epochs": 3, "accumulate_grad_batches": 4}, 3),
+        ({"max_epochs": 3, "limit_train_batches": 2}, 6),
+        ({"max_epochs": 3, "limit_train_batches": 0.34}, 3),
+        ({"max_steps": 7}, 7),
+        ({"max_epochs": -1}, None),
+    ],
+)
+def test_the_steps_of_a_schedule_are_those_of_the_trainer(
+    arguments: dict[str, Any], steps: int | None
+) -> None:
+    trainer, data = trainer_of(**arguments), Data(8)
+    data.setup("fit")
+    assert integration.Schedule.of(trainer, data).optimizer_steps == steps
+    if steps is not None:
+        trainer.strategy._lightning_module = module = Classifier()
+        module.trainer = trainer
+        trainer._data_connector.attach_data(module, datamodule=data)
+        assert trainer.estimated_stepping_batches == steps
+
+
 def test_gradients_are_clipped_by_value_as_the_trainer_does(
     make_report: Callable[..., Report], losses_of_apply: Callable[..., list[float]]
 ) -> None:

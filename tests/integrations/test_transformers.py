@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 import autofit
 from autofit.errors import InvalidArgument
-from autofit.plan import Plan
+from autofit.plan import Dimension, Plan
 from autofit.report.details import training_lines
 from autofit.report.report import Report
 from autofit.report.summary import Place
@@ -180,6 +181,83 @@ def test_three_steps_of_the_trainer_have_the_losses_of_apply(
     rounding = 1e-4 if "precision.dtype" in plan.settings else 1e-5
     assert found == pytest.approx(expected, rel=rounding)
     assert len(set(expected)) == 3
+
+
+def compiled_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["default", "bfloat16"])
+def test_a_compiled_plan_is_the_trainers_own_compilation(
+    dtype: str, tmp_path: Path, make_report: Callable[..., Report]
+) -> None:
+    trainer = trainer_of(tmp_path)
+    settings = {"compile.mode": "default", "precision.dtype": dtype}
+    report = make_report(
+        integration.workload(trainer), Plan(4, accumulation_steps=2, settings=settings)
+    )
+    expected, weights = losses_by_apply(report, trainer), copy.deepcopy(trainer.model.state_dict())
+    applied = integration.apply(report, trainer)
+    assert trainer.args.torch_compile
+    assert "torch_compile=True (was False)" in applied.lines
+    before = compiled_graphs()
+    trainer.train()
+    assert compiled_graphs() == before + 1
+    found = [sum(trainer.losses[at : at + 2]) for at in (0, 2, 4)]
+    rounding = 1e-3 if dtype == "bfloat16" else 1e-5
+    assert found == pytest.approx(expected, rel=rounding)
+    applied.undo()
+    assert (trainer.args.torch_compile, trainer.args.torch_compile_backend) == (False, None)
+    trainer.model.load_state_dict(weights)
+    before = compiled_graphs()
+    trainer.train()
+    assert compiled_graphs() == before, "the Trainer kept its compiled model"
+
+
+def test_a_plan_that_does_not_compile_turns_compilation_off(
+    tmp_path: Path, make_report: Callable[..., Report]
+) -> None:
+    trainer = trainer_of(tmp_path, torch_compile=True)
+    with pytest.warns(UserWarning, match="torch_compile"):
+        report = make_report(integration.workload(trainer), Plan(8, global_batch=8))
+    applied = integration.apply(report, trainer)
+    assert not trainer.args.torch_compile
+    before = compiled_graphs()
+    trainer.train()
+    assert compiled_graphs() == before
+    applied.undo()
+    assert trainer.args.torch_compile_backend == "inductor"
+    dimensions = {**report.record.dimensions, "compile.mode": Dimension(["off"])}
+    record = replace(report.record, dimensions=dimensions)
+    integration.apply(replace(report, record=record), trainer)
+    assert trainer.args.torch_compile, "the search did not choose"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        ({}, 3),
+        ({"max_steps": -1, "num_train_epochs": 2}, 6),
+        ({"max_steps": -1, "num_train_epochs": 1.5, "per_device_train_batch_size": 5}, 5),
+        (
+            {
+                "max_steps": -1,
+                "num_train_epochs": 2,
+                "per_device_train_batch_size": 5,
+                "dataloader_drop_last": True,
+            },
+            4,
+        ),
+    ],
+)
+def test_the_steps_of_a_training_are_those_that_the_trainer_takes(
+    arguments: dict[str, Any], steps: int, tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path, **arguments)
+    assert integration._planned_steps(trainer) == {"planned_steps": steps}
+    trainer.train()
+    assert trainer.state.global_step == steps
 
 
 @pytest.mark.cuda

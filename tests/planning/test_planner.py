@@ -197,6 +197,23 @@ def test_the_start_of_a_costly_plan_counts_over_the_training(make_device: MakeDe
         assert math.exp(counted) == pytest.approx(samples / seconds)
 
 
+def test_a_warm_start_counts_where_one_was_measured(make_device: MakeDevice) -> None:
+    other = _compiling(make_device, trial_cost_s=30.0)
+    trials = run_search(other.prober(), other.spec()).trials
+    compiled = next(t for t in trials if t.plan.settings["compile.mode"] != "off")
+    spec = replace(other.spec(), planned_samples=10_000)
+    for is_warm, counted_s in ((False, 50.0), (True, 5.0)):
+        starts = [
+            replace(compiled, measurement=replace(compiled.measurement, **start))
+            for start in (
+                {"start_up_s": 50.0, "start_is_warm": False},
+                {"start_up_s": 5.0, "start_is_warm": is_warm},
+            )
+        ]
+        posterior = Posterior(spec, [*trials, *starts])
+        assert posterior.start_up_s[posterior.index(compiled.plan)] == counted_s
+
+
 def test_settings_that_forbid_accumulation_are_probed_in_one_micro_batch(
     make_device: MakeDevice,
 ) -> None:

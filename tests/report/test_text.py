@@ -309,12 +309,12 @@ def test_a_path_of_any_name_is_quoted(record: Record, tmp_path: Any) -> None:
     assert scope["loaded"].best == record.best
 
 
-def started(record: Record, seconds: float) -> Record:
+def started(record: Record, seconds: float, *, is_warm: bool | None = None) -> Record:
     """The record with a costly setting, whose best plan started for so long in its first trial."""
     costly = replace(record.dimensions["folding.level"], trial_cost_s=20.0)
     first = record.trials[3]
     assert first.plan == record.best.plan
-    measurement = replace(first.measurement, start_up_s=seconds)
+    measurement = replace(first.measurement, start_up_s=seconds, start_is_warm=is_warm)
     trials = tuple(
         replace(first, measurement=measurement) if trial is first else trial
         for trial in record.trials
@@ -335,6 +335,19 @@ def test_a_start_that_takes_time_is_said_with_the_steps_that_pay_for_it(record: 
     assert never.steps is None
     assert "! The best plan takes 50.0 s to start" in render(slower)
     assert pay_off(replace(slower, best_number=0, recommended_number=0)) is None
+
+
+def test_a_warm_start_is_what_pays_and_a_cold_one_is_said_too(record: Record) -> None:
+    final = started(compared(record, best=[200], baseline=[400]), 50.0, is_warm=False)
+    first = final.trials[3]
+    warm = replace(first.measurement, start_up_s=5.0, start_is_warm=True)
+    both = replace(final, trials=(*final.trials, replace(first, number=99, measurement=warm)))
+    found: Any = pay_off(both)
+    assert (found.start.cold_s, found.start.warm_s, found.seconds) == (50.0, 5.0, 5.0)
+    for shown in (render(both), in_full(both)):
+        assert "5.00 s" in shown
+        assert "50.0 s" in shown
+        assert "25 steps" in shown
 
 
 def test_every_trial_has_its_line_failures_included(record: Record) -> None:

@@ -18,6 +18,7 @@ from autofit.devices.cpu import CpuDevice
 from autofit.errors import InvalidArgument, Unsupported
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
+from autofit.probing.compiler_cache import CacheUse
 from autofit.probing.probe import probe_if
 from autofit.registry import load_strategies
 from autofit.space import Space
@@ -341,6 +342,24 @@ def test_a_compiled_training_is_accounted_for_and_leaves_nothing(
     assert "_compiled_call_impl" not in vars(training.model)
     assert not any(vars(parameter) for parameter in training.model.parameters())
     assert dict(os.environ) == variables
+
+
+@pytest.mark.slow
+def test_a_second_worker_and_the_users_own_training_start_warm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    starts = [
+        autofit.probe(workload(), plan=plan, device="cpu").measurement
+        for plan in (Plan(4), PLAN.plan, PLAN.plan)
+    ]
+    assert [each.start_is_warm for each in starts] == [None, False, True]
+    cache, own = CacheUse(), workload()
+    model = own.build_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Training(model, optimizer, own.recipe, PLAN, device=torch.device("cpu")) as training:
+        training.step(own.batch(4))
+    assert cache.is_warm()
 
 
 @pytest.mark.slow

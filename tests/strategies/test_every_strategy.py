@@ -11,6 +11,7 @@ from autofit.testing.conformance import check_strategy
 from autofit.training.workload import Workload
 
 WITH_TESTS_OF_THEIR_OWN = {
+    "allocator",
     "attention",
     "compile",
     "convolution",

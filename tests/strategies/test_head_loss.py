@@ -741,6 +741,31 @@ def test_it_is_not_offered_where_the_input_of_the_head_is_overwritten() -> None:
     assert "head_loss.rows skipped" in context.notes[0]
 
 
+class Wide(Language):
+    """Holds far more in its body than logits."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inner = (nn.Linear(WIDTH, width), nn.GELU(), nn.Linear(width, WIDTH))
+        self.body = nn.Sequential(*inner)
+
+
+@pytest.mark.parametrize(("width", "is_offered"), [(64, True), (16 * CLASSES, False)])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_logits_that_are_few_beside_activations_are_left_whole(
+    width: int, is_offered: bool, device: str
+) -> None:
+    """Without them a micro-batch could hardly be larger."""
+
+    def made() -> Workload:
+        torch.manual_seed(0)
+        return Workload(Wide(width), batch(), criterion=flat)
+
+    context = PlainContext(made, device)
+    assert (head_loss.SETTING in HeadLoss().dimensions(context)) is is_offered
+    assert any("of what a sample holds" in note for note in context.notes) is not is_offered
+
+
 @pytest.mark.parametrize("classes", [100, CLASSES])
 def test_it_is_not_offered_for_small_logits(classes: int) -> None:
     """Those of few classes, and of one row a sample."""
