@@ -100,10 +100,12 @@ def searched(target: str, budget: str, max_probes: int | None, path: Path) -> No
     """Search in this process as the command line does, and note its parts."""
     notes = _Notes(path)
     notes.note("importing the command line")
-    from autofit.cli import main, progress  # noqa: F401  # as the command does
+    from autofit.cli import console, main, progress  # noqa: F401  # as the command does
     from autofit.cli.options import load_target
 
     notes.note(f"loading {target}")
+    if start_ahead := getattr(console, "start_server_ahead", None):  # as later versions do
+        start_ahead()
     workload = load_target(target)
     notes.note("importing the search")
     from autofit.searching.options import SearchArguments, SearchOptions

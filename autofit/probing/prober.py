@@ -29,6 +29,7 @@ from autofit.errors import (
 )
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import ResolvedPlan, Scalar
+from autofit.probing.forked_process import start_server
 from autofit.probing.messages import (
     STILL_RUNNING,
     Call,
@@ -504,6 +505,7 @@ def open_prober(
 
         channel = ExecutorChannel(executor, workload, strategies, device=device, seed=target.seed)
     else:
+        start_server()  # writing a large workload takes seconds, too
         channel = WorkerChannel(
             workload, strategies, device=device, seed=target.seed, threads=target.threads
         )
