@@ -40,6 +40,13 @@ def test_what_works_without_a_gpu_loads_neither_torch_nor_optuna(code: str) -> N
     assert not loaded_by(code) & {"torch", "optuna", "pandas", "numpy", "pynvml", "cloudpickle"}
 
 
+def test_a_search_loads_no_database_before_a_study_is_in_one() -> None:
+    code = "from autofit.searching.study import Store; Store.open(None, {}).close()"
+    loaded = loaded_by(code)
+    assert "optuna" in loaded
+    assert not loaded & {"sqlalchemy", "alembic", "pandas", "rich"}
+
+
 @pytest.mark.slow
 def test_the_public_functions_stay_functions_whatever_was_imported_before() -> None:
     everything = """

@@ -151,6 +151,14 @@ def leads() -> bool:
         return True
 
 
+def start_server_ahead() -> None:
+    """Have the server of workers import torch while this process loads what they train."""
+    if leads():
+        from autofit.probing.forked_process import start_server  # reports need none
+
+        start_server()
+
+
 def style() -> dict[str, Any]:
     """Return width and color of text on standard output; a file gets no color, nor NO_COLOR."""
     if not LossyStream(sys.stdout).isatty():

@@ -29,6 +29,7 @@ from autofit.cli.console import (
     print_result,
     show_changes,
     show_report,
+    start_server_ahead,
     stdout_for_results_only,
 )
 from autofit.cli.options import (
@@ -165,6 +166,7 @@ def _searched(
     target: str, global_batch: int | None, timeout: float | None, **arguments: Any
 ) -> Report:
     """Load a workload and search it, with its progress shown; the report names the target."""
+    start_server_ahead()
     from autofit.cli.progress import ProgressLine
 
     with stdout_for_results_only(), ProgressLine() if leads() else nullcontext() as progress:
@@ -213,6 +215,7 @@ def probe(
     report; the exit code is 1 where it deviates.
     """
     with stdout_for_results_only():
+        start_server_ahead()
         workload = load_target(target)
         from autofit.checks.probe import SoakResult, probe as run
 

@@ -1,7 +1,8 @@
 """Processes that begin with torch imported, forked by a server of this process.
 
 Importing torch and what it imports when it first trains takes seconds: 7.6 on a machine with an
-H100. A server (`autofit.probing.fork_server`) does so once, and then forks in milliseconds.
+H100. A server (`autofit.probing.fork_server`) does so once, and then forks in milliseconds. It may
+be started ahead (`start_server`), to import while this process does something else.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import json
+import math
 import os
 import resource
 import select
@@ -95,6 +97,7 @@ class ForkServer:
 
     Attributes:
         connection: the socket on which it is asked.
+        has_imported: whether it is known to have imported torch.
         forks: whether it forks; else it becomes the first process that it is asked for.
 
     Raises:
@@ -102,7 +105,7 @@ class ForkServer:
     """
 
     def __init__(self, connection: socket.socket | None = None) -> None:
-        self.forks = True
+        self.has_imported, self.forks = connection is not None, True
         self._process: subprocess.Popen[bytes] | None = None
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as it runs
         if connection is None:
@@ -133,7 +136,7 @@ class ForkServer:
         try:
             self._may_wait(seconds)
             if said := self.connection.recv(1):
-                self.forks = said == FORKS
+                self.has_imported, self.forks = True, said == FORKS
                 return
             returncode = self.wait(ends_at - time.monotonic())
         except BaseException:
@@ -228,6 +231,17 @@ class ForkServer:
                 self.wait(_REAP_S)
 
 
+def start_server() -> None:
+    """Have a server import torch beside what this process does until it runs a function.
+
+    Where it cannot be started, `run_forked` says so.
+    """
+    with _servers_locked(math.inf), suppress(OSError):
+        _forget_ended()
+        if (around := surroundings()) not in _servers:
+            _servers[around] = ForkServer()
+
+
 def run_forked(
     function: str,
     given: Mapping[str, Any],
@@ -256,10 +270,15 @@ def run_forked(
         around, asked = surroundings(), (function, given, environment, inherited)
         server = _servers.pop(around, None)
         process: ForkedProcess | None = None
+        _end_unused()
         if server is not None:
             try:
-                process = server.run(*asked, min(_FORK_S, seconds * _SHARE_OF_FORK))
-            except (ConnectionError, TimeoutError):  # it had nothing to do and has ended, or hangs
+                if not server.has_imported:
+                    server.await_imports(ends_at - time.monotonic())
+                fork_s = min(_FORK_S, (ends_at - time.monotonic()) * _SHARE_OF_FORK)
+                process = server.run(*asked, fork_s)
+            # It had nothing to do and has ended, or hangs; or died amid its imports, as another may
+            except (ConnectionError, TimeoutError, ServerDied):
                 server.kill()
         if server is None or process is None:
             _forget_ended()
@@ -288,7 +307,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def _servers_locked(seconds: float) -> Iterator[None]:
-    if not _lock.acquire(timeout=max(seconds, 0)):
+    if not _lock.acquire(timeout=-1 if seconds == math.inf else max(seconds, 0)):
         raise TimeoutError
     try:
         yield
@@ -305,13 +324,31 @@ def surroundings() -> tuple[Any, ...]:
         if name.startswith("RLIMIT_")
     ]
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    environment = [item for item in sorted(os.environ.items()) if item[0] not in _IGNORED]
+    items = sorted(os.environ.items())
+    environment = [item for item in items if item[0] not in _IGNORED and not _is_torchs(*item)]
     return (sys.executable, *_flags(), niceness, *sorted(cores), *limits, *environment)
+
+
+def _is_torchs(name: str, value: str) -> bool:
+    """Return whether a variable is what torch makes of an environment without it.
+
+    It writes where compiled code is kept when it makes the first optimizer; a server does so too.
+    """
+    folder, name_there = os.path.split(value)
+    is_own = name_there.startswith("torchinductor_") and folder == tempfile.gettempdir()
+    return name == "TORCHINDUCTOR_CACHE_DIR" and is_own
 
 
 def adopt(server: ForkServer) -> None:
     """Have a server of another process fork what this process asks for."""
     _servers[surroundings()] = server
+
+
+def _end_unused() -> None:
+    """End servers that were started ahead in surroundings that have changed since."""
+    for around, server in [*_servers.items()]:
+        if not server.has_imported:
+            _servers.pop(around).kill()
 
 
 def _forget_ended() -> None:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -19,8 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import optuna
-import sqlalchemy
-import sqlalchemy.exc
+from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.study import StudyDirection
@@ -200,7 +200,8 @@ def _opening(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # a driver raises what it likes about the options of a URL
         cause = cause_of(error)
-        if isinstance(error, sqlalchemy.exc.ArgumentError):  # SQLAlchemy 2.0.0 repeats the URL
+        of_database = sys.modules.get("sqlalchemy.exc")
+        if of_database and isinstance(error, of_database.ArgumentError):  # 2.0.0 repeats the URL
             cause = "SQLAlchemy cannot parse this URL"
         # Not "from error": a driver's own words, and its arguments, may hold the password.
         raise StudyError(f"cannot open the study {name}: {cause}") from None
@@ -208,7 +209,16 @@ def _opening(name: str) -> Iterator[None]:
         optuna.logging.set_verbosity(verbosity)
 
 
+def errors_of_storages() -> tuple[type[Exception], ...]:
+    """Return what a study raises that cannot be read or written."""
+    of_database = sys.modules.get("sqlalchemy.exc")
+    return (OSError, StorageInternalError, *([of_database.SQLAlchemyError] if of_database else []))
+
+
 def _database(url: str) -> RDBStorage:
+    import sqlalchemy  # most studies are in memory or in a file
+    import sqlalchemy.exc
+
     if sqlalchemy.make_url(url).host and url.count("@") > 1:  # a driver would name half a password
         raise StudyError(f"cannot open the study {name_of(url)}: write an @ in the password as %40")
     # Of two processes that create the tables at once, one fails, and finds them created.

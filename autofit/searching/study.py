@@ -16,8 +16,7 @@ from functools import cached_property
 from typing import Any, Self
 
 import optuna
-import sqlalchemy.exc
-from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
 
 from autofit.codec import Number, from_json, without_controls
@@ -32,6 +31,7 @@ from autofit.searching.storage import (
     Claim,
     cause_of,
     checked,
+    errors_of_storages,
     name_of,
     open_study,
 )
@@ -40,7 +40,6 @@ from autofit.training.fingerprint import differing_parts
 _ENDED, _ENDED_AT = "autofit_ended", "autofit_ended_at"  # the reason, and the effort of that search
 _SESSIONS = "autofit_session_seconds"
 _Reason: Any = str | None
-_STORAGE_FAILED = (OSError, StorageInternalError, sqlalchemy.exc.SQLAlchemyError)
 
 
 def _difference(part: str, stored: str | None, here: str | None) -> str:
@@ -251,7 +250,7 @@ class Store(AbstractContextManager["Store"]):
         try:
             with checked(self.name):
                 yield
-        except _STORAGE_FAILED as error:
+        except errors_of_storages() as error:
             raise StudyError(f"cannot read the study {self.name}: {cause_of(error)}") from error
 
     @contextmanager
@@ -265,7 +264,7 @@ class Store(AbstractContextManager["Store"]):
                 f"another program has ended a trial of the study {self.name} that this search was "
                 "running: use a study in only one search at a time"
             ) from error
-        except _STORAGE_FAILED as error:
+        except errors_of_storages() as error:
             raise StudyError(
                 f"cannot write the study {self.name}: {cause_of(error)}; the {self._readable()} "
                 "finished trials in it stay readable, and the search can be resumed from them"

@@ -210,8 +210,8 @@ def test_a_warm_start_counts_where_one_was_measured(make_device: MakeDevice) -> 
                 {"start_up_s": 5.0, "start_is_warm": is_warm},
             )
         ]
-        posterior = Posterior(spec, [*trials, *starts])
-        assert posterior.start_up_s[posterior.index(compiled.plan)] == counted_s
+        beliefs = Beliefs(spec, [*trials, *starts])
+        assert beliefs.start_up_s[beliefs.index(compiled.plan)] == counted_s
 
 
 def test_settings_that_forbid_accumulation_are_probed_in_one_micro_batch(

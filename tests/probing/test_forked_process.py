@@ -181,3 +181,63 @@ def test_workers_run_their_code_with_the_options_of_this_python() -> None:
         [sys.executable, *given, "-c", PROGRAM], capture_output=True, text=True, timeout=300
     )
     assert ran.stdout.strip() == "['1', '1', 'ignore::BytesWarning']", ran.stderr
+
+
+def servers_of(process: int) -> set[int]:
+    """The processes that this one has started, and that have not ended."""
+    return {
+        int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    }
+
+
+def test_a_server_that_was_started_ahead_forks_the_first_worker(
+    channel: WorkerChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANOTHER", "environment, that no server has yet")
+    before = servers_of(os.getpid())
+    forked_process.start_server()
+    forked_process.start_server()
+    (started,) = servers_of(os.getpid()) - before
+    assert worker_and_parent(channel)[1] == started
+
+
+def test_a_server_that_was_started_ahead_serves_once_torch_has_written_its_own_variable(
+    channel: WorkerChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANOTHER", "environment, before any optimizer was made")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    forked_process.start_server()
+    without = forked_process.surroundings()
+    code = "import torch._dynamo, os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", ran.stdout.strip())
+    assert forked_process.surroundings() == without
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/the/users/own")
+    assert forked_process.surroundings() != without
+
+
+def test_a_server_of_surroundings_that_have_changed_since_is_ended(
+    channel: WorkerChannel, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANOTHER", "environment, before the user's file sets variables")
+    before = servers_of(os.getpid())
+    forked_process.start_server()
+    (ahead,) = servers_of(os.getpid()) - before
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    worker, server = worker_and_parent(channel)
+    assert server != ahead
+    assert not running(ahead)
+    assert running(worker)
+
+
+def test_a_server_that_dies_amid_its_imports_is_replaced(
+    channel: WorkerChannel, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANOTHER", "environment, whose first server dies")
+    before = servers_of(os.getpid())
+    forked_process.start_server()
+    (ahead,) = servers_of(os.getpid()) - before
+    os.kill(ahead, signal.SIGKILL)
+    worker, server = worker_and_parent(channel)
+    assert server != ahead
+    assert running(worker)
