@@ -298,9 +298,8 @@ class Search:
         plain = self._spec.space.baseline
         is_alone = len(ran) == 1 or plain not in ran
         may_be_cut = not stop.may_probe or self._spent() is not None
-        is_cut = (may_be_cut and not stop.is_exhausted and self._store.ended is None) and (
-            is_alone or (answer.best.plan == plain and self._has_more_to_try())
-        )
+        is_open = is_alone or (answer.best.plan == plain and self._has_more_to_try())
+        is_cut = may_be_cut and is_open and not stop.is_exhausted and self._store.ended is None
         if answer.is_decided and not is_cut:
             return None
         if has_compared and not is_cut:
