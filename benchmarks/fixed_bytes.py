@@ -7,7 +7,7 @@ Each of ten real trainings on the CPU is searched over micro-batch, precision an
 allocator's segments are expandable, since budgets are a few segments of 20 MiB. A budget is what
 weights, gradients and moments take over their share; if that leaves too little, a tenth more than
 one sample needs.
-Then every plan of a grid is probed: micro-batches that are powers of two, all precisions, no
+Then every plan of a grid is probed: micro-batches that are powers of two up to 512, all precisions, no
 checkpointing, half of it and all. The fastest of the grid that fit and the answer are probed again
 in turns, in random order; the ratio is the median over the turns of the answer's speed over the
 fastest plan's, of which the one with the highest median counts. Trainings that the file has are not
@@ -142,9 +142,9 @@ class Found:
 
     def __str__(self) -> str:
         return (
-            f"| {self.training} | {format_bytes(self.budget_bytes)} | {self.filled:.0%} | {self.ratio:.3f} "
-            f"| {self.probes} | {self.ooms} | {self.seconds:.0f} | {self.answer} | {self.best} "
-            f"| {self.grid[1]} of {self.grid[0]} | {1e3 * self.step_s:.0f} |"
+            f"| {self.training} | {format_bytes(self.budget_bytes)} | {self.filled:.0%} "
+            f"| {self.ratio:.3f} | {self.probes} | {self.ooms} | {self.seconds:.0f} "
+            f"| {self.answer} | {self.best} | {self.grid[1]} of {self.grid[0]} | {1e3 * self.step_s:.0f} |"
         )
 
 
@@ -197,6 +197,7 @@ def searched(training: Training, budget_bytes: int) -> Report:
         vram_budget=budget_bytes,
         strategies=STRATEGIES,
         progress=False,
+        options=autofit.SearchOptions(max_micro_batch=LARGEST_SIZE),
     )
 
 
@@ -208,9 +209,7 @@ def judged(training: Training, turns: int) -> Found:
     seconds = time.monotonic() - began
     say(f"{training.name}: {describe(report.plan, report.record)}, {seconds:.0f} s")
     workload, answer = training.make(), report.plan
-    space = Space(
-        report.record.dimensions, workload.sample_batch_size, global_batch=workload.global_batch
-    )
+    space = Space(report.record.dimensions, workload.sample_batch_size, workload.global_batch)
     target = Target("cpu", budget_bytes)
     with open_prober(workload, load_strategies(STRATEGIES), target) as prober:
         judge = Judge(prober, space)
@@ -260,10 +259,9 @@ def main() -> None:
             with given.json.open("a") as file:
                 file.write(json.dumps(asdict(found[training.name])) + "\n")
     print(
-        "| training | budget | filled | answer over the best of the grid | probes | OOM | s | answer |",
-        end="",
+        "| training | budget | filled | answer over the grid | probes | OOM | s | answer ", end=""
     )
-    print(" best of the grid | fit | ms |\n|---|---|---|---|---|---|---|---|---|---|---|")
+    print("| best of the grid | fit | ms |\n|---|---|---|---|---|---|---|---|---|---|---|")
     print("\n".join(map(str, found.values())))
 
 
