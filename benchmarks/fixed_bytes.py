@@ -3,11 +3,12 @@
     python -m benchmarks.fixed_bytes --json FILE        (about twelve minutes, two cores)
     python -m benchmarks.fixed_bytes --json FILE --trainings 0 4 --turns 1
 
-Each of ten real trainings on the CPU is searched over micro-batch, precision and checkpointing. The
-allocator's segments are expandable, since budgets are a few segments of 20 MiB. A budget is what
-weights, gradients and moments take over their share; if that leaves too little, a tenth more than
-one sample needs.
-Then every plan of a grid is probed: micro-batches that are powers of two up to 512, all precisions, no
+Each of ten real trainings on the CPU is searched over micro-batch, up to 512, precision and
+checkpointing. The allocator's segments are expandable, since budgets are a few segments of 20 MiB.
+A budget is what weights, gradients and moments take over their share; if that leaves too little, a
+tenth more than one sample needs.
+
+Then every plan of a grid is probed: micro-batches that are powers of two, all precisions, no
 checkpointing, half of it and all. The fastest of the grid that fit and the answer are probed again
 in turns, in random order; the ratio is the median over the turns of the answer's speed over the
 fastest plan's, of which the one with the highest median counts. Trainings that the file has are not
@@ -144,7 +145,8 @@ class Found:
         return (
             f"| {self.training} | {format_bytes(self.budget_bytes)} | {self.filled:.0%} "
             f"| {self.ratio:.3f} | {self.probes} | {self.ooms} | {self.seconds:.0f} "
-            f"| {self.answer} | {self.best} | {self.grid[1]} of {self.grid[0]} | {1e3 * self.step_s:.0f} |"
+            f"| {self.answer} | {self.best} | {self.grid[1]} of {self.grid[0]} | "
+            f"{1e3 * self.step_s:.0f} |"
         )
 
 
