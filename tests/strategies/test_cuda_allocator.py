@@ -1,4 +1,4 @@
-"""allocator.expandable_segments: offered where nobody has chosen, in force while it trains."""
+"""cuda_allocator.expandable_segments: offered where nobody has chosen, in force while it trains."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from autofit.strategies.allocator import SETTING, ExpandableSegments
+from autofit.strategies.cuda_allocator import SETTING, ExpandableSegments
 from torch import nn
 
 import autofit
