@@ -1,8 +1,8 @@
 """Whether the segments of CUDA's caching allocator grow.
 
-`cuda_allocator.expandable_segments` starts at False: the allocator takes segments of fixed size, and
-memory that lies free in several of them serves no request that is larger than each. With True it
-maps memory page by page to one range of addresses, so that little of what it holds lies free.
+`cuda_allocator.expandable_segments` starts at False: the allocator takes segments of fixed size,
+and memory that lies free in several of them serves no request that is larger than each. With True
+it maps memory page by page to one range of addresses, so that little of what it holds lies free.
 
 Whoever sets the option in the environment, to either value, has chosen. Segments that a process
 holds already stay as they are, so a probe of it has a worker of its own.

@@ -162,7 +162,7 @@ def test_a_compiled_plan_has_the_losses_of_apply(
         ({"max_epochs": 3, "accumulate_grad_batches": 4}, 3),
         ({"max_epochs": 3, "limit_train_batches": 2}, 6),
         ({"max_epochs": 3, "limit_train_batches": 0.34}, 3),
-        ({"max_steps": 7}, 7),
+        ({"max_epochs": -1, "max_steps": 7}, 7),
         ({"max_epochs": -1}, None),
     ],
 )
