@@ -10,6 +10,7 @@ from autofit.testing import Usage, check_usages, usages
 
 OF_RANKS = {"parallel"}
 COMPILED = {"compile"}
+ON_A_GPU = {"cuda_allocator"}  # the arithmetic is the same
 BUILT_IN = (
     "attention",
     "checkpointing",
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("any_time_is_worth_it")
 
 def test_no_built_in_strategy_is_left_out() -> None:
     of_others = {"adam_state"}  # of an example, where it is installed
-    assert {*installed_names()} - of_others == {*BUILT_IN, *COMPILED, *OF_RANKS}
+    assert {*installed_names()} - of_others == {*BUILT_IN, *COMPILED, *ON_A_GPU, *OF_RANKS}
 
 
 @each_usage
