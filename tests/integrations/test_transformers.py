@@ -502,6 +502,7 @@ def test_a_search_leaves_the_trainer_as_it_was_and_its_plan_trains(tmp_path: Pat
     assert not trainer.model.training
     assert all(map(torch.equal, weights, trainer.model.parameters()))
     assert report.best.ok
+    assert report.record.search.planned_samples == 3 * 8
     assert 8 % report.plan.micro_batch == 0
     assert "precision.dtype" not in report.plan.settings, "the arguments have bf16"
     told = " ".join(report.record.notes)
