@@ -444,7 +444,7 @@ def _watched(module: Any, enter: Callable[..., object], leave: Callable[..., obj
     return call
 
 
-STANDARD_TERMS = ("autocast", "tf32", "optimizer_implementation", "compile")
+STANDARD_TERMS = ("autocast", "tf32", "optimizer_implementation", "compilation")
 """What trainers of other libraries know under names of their own: the type of autocast around the
 forward ("bfloat16", "float16"), TF32 in matrix products and convolutions (True), which of torch's
 implementations the optimizer steps with ("for_loop", "foreach", "fused"), and the mode in which

@@ -101,7 +101,7 @@ class Compile:
     name = "compile"
     phase = Phase.COMPILE
     numerics = Numerics.ROUNDING
-    standard_terms = ("compile",)
+    standard_terms = ("compilation",)
 
     def unavailable(self, device_type: str) -> str | None:
         """Return why nothing can be compiled for such a device here; None: it can."""
@@ -112,7 +112,7 @@ class Compile:
         mode = settings.get(MODE, OFF)
         is_whole = settings.get("compile.region", "whole") == "whole"
         keeps_all = settings.get("compile.memory_budget", 1.0) == 1.0
-        return {"compile": mode} if mode != OFF and is_whole and keeps_all else {}
+        return {"compilation": mode} if mode != OFF and is_whole and keeps_all else {}
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return modes, regions and budgets where a compiler is found and the step calls the model.

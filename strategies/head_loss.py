@@ -157,14 +157,13 @@ def _share_of_logits(context: Context, heads: Sequence[str]) -> float | None:
 def _saved_bytes(training: TrainingView, batch: Any, *, heads: Sequence[str]) -> tuple[int, int]:
     """Return the bytes that are saved for the backward, weights left out, and those of logits."""
     tensors = (*training.model.parameters(), *training.model.buffers())
-    weights = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
+    weights = {_storage_of(tensor) for tensor in tensors}
     kept: dict[StorageWeakRef, int] = {}
     logits: list[int] = []
 
     def saved(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if (key := StorageWeakRef(storage)) not in weights:
-            kept[key] = storage.nbytes()
+        if (storage := _storage_of(tensor)) not in weights:
+            kept[storage] = tensor.untyped_storage().nbytes()
         return tensor
 
     modules = [training.model.get_submodule(name) for name in heads]
@@ -179,6 +178,11 @@ def _saved_bytes(training: TrainingView, batch: Any, *, heads: Sequence[str]) ->
     ):
         run_step(training, batch)
     return sum(kept.values()), sum(logits)
+
+
+def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return a key of a tensor's storage that no later one has."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
 
 
 def _heads(training: TrainingView, batch: Any) -> list[str]:

@@ -29,6 +29,7 @@ WITH_TESTS_OF_THEIR_OWN = {
     "attention",
     "convolution",
     "compile",
+    "cuda_allocator",
     "head_loss",
     "offload",
     "parallel",

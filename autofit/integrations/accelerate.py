@@ -51,16 +51,18 @@ def arguments(
     compiles = accelerate_compiles(report, strategies, is_mixed=False)
     division = divide(
         report,
-        lambda term, value: term == "autocast" or (term == "compile" and compiles),
+        lambda term, value: term == "autocast" or (term == "compilation" and compiles),
         strategies,
     )
     found: dict[str, Any] = {"gradient_accumulation_steps": division.plan.accumulation_steps}
     if "autocast" in division.arguments:
         found["mixed_precision"] = _MIXED[str(division.arguments["autocast"])]
-    if "compile" in division.arguments:
+    if "compilation" in division.arguments:
         plugin = library("accelerate").utils.TorchDynamoPlugin
         found["dynamo_plugin"] = plugin(
-            backend=_INDUCTOR, mode=division.arguments["compile"], use_regional_compilation=False
+            backend=_INDUCTOR,
+            mode=division.arguments["compilation"],
+            use_regional_compilation=False,
         )
     return found
 
@@ -107,7 +109,7 @@ def applied(
         report,
         lambda term, value: (
             (term == "autocast" and _MIXED[str(value)] == has)
-            or (term == "compile" and value == mode)
+            or (term == "compilation" and value == mode)
         ),
         strategies,
     )
@@ -195,10 +197,10 @@ def _compiled_mode(accelerator: Any) -> str | None:
 
 def _check_compilation(division: Division, mode: str | None) -> None:
     """Refuse or warn of compilation that is not the plan's."""
-    if mode is None or "compile" in division.arguments:
+    if mode is None or "compilation" in division.arguments:
         return
     rest = division.rest.strategies
-    if any("compile" in getattr(each, "standard_terms", ()) for each in rest):
+    if any("compilation" in getattr(each, "standard_terms", ()) for each in rest):
         raise InvalidArgument(
             f"this Accelerator compiles ({mode}), and the plan needs another way: create it with "
             "Accelerator(**autofit.integrations.accelerate.arguments(report))"

@@ -20,6 +20,7 @@ import torch
 from autofit.devices.cpu import fix_malloc_thresholds, host_memory
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan, ResolvedPlan, Scalar, unlike
+from autofit.registry import load_strategies
 from autofit.report.record import terms_of
 from autofit.report.report import Report
 from autofit.strategy import ALONE, Strategy, attributes_kept
@@ -144,13 +145,9 @@ def divide(
             "other gradients: train with report.apply(model, optimizer)"
         )
     resolved = record.resolve_plan(strategies, report.strategies)
-    chosen = {name for name, each in record.dimensions.items() if len(each.values) > 1}
     arguments: dict[str, Scalar] = {}
     rest: list[Strategy] = []
-    searched: set[str] = set()
     for strategy, settings, _ in resolved.by_strategy():
-        if settings.keys() & chosen:
-            searched.update(getattr(strategy, "standard_terms", ()))
         if not unlike(settings, defaults):
             continue
         terms = terms_of(strategy, settings)
@@ -165,10 +162,19 @@ def divide(
         arguments=arguments,
         rest=replace(resolved, strategies=rest),
         defaults=defaults,
-        searched=frozenset(searched),
+        searched=_searched_terms(report),
         batched=batched,
         has_rows=has_rows,
     )
+
+
+def _searched_terms(report: Report) -> frozenset[str]:
+    """Return the standard terms of which the search chose values."""
+    dimensions = report.record.dimensions.items()
+    chosen = {name.partition(".")[0] for name, each in dimensions if len(each.values) > 1}
+    known = {each.name: each for each in (*load_strategies(), *report.strategies)}
+    owners = [known[name] for name in chosen & known.keys()]
+    return frozenset(term for each in owners for term in getattr(each, "standard_terms", ()))
 
 
 def accelerate_compiles(

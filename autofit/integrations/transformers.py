@@ -255,7 +255,7 @@ def apply(
     compiles = accelerate_compiles(report, strategies, is_mixed=own_precision(args) is not None)
     division = divide(
         report,
-        lambda term, value: compiles if term == "compile" else _expresses(trainer, term, value),
+        lambda term, value: compiles if term == "compilation" else _expresses(trainer, term, value),
         strategies,
         weighs_losses=True,  # by the items of a step, as `TrainerLoss` does
     )
@@ -399,9 +399,9 @@ def _arguments(division: Division, args: Any) -> dict[str, Any]:
         wanted |= {name: dtype == terms["autocast"] for name, dtype in AMP.items()}
     if "optimizer_implementation" in terms:
         wanted["optim"] = type(args.optim)("adamw_torch_fused")
-    if "compile" in division.searched:
-        compiles = "compile" in terms
-        mode = terms.get("compile", "default")
+    if "compilation" in division.searched:
+        compiles = "compilation" in terms
+        mode = terms.get("compilation", "default")
         wanted |= {
             "torch_compile": compiles,
             "torch_compile_backend": "inductor" if compiles else None,

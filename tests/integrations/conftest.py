@@ -25,7 +25,7 @@ DIMENSIONS = {
         payloads={value: {"optimizers": [""]} for value in ("for_loop", "foreach", "fused")},
     ),
     "memory_format.layout": Dimension(["default", "channels_last"]),
-    "compile.mode": Dimension(["off", "default"]),
+    "compile.mode": Dimension(["off", "default", "reduce-overhead"]),
 }
 RAN = Measurement(
     Outcome.OK,

@@ -162,7 +162,7 @@ def test_a_compiled_plan_has_the_losses_of_apply(
         ({"max_epochs": 3, "accumulate_grad_batches": 4}, 3),
         ({"max_epochs": 3, "limit_train_batches": 2}, 6),
         ({"max_epochs": 3, "limit_train_batches": 0.34}, 3),
-        ({"max_steps": 7}, 7),
+        ({"max_epochs": -1, "max_steps": 7}, 7),
         ({"max_epochs": -1}, None),
     ],
 )
@@ -240,11 +240,12 @@ def test_a_data_module_is_left_for_the_trainer_to_set_up() -> None:
 
 
 def test_a_search_keeps_the_trainers_mixed_precision() -> None:
-    module, own = Classifier(), trainer_of(precision="bf16-mixed")
+    module, own = Classifier(), trainer_of(precision="bf16-mixed", max_epochs=3)
     report = integration.search(
         module, Data(), trainer=own, vram_budget="64MiB", max_probes=2, options=QUICK
     )
     assert report.best.ok
+    assert report.record.search.planned_samples == 3 * len(Numbers())
     assert "precision.dtype" not in report.plan.settings
     assert "precision='bf16-mixed' of the Trainer asks for it" in " ".join(report.record.notes)
     assert module._trainer is None

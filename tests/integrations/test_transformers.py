@@ -203,7 +203,7 @@ def test_a_compiled_plan_is_the_trainers_own_compilation(
     assert "torch_compile=True (was False)" in applied.lines
     before = compiled_graphs()
     trainer.train()
-    assert compiled_graphs() == before + 1
+    assert compiled_graphs() > before
     found = [sum(trainer.losses[at : at + 2]) for at in (0, 2, 4)]
     rounding = 1e-3 if dtype == "bfloat16" else 1e-5
     assert found == pytest.approx(expected, rel=rounding)
@@ -502,6 +502,7 @@ def test_a_search_leaves_the_trainer_as_it_was_and_its_plan_trains(tmp_path: Pat
     assert not trainer.model.training
     assert all(map(torch.equal, weights, trainer.model.parameters()))
     assert report.best.ok
+    assert report.record.search.planned_samples == 3 * 8
     assert 8 % report.plan.micro_batch == 0
     assert "precision.dtype" not in report.plan.settings, "the arguments have bf16"
     told = " ".join(report.record.notes)

@@ -18,7 +18,6 @@ from autofit.devices.cpu import CpuDevice
 from autofit.errors import InvalidArgument, Unsupported
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.compiler_cache import CacheUse
 from autofit.probing.probe import probe_if
 from autofit.registry import load_strategies
 from autofit.space import Space
@@ -346,20 +345,48 @@ def test_a_compiled_training_is_accounted_for_and_leaves_nothing(
 
 @pytest.mark.slow
 def test_a_second_worker_and_the_users_own_training_start_warm(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run_python: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    starts = [
-        autofit.probe(workload(), plan=plan, device="cpu").measurement
-        for plan in (Plan(4), PLAN.plan, PLAN.plan)
-    ]
-    assert [each.start_is_warm for each in starts] == [None, False, True]
-    cache, own = CacheUse(), workload()
-    model = own.build_model()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import torch
+
+import autofit
+from autofit.plan import ResolvedPlan
+from autofit.probing.compiler_cache import CacheUse
+from autofit.registry import load_strategies
+from autofit.training.training import Training
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.nn.functional.gelu(self.layer(x)).mean()
+
+
+if __name__ == "__main__":
+    plain, compiled = autofit.Plan(4), autofit.Plan(4, settings={"compile.mode": "default"})
+    model, batch = Model(), torch.randn(4, 8)
+    workload = autofit.Workload(model, batch)
+    for plan in (plain, compiled, compiled):
+        measured = autofit.probe(workload, plan=plan, device="cpu").measurement
+        print(measured.start_is_warm, end=" ")
+    cache = CacheUse()
     optimizer = torch.optim.AdamW(model.parameters())
-    with Training(model, optimizer, own.recipe, PLAN, device=torch.device("cpu")) as training:
-        training.step(own.batch(4))
-    assert cache.is_warm()
+    resolved = ResolvedPlan(compiled, {}, tuple(load_strategies(["compile"])))
+    device = torch.device("cpu")
+    with Training(model, optimizer, workload.recipe, resolved, device=device) as training:
+        training.step(batch)
+    print(cache.is_warm())
+"""
+    )
+    ran = run_python(script, forks_workers=False)
+    assert ran.stdout.split() == ["None", "False", "True", "True"], ran.stderr
 
 
 @pytest.mark.slow

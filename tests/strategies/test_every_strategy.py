@@ -11,10 +11,10 @@ from autofit.testing.conformance import check_strategy
 from autofit.training.workload import Workload
 
 WITH_TESTS_OF_THEIR_OWN = {
-    "allocator",
     "attention",
     "compile",
     "convolution",
+    "cuda_allocator",
     "head_loss",
     "offload",
     "parallel",

@@ -751,9 +751,8 @@ class Wide(Language):
 
 
 @pytest.mark.parametrize(("width", "is_offered"), [(64, True), (16 * CLASSES, False)])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_logits_that_are_few_beside_activations_are_left_whole(
-    width: int, is_offered: bool, device: str
+    width: int, is_offered: bool
 ) -> None:
     """Without them a micro-batch could hardly be larger."""
 
@@ -761,7 +760,7 @@ def test_logits_that_are_few_beside_activations_are_left_whole(
         torch.manual_seed(0)
         return Workload(Wide(width), batch(), criterion=flat)
 
-    context = PlainContext(made, device)
+    context = PlainContext(made, "cpu")
     assert (head_loss.SETTING in HeadLoss().dimensions(context)) is is_offered
     assert any("of what a sample holds" in note for note in context.notes) is not is_offered
 

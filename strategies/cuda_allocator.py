@@ -1,8 +1,8 @@
 """Whether the segments of CUDA's caching allocator grow.
 
-`allocator.expandable_segments` starts at False: the allocator takes segments of fixed size, and
-memory that lies free in several of them serves no request that is larger than each. With True it
-maps memory page by page to one range of addresses, so that little of what it holds lies free.
+`cuda_allocator.expandable_segments` starts at False: the allocator takes segments of fixed size,
+and memory that lies free in several of them serves no request that is larger than each. With True
+it maps memory page by page to one range of addresses, so that little of what it holds lies free.
 
 Whoever sets the option in the environment, to either value, has chosen. Segments that a process
 holds already stay as they are, so a probe of it has a worker of its own.
@@ -23,7 +23,7 @@ from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 from .one_setting import OneSetting
 
-SETTING = "allocator.expandable_segments"
+SETTING = "cuda_allocator.expandable_segments"
 _OPTION = "expandable_segments"
 # Torch reads the first that is set.
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -34,7 +34,7 @@ _TRIAL_COST_S = 5.0
 class ExpandableSegments(OneSetting):
     """How the caching allocator takes memory from the driver."""
 
-    name = "allocator"
+    name = "cuda_allocator"
     setting, plain = SETTING, False
     phase = Phase.MODEL
     numerics = Numerics.EXACT
