@@ -4,40 +4,36 @@ Each operator counts by itself, without those it calls, and on a GPU by its kern
 (products, convolutions, attention), as memory traffic (every other operator that touches data), or
 for the optimizer. What is left is launches: Python, dispatch and autograd on a CPU; on a GPU, where
 they may run beside the kernels, the time in which it idles.
+
+One step is profiled, since torch takes about half a second to read its events.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-import time
-from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from autofit.measurement import BOUNDS
-from autofit.plan import ResolvedPlan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.flops import ModelFlops
 from autofit.probing.measure import WARM_UP_STEPS, micro_batches_to_run, staged
 from autofit.training.batch import Batch
 from autofit.training.training import Training
-from autofit.training.workload import compiled_part
+from autofit.training.workload import Workload, compiled_part
 
 if TYPE_CHECKING:
     from autofit.probing.session import Session
 
 ARITHMETIC, TRAFFIC, LAUNCHES, OPTIMIZER = BOUNDS
-MOST_STEPS = 3  # a median; torch takes about half a second to read the events of a step
-# Steps are profiled for about so long, but at least one and at most `MOST_STEPS`.
-PROFILED_S = 0.5
-_STEP, _UPDATE = "autofit: step", "autofit: update"
+_UPDATE = "autofit: update"
 _UPDATES = (_UPDATE, "Optimizer.step#")  # the second is torch's own mark
 _PRODUCT = re.compile(
     r"conv|gem[mv]|(add|\bb?|baddb|scaled_|grouped_|group_|triton_)mm\b|matmul|einsum|attention|"
@@ -50,19 +46,17 @@ _FUSED = re.compile(r"compiled|inductor|triton|fused", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Median seconds of an optimizer step of a plan, at full accumulation.
+    """Seconds of an optimizer step of a plan, at full accumulation.
 
     Attributes:
         seconds: by the names of `BOUNDS`; "launches" only where `on_gpu` is false.
         operators: how many operators ran that touch data.
         on_gpu: whether the seconds are those of kernels; they do not add up to the step then.
-        flops_per_sample: model FLOPs, see `autofit.probing.flops`; None: not counted.
     """
 
     seconds: dict[str, float]
     operators: int
     on_gpu: bool
-    flops_per_sample: float | None = None
 
     def shares(self, step_time_s: float) -> dict[str, float]:
         """Return the share of each in the step; they add up to one.
@@ -77,64 +71,82 @@ class StepProfile:
         return shares | {LAUNCHES: shares[LAUNCHES] + (whole - busy) / whole}
 
 
-def profile_plan(
+def look_at_step(
     session: Session,
     *,
-    resolved: ResolvedPlan,
+    plan: ResolvedPlan,
     trace: str | None = None,
-    counts_flops: bool = False,
-) -> StepProfile | None:
-    """Run a plan for a few steps, and profile the last of them; None: there was nothing to see.
+    counted: ResolvedPlan | None = None,
+) -> tuple[StepProfile | None, float | None]:
+    """Run a plan for a few steps and profile the last; return that, and model FLOPs of a sample.
 
     Args:
         session: of the worker.
-        resolved: the plan.
-        trace: file to write a trace of these steps to, in torch's own format (.json or .json.gz).
-        counts_flops: count model FLOPs in one more step.
+        plan: that is profiled; the profile is None where there was nothing to see.
+        trace: file to write a trace of this step to, in torch's own format (.json or .json.gz).
+        counted: the plan whose FLOPs are counted, see `autofit.probing.flops`; None: no plan's. The
+            FLOPs are None where they are unknown.
 
     Raises:
         OSError: the trace cannot be written.
         Exception: what the user's code or the device raised.
     """
-    builder, plan = session.builder, resolved.plan
-    device, workload = builder.device, builder.fresh_workload()
-    builder.reclaim()
-    places = micro_batches_to_run(workload, plan, full_accumulation=False)
-    sizes = [plan.micro_batch_sizes[place] for place in places]
-    on_gpu = device.torch_device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
-    batch = staged(device, workload.step_of(*sizes))
-    with builder.training(workload, resolved) as training:
+    is_same = counted == plan
+    profiled, flops = _profiled(session, plan, trace, counts_flops=is_same)
+    if counted is not None and not is_same:
+        with _running(session, counted) as (training, workload, sizes):
+            flops = _flops_of_a_sample(training, workload, sizes)
+    return profiled, flops
+
+
+def _profiled(
+    session: Session, resolved: ResolvedPlan, trace: str | None, *, counts_flops: bool
+) -> tuple[StepProfile | None, float | None]:
+    with _running(session, resolved) as (training, workload, sizes):
+        device = session.builder.device
+        on_gpu = device.torch_device.type == "cuda"
+        batch = staged(device, workload.step_of(*sizes))
         for _ in range(WARM_UP_STEPS):
-            began = time.perf_counter()
             _step(training, batch)
             device.synchronize()
-        steps = min(max(1, int(PROFILED_S / (time.perf_counter() - began))), MOST_STEPS)
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
         with profile(activities=activities) as profiler:
-            for _ in range(steps):
-                with record_function(_STEP):
-                    _step(training, batch)
+            _step(training, batch)
             device.synchronize()
         if trace is not None:
             profiler.export_chrome_trace(trace)
-        mix = workload.mix_of_steps(sizes) if counts_flops else []
-        flops = sum(share * _flops_of_a_step(training, each) for share, each in mix)
+        flops = _flops_of_a_sample(training, workload, sizes) if counts_flops else None
+    return _profile_of(profiler.events() or (), resolved.plan, len(sizes), on_gpu=on_gpu), flops
+
+
+@contextmanager
+def _running(
+    session: Session, resolved: ResolvedPlan
+) -> Iterator[tuple[Training, Workload, list[int]]]:
+    """Yield a training of a plan, its workload, and the sizes of the micro-batches to run."""
+    builder, plan = session.builder, resolved.plan
+    workload = builder.fresh_workload()
+    builder.reclaim()
+    places = micro_batches_to_run(workload, plan, full_accumulation=False)
+    with builder.training(workload, resolved) as training:
+        yield training, workload, [plan.micro_batch_sizes[place] for place in places]
     builder.reclaim_or_not()
-    events = [each for each in profiler.events() or () if each.device_type.name == "CPU"]
-    begins = sorted(event.time_range.start for event in events if event.name == _STEP)
-    found = {name: [0.0] * steps for name in BOUNDS}
-    operators = 0
+
+
+def _profile_of(events: Any, plan: Plan, micro_batches: int, *, on_gpu: bool) -> StepProfile | None:
+    """Return the profile of a step in which so many of the plan's micro-batches ran."""
+    seconds, operators = dict.fromkeys(BOUNDS, 0.0), 0
     for event in events:
-        at = bisect_right(begins, event.time_range.start) - 1
-        for kind, seconds in _times(event, on_gpu=on_gpu):
-            found[kind][at] += seconds
+        if event.device_type.name != "CPU":
+            continue
+        for kind, took_s in _times(event, on_gpu=on_gpu):
+            seconds[kind] += took_s
             operators += kind != LAUNCHES
     if not operators:
         return None
-    scale = plan.accumulation_steps / len(sizes)
-    seconds_of = {name: median(times) for name, times in found.items()}
-    scaled = {name: s if name == OPTIMIZER else s * scale for name, s in seconds_of.items()}
-    return StepProfile(scaled, operators // steps, on_gpu, flops / sum(sizes) or None)
+    scale = plan.accumulation_steps / micro_batches
+    scaled = {name: s if name == OPTIMIZER else s * scale for name, s in seconds.items()}
+    return StepProfile(scaled, operators, on_gpu)
 
 
 def _step(training: Training, batch: Batch) -> None:
@@ -145,6 +157,14 @@ def _step(training: Training, batch: Batch) -> None:
     training.accumulate(batch, then_updates=True)
     with record_function(_UPDATE):
         training.optimizer_step()
+
+
+def _flops_of_a_sample(
+    training: Training, workload: Workload, sizes: Sequence[int]
+) -> float | None:
+    """Count the model FLOPs of a step with micro-batches of these sizes; None: unknown."""
+    mix = workload.mix_of_steps(sizes)
+    return sum(share * _flops_of_a_step(training, each) for share, each in mix) / sum(sizes) or None
 
 
 def _flops_of_a_step(training: Training, batch: Batch) -> float:

@@ -21,7 +21,7 @@ from autofit.plan import Plan
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.messages import OnStage
 from autofit.probing.prober import Prober
-from autofit.probing.profile import StepProfile, profile_plan
+from autofit.probing.profile import look_at_step
 from autofit.registry import resolve
 from autofit.report.record import Record
 from autofit.training.loader import Loader, own_settings
@@ -58,7 +58,7 @@ def look_for_findings(
         on_stage: called with the name of each stage that begins.
         facts: filled with the findings as JSON data, by name.
     """
-    best, baseline, chosen = record.best, record.baseline_beside_best, record.recommended
+    chosen = record.recommended
     if chosen.measurement.evaluation_peak_bytes is not None:
         from autofit.probing.evaluation import largest_evaluation
 
@@ -74,13 +74,10 @@ def look_for_findings(
             measure_loader(prober, loader, chosen.plan, consumed, on_stage, found)
     with _failure("bounds", facts) as found:
         on_stage("measuring what bounds a step")
-        found["best"] = _shares(prober, spec, record, best, trace, facts)
+        key = "best" if chosen.plan == record.best.plan else "baseline"
+        found[key] = _shares(prober, spec, record, chosen, trace, facts)
         if trace is not None:
             found["trace"] = trace
-        if best.plan == baseline.plan:
-            found["baseline"] = found["best"]
-        elif baseline.ok:
-            found["baseline"] = _shares(prober, spec, record, baseline, None, facts)
 
 
 def _shares(
@@ -93,18 +90,16 @@ def _shares(
 ) -> Mapping[str, float] | None:
     """Return the share of a step that each of its bounds takes; None: unknown.
 
-    The FLOPs of the baseline become a fact, and those of another plan where it did not run.
+    The FLOPs of the baseline become a fact, and those of the trial's plan where it did not run.
     """
-    resolved = resolve(trial.plan, spec.space, prober.strategies)
     baseline = record.baseline_beside_best
-    counts = trial.plan == baseline.plan or not baseline.ok
-    counts = counts and not spec.space.is_costly(trial.plan.settings)
-    function: Callable[[Any], StepProfile | None]
-    function = partial(profile_plan, resolved=resolved, trace=trace, counts_flops=counts)
-    profiled = prober.run(function, spec.vram_budget_bytes)
-    if profiled is not None and profiled.flops_per_sample is not None:
-        peak = _peak_flops_per_s(record)
-        facts["flops"] = {"per_sample": profiled.flops_per_sample, "peak_per_second": peak}
+    counted = baseline if baseline.ok else trial
+    one, other = (resolve(t.plan, spec.space, prober.strategies) for t in (trial, counted))
+    is_costly = spec.space.is_costly(counted.plan.settings)
+    look = partial(look_at_step, plan=one, trace=trace, counted=None if is_costly else other)
+    profiled, flops = prober.run(look, spec.vram_budget_bytes)
+    if flops is not None:
+        facts["flops"] = {"per_sample": flops, "peak_per_second": _peak_flops_per_s(record)}
     step_time_s = trial.measurement.step_time_s
     return None if profiled is None or step_time_s is None else profiled.shares(step_time_s)
 

@@ -79,6 +79,10 @@ class SearchResult:
         """Whether the best plan was told from the baseline."""
         return self.undecided_because is None
 
+    def key_of(self, trial: Trial) -> str:
+        """Return what a report calls the trial's plan, of the best and the baseline."""
+        return "best" if trial.plan == self.best.plan else "baseline"
+
     @property
     def probes(self) -> int:
         """Number of plans that were run, baseline and confirmations included."""
@@ -243,21 +247,21 @@ def difference_of(prober: Prober, result: SearchResult) -> Mapping[str, Any] | N
 
 
 def memory_of(prober: Prober, result: SearchResult) -> Mapping[str, Any]:
-    """Return where the memory of the best plan and of the baseline goes; {}: nobody could look."""
+    """Return where the memory of the recommended plan goes; {}: nobody could look.
+
+    One that is costly to run again is not looked at, and the baseline is instead.
+    """
     if not result.may_probe:
         return {}
-    differs = result.baseline.plan != result.best.plan
-    trials = {"best": result.best} | ({"baseline": result.baseline} if differs else {})
-    space = result.spec.space
-    resolved = {
-        key: resolve(trial.plan, space, prober.strategies)
-        for key, trial in trials.items()
-        if not space.is_costly(trial.plan.settings)
-    }
-    seconds = {key: trial.measurement.step_time_s or 0.0 for key, trial in trials.items()}
-    left_out = {key: {"why_not": _COSTLY_TO_WATCH} for key in trials if key not in resolved}
+    space, looked_at, left_out = result.spec.space, result.recommended, {}
+    if space.is_costly(looked_at.plan.settings):
+        left_out = {"best": {"why_not": _COSTLY_TO_WATCH}}
+        looked_at = result.baseline
+    key = result.key_of(looked_at)
+    plans = {key: resolve(looked_at.plan, space, prober.strategies)}
+    seconds = {key: looked_at.measurement.step_time_s or 0.0}
     try:
-        found = prober.run(partial(memory_use_of, plans=resolved, step_seconds=seconds))
+        found = prober.run(partial(memory_use_of, plans=plans, step_seconds=seconds))
         return {**found, **left_out}
     # A picture is not worth failing a search that has its answer.
     except (Exception, SystemExit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.flops import ModelFlops
 from autofit.probing.prober import Target, open_prober
-from autofit.probing.profile import _flops_of_a_step, profile_plan
+from autofit.probing.profile import _flops_of_a_step, look_at_step
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
@@ -84,13 +85,12 @@ def test_a_plan_that_accumulates_has_the_flops_of_one_that_does_not() -> None:
     workload = Workload(classifier(), labelled(), criterion=CROSS_ENTROPY)
     found = []
     with open_prober(workload, (), Target("cpu", "1GiB")) as prober:
-        for plan in (Plan(4), Plan(2, accumulation_steps=4)):
-            count = partial(profile_plan, resolved=ResolvedPlan(plan), counts_flops=True)
-            profiled = prober.run(count)
-            assert profiled is not None
-            found.append(profiled.flops_per_sample)
+        plans = [ResolvedPlan(plan) for plan in (Plan(4), Plan(2, accumulation_steps=4))]
+        for profiled, counted in itertools.product(plans, plans):
+            _, flops = prober.run(partial(look_at_step, plan=profiled, counted=counted))
+            found.append(flops)
     # forward and the gradients of weights for both layers, that of the data for the second alone
-    assert found == [2 * (2 * 6 * 16 + 3 * 16 * 4)] * 2
+    assert found == [2 * (2 * 6 * 16 + 3 * 16 * 4)] * 4
 
 
 def test_what_the_user_compiled_is_counted_as_written_and_stays_compiled() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from autofit.measurement import BOUNDS
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.prober import Target, open_prober
-from autofit.probing.profile import StepProfile, profile_plan
+from autofit.probing.profile import StepProfile, look_at_step
 from autofit.training.workload import Workload
 
 
@@ -65,7 +65,8 @@ class Holds(nn.Module):
 def profiled(model: nn.Module, plan: Plan | None = None, **given: Any) -> Any:
     workload = Workload(model, torch.ones(2, 1), loss_fn=lambda net, rows: net(rows[:1]).mean())
     with open_prober(workload, (), Target("cpu", "1GiB")) as prober:
-        return prober.run(partial(profile_plan, resolved=ResolvedPlan(plan or Plan(2)), **given))
+        look = partial(look_at_step, plan=ResolvedPlan(plan or Plan(2)), **given)
+        return prober.run(look)[0]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,32 @@ def test_ctrl_c_after_the_search_leaves_its_answer(stage: str) -> None:
     )  # fmt: skip
     assert report.record.search.stopped_because == INTERRUPTED
     assert report.best.ok
+
+
+class Waits(torch.nn.Linear):
+    """Takes a while for each micro-batch, whatever its size."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return super().forward(rows)
+
+
+@pytest.mark.parametrize(("max_probes", "looked_at"), [(1, "baseline"), (6, "best")])
+def test_only_the_plan_that_is_answered_is_looked_at_after_the_comparison(
+    max_probes: int, looked_at: str
+) -> None:
+    seen: list[events.Event] = []
+    report = autofit.search(
+        Waits(8, 4), torch.randn(2, 8), global_batch=8, device="cpu", vram_budget="8MiB",
+        strategies=[], max_probes=max_probes, progress=seen.append,
+    )  # fmt: skip
+    assert (report.plan == report.baseline.plan) is (looked_at == "baseline")
+    stages = [each.stage for each in seen if isinstance(each, events.StageStarted)]
+    plans = [stage.split()[6] for stage in stages if stage.startswith("looking where the memory")]
+    assert len(plans) == 1
+    kept = {"best"}  # as the only plan that ran, the baseline is the best one, too
+    assert report.record.memory.keys() == report.record.findings["bounds"].keys() == kept
+    assert report.record.findings["flops"]["per_sample"] == 2 * 2 * 8 * 4
 
 
 # -- The limits of a search, given its trials, and the checks of its arguments
