@@ -466,7 +466,8 @@ class Strategy(Protocol):
     searches for the loop of another library. With an attribute
     `by_name_only` that is true it is used only by searches that name it. With an attribute
     `recomputes` that is true it has one setting, whose values recompute ever more of the model and
-    need ever less memory; `autofit.checkpoint_to_budget` chooses among them.
+    need ever less memory; `autofit.checkpoint_to_budget` chooses among them, and a search whose
+    plans all fit without asks for no dimensions unless the strategy was named.
     """
 
     name: str

@@ -47,6 +47,7 @@ from autofit.probing.survey import (
     FIRST_SAMPLES,
     NO_TIME,
     SPLIT_GRADIENTS,
+    Recomputation,
     StrategyLost,
     Survey,
     note_own_copy,
@@ -218,12 +219,15 @@ class Prober(AbstractContextManager["Prober"]):
         call = self._look_up(dict.fromkeys(names, NO_TIME))
         return self._looked(lambda: self._answer(call, looks=self._looks))
 
-    def survey(self, *, looks_end_at: float = math.inf) -> Survey:
+    def survey(
+        self, *, looks_end_at: float = math.inf, recomputation: Recomputation | None = None
+    ) -> Survey:
         """Return the facts of the workload on the device; they are looked up once.
 
         Args:
             looks_end_at: when strategies' looks end, by `time.monotonic`: what was not looked at by
                 then is left out, with a note.
+            recomputation: whether it may be needed; None: it may.
 
         Raises:
             InvalidArgument: the workload's functions make no model, optimizer or batch, or a
@@ -231,7 +235,7 @@ class Prober(AbstractContextManager["Prober"]):
             Exception: what the user's code raised where no trial forward can report it.
         """
         if self._survey is None:
-            self._survey = self._looked(partial(self._take_survey, looks_end_at))
+            self._survey = self._looked(partial(self._take_survey, looks_end_at, recomputation))
         return self._survey
 
     def _looked(self, take: Callable[[], Survey]) -> Survey:
@@ -247,7 +251,7 @@ class Prober(AbstractContextManager["Prober"]):
         look_up = partial(take_survey, left_out=left_out, vram_budget_bytes=budget, **given)
         return Call(look_up, budget)
 
-    def _take_survey(self, looks_end_at: float) -> Survey:
+    def _take_survey(self, looks_end_at: float, recomputation: Recomputation | None) -> Survey:
         """Return the survey without strategies whose looks lost a worker, one at a time.
 
         And without what ranks parted ways over: their workers are new ones, each time. Each time
@@ -258,7 +262,9 @@ class Prober(AbstractContextManager["Prober"]):
         self._looks.end_at = looks_end_at
         while True:
             looks_s = max(0.0, looks_end_at - time.monotonic())
-            call = self._look_up(left_out, raised=raised, looks_s=looks_s)
+            call = self._look_up(
+                left_out, raised=raised, looks_s=looks_s, recomputation=recomputation
+            )
             try:
                 survey: Survey = self._answer(call, looks=self._looks)
                 return survey

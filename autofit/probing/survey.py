@@ -222,6 +222,31 @@ def stage_of(look: str) -> str:
     return f"{LOOKING}: {look}"
 
 
+@dataclass(frozen=True)
+class Recomputation:
+    """What decides whether a search needs any, before its strategies are looked at.
+
+    Attributes:
+        strategies: names of those that do nothing else, and that nobody asked for by name.
+        fits_without: the largest micro-batch that is expected to fit without.
+        largest: the largest micro-batch of any plan.
+        largest_if_kept: likewise where the accumulation steps may not change.
+    """
+
+    strategies: Sequence[str]
+    fits_without: int
+    largest: int
+    largest_if_kept: int
+
+    def why_left_out(self, *, keeps_accumulation: bool) -> dict[str, str]:
+        """Return, by name, why strategies are left out: no plan needs the memory they free."""
+        largest = self.largest_if_kept if keeps_accumulation else self.largest
+        if largest > self.fits_without:
+            return {}
+        why = f"the largest micro-batch, {largest}, is expected to fit without"
+        return dict.fromkeys(self.strategies, why)
+
+
 class StrategyLost(Exception):
     """The worker or the device was lost during a look at the workload.
 
@@ -241,6 +266,7 @@ def take_survey(
     left_out: Mapping[str, str] = MappingProxyType({}),
     raised: Mapping[tuple[str, Scalar], str | None] = MappingProxyType({}),
     looks_s: float = math.inf,
+    recomputation: Recomputation | None = None,
 ) -> Survey:
     """Return the facts of a session's workload on its device, which is limited to the budget.
 
@@ -249,6 +275,7 @@ def take_survey(
         left_out: by name, why a strategy is not asked for its dimensions.
         raised: see `autofit.equivalence.ranks.without_unequal`.
         looks_s: seconds after which no further look begins, but of what ranks cannot do without.
+        recomputation: whether it may be needed; None: it may.
 
     Raises:
         StrategyLost: the device died.
@@ -265,6 +292,10 @@ def take_survey(
     compared = compare_split_gradients(
         builder, builder.fresh_workload(), lost=looks.why_left_out(SPLIT_GRADIENTS)
     )
+    if recomputation is not None:
+        looks.leave_out(
+            recomputation.why_left_out(keeps_accumulation=compared.why_kept is not None)
+        )
     dimensions, notes = _dimensions(session, builder, looks)
     world = session.builder.world
     if world.size > 1:
@@ -383,7 +414,11 @@ class _Looks:
     """
 
     def __init__(self, session: Session, left_out: Mapping[str, str], end_at: float) -> None:
-        self._session, self._left_out, self._end_at = session, left_out, end_at
+        self._session, self._left_out, self._end_at = session, dict(left_out), end_at
+
+    def leave_out(self, why: Mapping[str, str]) -> None:
+        """Leave these out as well, for these reasons."""
+        self._left_out |= why
 
     @property
     def may_be_taken_again(self) -> bool:

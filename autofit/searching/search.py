@@ -23,7 +23,7 @@ from autofit.plan import ResolvedPlan
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.probing.prober import Prober, Target, open_prober
-from autofit.probing.survey import Survey, check_weights_fit
+from autofit.probing.survey import Recomputation, Survey, check_weights_fit
 from autofit.probing.torchrun import owned_by_rank_0, ranks_meant
 from autofit.registry import load_strategies, numerics_level, numerics_of
 from autofit.report.record import Record
@@ -54,6 +54,10 @@ from autofit.units import counted
 # Of what is left of the timeout after the baseline, for what strategies look at before any of their
 # settings is tried: probes need the rest.
 SHARE_FOR_LOOKS = 1 / 3
+
+# Of the budget, by what the baseline holds: a plan of less needs no recomputation, whatever its
+# other settings.
+SHARE_THAT_FITS = 0.8
 
 _OF_RANKS = "Where memory goes and what bounds a step was not measured: there are several ranks"
 
@@ -245,8 +249,9 @@ class _Course:
             first = prober.first_survey()
             check_weights_fit(first)
             baseline = self._run_baseline(prober, first)
+        needed = None if first is None or baseline is None else self._needed(first, baseline)
         try:
-            survey = prober.survey(looks_end_at=self._looks_end_at)
+            survey = prober.survey(looks_end_at=self._looks_end_at, recomputation=needed)
         except SearchTimedOut:
             if first is None or baseline is None or not baseline.measurement.ok:
                 raise
@@ -254,6 +259,30 @@ class _Course:
         if first is not None:  # before this search computed there
             survey = replace(survey, busy=first.busy)
         return self._as_asked(survey), baseline
+
+    def _needed(self, first: Survey, baseline: ProbeResult) -> Recomputation | None:
+        """Return what decides whether recomputation is needed; None: it may be.
+
+        Bytes grow at most as the micro-batch does, and other settings may hold more of them, such
+        as casts of the weights.
+        """
+        held, options = baseline.measurement.held_bytes, self.asked.options
+        if not baseline.measurement.ok or not held:
+            return None
+        kept, free = (
+            replace(first, may_change_accumulation=may).space(
+                options.max_micro_batch, even=options.even_split
+            )
+            for may in (options.allow_accumulation_change, True)
+        )
+        each = held / free.baseline.micro_batch
+        names = [s.name for s in self.strategies if getattr(s, "recomputes", False)]
+        return Recomputation(
+            [name for name in names if name not in self.asked.named],
+            int(SHARE_THAT_FITS * first.vram_budget_bytes / each),
+            free.largest_micro_batch,
+            kept.largest_micro_batch,
+        )
 
     @property
     def _resumes(self) -> bool:

@@ -21,7 +21,7 @@ from autofit.probing.agreement import is_fault
 from autofit.probing.messages import Deadline, DeviceFacts, NoReply
 from autofit.probing.prober import Deadlines, Prober, Target, open_prober
 from autofit.probing.rank_channel import RankChannel
-from autofit.probing.survey import NO_TIME, SPLIT_GRADIENTS, stage_of
+from autofit.probing.survey import NO_TIME, SPLIT_GRADIENTS, Recomputation, stage_of
 from autofit.registry import load_strategies
 from autofit.searching.events import Event, ProbeStarted, StageStarted
 from autofit.strategy import Context, Dimension, TrainingView
@@ -248,3 +248,52 @@ def test_ranks_that_die_as_they_join_are_a_failed_worker(monkeypatch: Any) -> No
     finally:
         channel.close()
     assert is_fault(NoReply(Outcome.CRASHED, ""))
+
+
+@pytest.mark.parametrize(
+    ("fits", "keeps_accumulation", "left_out"),
+    [(64, False, True), (63, False, False), (8, True, True), (7, True, False)],
+)
+def test_no_recomputation_is_looked_at_where_the_largest_micro_batch_fits_without(
+    fits: int, keeps_accumulation: bool, left_out: bool
+) -> None:
+    needed = Recomputation(["one"], fits_without=fits, largest=64, largest_if_kept=8)
+    why = needed.why_left_out(keeps_accumulation=keeps_accumulation)
+    assert why.keys() == ({"one"} if left_out else set())
+
+
+@pytest.mark.parametrize(
+    ("model", "global_batch", "is_looked_at"),
+    [
+        (_classifier(), 8, False),
+        (_classifier(), None, True),  # as many samples as the budget takes
+        (_classifier(), 2**20, True),
+        # What normalizes over the batch keeps the micro-batch that has run
+        (nn.Sequential(nn.BatchNorm1d(SIZE), nn.Linear(SIZE, 3)), 2**20, False),
+    ],
+)
+def test_a_search_looks_at_recomputation_after_its_first_probe_and_where_memory_binds(
+    model: nn.Module, global_batch: int | None, is_looked_at: bool
+) -> None:
+    seen: list[Event] = []
+    report = autofit.search(
+        model, _rows(), criterion=nn.CrossEntropyLoss(), global_batch=global_batch,
+        numerics="exact", device="cpu", vram_budget="64MiB", max_probes=1, progress=seen.append,
+    )  # fmt: skip
+    (probed,) = [at for at, each in enumerate(seen) if isinstance(each, ProbeStarted)]
+    names = {at: each.stage for at, each in enumerate(seen) if isinstance(each, StageStarted)}
+    looks = {stage: at for at, stage in names.items()}
+    assert (stage_of("checkpointing") in looks) is is_looked_at
+    assert looks[stage_of("offload")] > probed
+    said = [note for note in report.notes if note.startswith("checkpointing left out")]
+    assert len(said) == (not is_looked_at)
+
+
+def test_recomputation_that_is_asked_for_by_name_is_looked_at() -> None:
+    seen: list[Event] = []
+    autofit.search(
+        _classifier(), _rows(), criterion=nn.CrossEntropyLoss(), global_batch=8, device="cpu",
+        strategies=["checkpointing"], vram_budget="64MiB", max_probes=1, progress=seen.append,
+    )  # fmt: skip
+    stages = [each.stage for each in seen if isinstance(each, StageStarted)]
+    assert stage_of("checkpointing") in stages
