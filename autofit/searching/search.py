@@ -427,9 +427,9 @@ class _Course:
         difference: Mapping[str, Any] | None = None
         memory: Mapping[str, Any] = {}
         try:
-            if result.may_probe:
+            if result.may_probe and result.recommended.plan != result.baseline.plan:
                 self._on_stage("comparing the answer's gradients with the baseline's")
-            result, difference = judged(prober, result)
+                result, difference = judged(prober, result)
             memory = memory_of(prober, result) if is_alone else {}
         except KeyboardInterrupt:
             result = replace(result, stopped_because=INTERRUPTED, may_probe=False)

@@ -267,9 +267,9 @@ def test_no_recomputation_is_looked_at_where_the_largest_micro_batch_fits_withou
     [
         (_classifier(), 8, False),
         (_classifier(), None, True),  # as many samples as the budget takes
-        (_classifier(), 2**20, True),
+        (_classifier(), 2**12, True),
         # What normalizes over the batch keeps the micro-batch that has run
-        (nn.Sequential(nn.BatchNorm1d(SIZE), nn.Linear(SIZE, 3)), 2**20, False),
+        (nn.Sequential(nn.BatchNorm1d(SIZE), nn.Linear(SIZE, 3)), 2**12, False),
     ],
 )
 def test_a_search_looks_at_recomputation_after_its_first_probe_and_where_memory_binds(

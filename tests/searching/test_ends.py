@@ -83,6 +83,14 @@ def test_what_begins_after_the_search_tells_what_it_found() -> None:
     assert finished == list(report.trials)
 
 
+class Waits(torch.nn.Linear):
+    """Takes a while for each micro-batch, whatever its size."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return super().forward(rows)
+
+
 @pytest.mark.parametrize(
     "stage", ["comparing the answer", "measuring what bounds a step", "ending the worker"]
 )
@@ -92,19 +100,11 @@ def test_ctrl_c_after_the_search_leaves_its_answer(stage: str) -> None:
             raise KeyboardInterrupt
 
     report = autofit.search(
-        torch.nn.Linear(8, 4), torch.randn(4, 8), global_batch=8, device="cpu", seed=1,
-        vram_budget="8MiB", strategies=["precision"], max_probes=4, progress=press,
+        Waits(8, 4), torch.randn(1, 8), global_batch=8, device="cpu", vram_budget="8MiB",
+        strategies=[], max_probes=6, progress=press,
     )  # fmt: skip
     assert report.record.search.stopped_because == INTERRUPTED
     assert report.best.ok
-
-
-class Waits(torch.nn.Linear):
-    """Takes a while for each micro-batch, whatever its size."""
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02)
-        return super().forward(rows)
 
 
 @pytest.mark.parametrize(("max_probes", "looked_at"), [(1, "baseline"), (6, "best")])
@@ -113,13 +113,16 @@ def test_only_the_plan_that_is_answered_is_looked_at_after_the_comparison(
 ) -> None:
     seen: list[events.Event] = []
     report = autofit.search(
-        Waits(8, 4), torch.randn(2, 8), global_batch=8, device="cpu", vram_budget="8MiB",
+        Waits(8, 4), torch.randn(1, 8), global_batch=8, device="cpu", vram_budget="8MiB",
         strategies=[], max_probes=max_probes, progress=seen.append,
     )  # fmt: skip
     assert (report.plan == report.baseline.plan) is (looked_at == "baseline")
     stages = [each.stage for each in seen if isinstance(each, events.StageStarted)]
     plans = [stage.split()[6] for stage in stages if stage.startswith("looking where the memory")]
     assert len(plans) == 1
+    compared = [stage for stage in stages if stage.startswith("comparing the answer's gradients")]
+    assert len(compared) == (looked_at == "best")
+    assert (report.record.difference is not None) is (looked_at == "best")
     kept = {"best"}  # as the only plan that ran, the baseline is the best one, too
     assert report.record.memory.keys() == report.record.findings["bounds"].keys() == kept
     assert report.record.findings["flops"]["per_sample"] == 2 * 2 * 8 * 4
