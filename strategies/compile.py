@@ -13,8 +13,9 @@ which takes less time, and the rest of the model runs as it is. Of several ranks
 `DistributedDataParallel`.
 
 `compile.memory_budget` is how a compiled plan recomputes: the share of the activations that the
-partitioner may keep for the backward, 1.0 being what it would keep where time alone counts. The
-levels of checkpointing are for plans that are not compiled.
+partitioner may keep for the backward, 1.0 being what it would keep where time alone counts. Where
+blocks may be compiled alone it is of each block. The levels of checkpointing are for plans that are
+not compiled.
 
 CUDA graphs write the gradients of a replay over those of the one before, which torch reports or not
 (pytorch issues 169545 and 96693), so "reduce-overhead" is for one micro-batch alone.
@@ -67,13 +68,14 @@ _MODES = {"cpu": (DEFAULT,), "cuda": (DEFAULT, GRAPHS)}
 # Units that are checkpointed one by one break the model's call up: under compile the partitioner
 # chooses what is kept, within the memory budget.
 _PLAIN_CALLS = {"checkpointing.level": (0, None)}
-# Shares of the activations, and what they held and cost beside 1.0. Between them lies 0.2, at which
-# whole models held more than at 0.5, since more is computed again at once; 0.0 would compute all of
-# a region again at once (benchmarks/results/compiled-models-2026-11-28.md).
+# Shares of the activations, and what they held and cost beside 1.0. The last is for blocks alone: of
+# whole models it held more than 0.5 did in two of eight, since more is computed again at once, and
+# 0.0 would compute all of a region again at once (benchmarks/results/compiled-models-2026-11-28.md).
 _BUDGETS: Mapping[Scalar, CostHint] = {
     0.5: CostHint(bytes_per_sample=0.7, seconds_per_sample=1.08),
-    0.05: CostHint(bytes_per_sample=0.5, seconds_per_sample=1.25),
+    0.05: CostHint(bytes_per_sample=0.45, seconds_per_sample=1.25),
 }
+_OF_WHOLE = 0.5
 # The modes of several ranks under which blocks are compiled: `fully_shard` hooks into the calls of
 # blocks, and with torch 2.13 on gloo nothing of them was compiled.
 _REPLICATED = {"parallel.mode": ("ddp", "ddp_view", "zero1")}
@@ -124,10 +126,11 @@ class Compile:
         if not step.calls_model:
             context.note(f"{MODE} skipped: the training step does not call the model")
             return nothing
+        region = _regions(context, step)
         return {
             MODE: _modes(context, step),
-            REGION: _regions(context, step),
-            BUDGET: _budgets(context),
+            REGION: region,
+            BUDGET: _budgets(context, region),
         }
 
     def apply(
@@ -205,11 +208,15 @@ def _regions(context: Context, step: SeenStep) -> Dimension:
     )
 
 
-def _budgets(context: Context) -> Dimension:
+def _budgets(context: Context, region: Dimension) -> Dimension:
+    """Return the memory budgets: of blocks where they may be compiled alone, else of the model."""
     if (gone := missing("memory budgets of compiled code")) is not None:
         context.note(f"{BUDGET} skipped: {gone}")
         return Dimension([1.0])
-    return Dimension([1.0, *_BUDGETS], hints=_BUDGETS, when={MODE: (DEFAULT,)})
+    when: dict[str, Sequence[Scalar | None]] = {MODE: (DEFAULT,)}
+    if BLOCKS not in region.values:
+        return Dimension([1.0, _OF_WHOLE], hints={_OF_WHOLE: _BUDGETS[_OF_WHOLE]}, when=when)
+    return Dimension([1.0, *_BUDGETS], hints=_BUDGETS, when={**when, REGION: (BLOCKS,)})
 
 
 def _cost_s(context: Context, operators: float) -> float:

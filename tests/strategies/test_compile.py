@@ -174,12 +174,15 @@ def test_blocks_that_repeat_may_be_compiled_alone_for_less() -> None:
 
 
 def test_budgets_fall_and_are_how_compiled_plans_alone_recompute() -> None:
-    dimension = COMPILE.dimensions(PlainContext(workload))[BUDGET]
-    assert dimension.values[0] == 1.0
-    assert dimension.is_ordered
-    assert dimension.when == {MODE: ("default",)}
-    held = [dimension.hints[value].bytes_per_sample for value in dimension.values[1:]]
+    budget = COMPILE.dimensions(PlainContext(of_blocks))[BUDGET]
+    assert budget.values[0] == 1.0
+    assert budget.is_ordered
+    assert budget.when == {MODE: ("default",), REGION: ("blocks",)}
+    held = [budget.hints[value].bytes_per_sample for value in budget.values[1:]]
     assert 1.0 > held[0] > held[-1]
+    of_the_model = COMPILE.dimensions(PlainContext(workload))[BUDGET]
+    assert of_the_model.when == {MODE: ("default",)}
+    assert set(of_the_model.values) < set(budget.values)
 
 
 def test_of_several_ranks_blocks_are_compiled_where_each_holds_the_model() -> None:
