@@ -68,9 +68,10 @@ _MODES = {"cpu": (DEFAULT,), "cuda": (DEFAULT, GRAPHS)}
 # Units that are checkpointed one by one break the model's call up: under compile the partitioner
 # chooses what is kept, within the memory budget.
 _PLAIN_CALLS = {"checkpointing.level": (0, None)}
-# Shares of the activations, and what they held and cost beside 1.0. The last is for blocks alone: of
-# whole models it held more than 0.5 did in two of eight, since more is computed again at once, and
-# 0.0 would compute all of a region again at once (benchmarks/results/compiled-models-2026-11-28.md).
+# Shares of the activations, and what they held and cost beside 1.0. The last is for blocks alone:
+# whole models held more with it than with 0.5 in two of eight cases, since more is computed again
+# at once. 0.0 would do that with a whole region
+# (benchmarks/results/compiled-models-2026-11-28.md).
 _BUDGETS: Mapping[Scalar, CostHint] = {
     0.5: CostHint(bytes_per_sample=0.7, seconds_per_sample=1.08),
     0.05: CostHint(bytes_per_sample=0.45, seconds_per_sample=1.25),

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,8 @@ OF_BLOCKS = {MODE: "default", REGION: "blocks"}
 
 def of_blocks(samples: int = 7) -> Workload:
     torch.manual_seed(0)
-    return Workload(Blocks(), torch.randn(samples, 8))
+    optimizer = partial(torch.optim.SGD, lr=0.01)  # steps of a gradient of noise stay small
+    return Workload(Blocks(), torch.randn(samples, 8), optimizer=optimizer)
 
 
 def test_blocks_that_repeat_may_be_compiled_alone_for_less() -> None:
@@ -211,7 +213,7 @@ def test_blocks_that_a_model_lacks_are_refused_by_name() -> None:
     [
         (OF_BLOCKS, 1e-4),
         ({**OF_BLOCKS, BUDGET: 0.05}, 1e-4),
-        ({**OF_BLOCKS, BUDGET: 0.05, "precision.dtype": "bfloat16"}, 0.02),
+        ({**OF_BLOCKS, BUDGET: 0.05, "precision.dtype": "bfloat16"}, 0.05),
     ],
 )
 def test_blocks_share_their_code_and_train_as_they_are(
