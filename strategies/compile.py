@@ -171,11 +171,17 @@ class Compile:
             given = f"model, {options}" if options else "model"
             return ["import torch", *lines, f"model = torch.compile({given})"]
         payload = payloads[REGION]
-        model = "model.module" if payload.get("replicated") else "model"
+        block = f"{'model.module' if payload.get('replicated') else 'model'}.get_submodule(name)"
+        loop = f"for name in {list(chain.from_iterable(payload['modules']))}:"
+        if not payload.get("of_torch"):
+            return [*lines, loop, f"    {block}.compile({options})"]
+        given = f"block.forward, {options}" if options else "block.forward"
         return [
+            "import torch",
             *lines,
-            f"for name in {list(chain.from_iterable(payload['modules']))}:",
-            f"    {model}.get_submodule(name).compile({options})",
+            loop,
+            f"    block = {block}",
+            f"    block.forward = torch.compile({given})",
         ]
 
 
@@ -194,6 +200,12 @@ def _regions(context: Context, step: SeenStep) -> Dimension:
     """Return whether blocks alone may be compiled: where that takes clearly less time."""
     whole_s = _cost_s(context, step.operators)
     saved_s = whole_s - _cost_s(context, step.operators * step.share_of_blocks)
+    if step.objects and not step.blocks:
+        context.note(
+            f"{REGION}={BLOCKS} skipped: the blocks are given objects ({', '.join(step.objects)}) "
+            "that each call may find changed, so that each would be compiled for itself; training "
+            "needs no cache of keys and values (in transformers: config.use_cache = False)"
+        )
     if not step.blocks or saved_s < _LEAST_SAVED * whole_s:
         return Dimension([WHOLE])
     payload: dict[str, Any] = {"modules": step.blocks}
@@ -201,6 +213,9 @@ def _regions(context: Context, step: SeenStep) -> Dimension:
     if context.world.size > 1:
         when |= _REPLICATED
         payload["replicated"] = True
+    names = chain.from_iterable(step.blocks)
+    if any(type(context.model.get_submodule(n)).__module__.startswith("torch.") for n in names):
+        payload["of_torch"] = True  # `Module.compile` compiles nothing of such a class
     return Dimension(
         [WHOLE, BLOCKS],
         when=when,

@@ -304,6 +304,26 @@ def test_the_lines_to_paste_compile_the_model() -> None:
     ]
 
 
+def of_torch() -> Workload:
+    blocks = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(12))
+    return Workload(
+        nn.Sequential(*blocks), (torch.randn(4, 8), torch.randn(4, 8)), criterion=nn.MSELoss()
+    )
+
+
+@pytest.mark.slow
+def test_the_lines_to_paste_compile_classes_of_torch_too() -> None:
+    """`Module.compile` compiles nothing of them."""
+    region = COMPILE.dimensions(PlainContext(of_torch))[REGION]
+    model = of_torch().build_model()
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    lines = COMPILE.describe({**OF_BLOCKS, BUDGET: 0.5}, {REGION: region.payloads["blocks"]})
+    exec("\n".join(lines), {"model": model})
+    model(torch.randn(4, 8)).sum().backward()
+    assert counters["unique_graphs"] == before + 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", [OF_BLOCKS, {MODE: "default", BUDGET: 0.5}])
 def test_the_lines_to_paste_train(chosen: dict[str, Any]) -> None:
