@@ -44,9 +44,9 @@ from benchmarks.library_models import (
 )
 
 WITHIN = 1e-3
-"""Most that a loss may differ, as a share: the class of rounding. Where training is chaotic, as with
-batch normalization over two or three samples, weights that begin one rounding larger move it more
-than that."""
+"""Most that a loss may differ, as a share: the class of rounding. Where training is chaotic, as
+with batch normalization over two or three samples, weights that begin one rounding larger move it
+more than that."""
 REGION, BUDGET = "compile.region", "compile.memory_budget"
 _SCALE = Scale(
     vocabulary=256,

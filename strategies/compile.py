@@ -295,7 +295,8 @@ def _compiled(
             codes = _Codes(compiler)
             for module in modules:
                 stack.enter_context(attributes_kept(module, COMPILED_CALL))
-                vars(module)[COMPILED_CALL] = _by_shapes(module, codes)
+                hooks = _hooks_within(module) if module is not model else ()
+                vars(module)[COMPILED_CALL] = _by_shapes(module, codes, hooks)
         stack.callback(training.add_notes(notes.lines))
         yield
 
@@ -327,8 +328,27 @@ def _new_code() -> CodeType:
     return _calling(nn.Identity()).__code__.replace()
 
 
-def _by_shapes(module: nn.Module, codes: _Codes) -> Callable[..., Any]:
-    """Return the compiled call of a module.
+def _hooks_within(module: nn.Module) -> list[Mapping[int, Any]]:
+    """Return the hooks of a module and of its parts by kind, those to come too."""
+    return [
+        hooks
+        for part in module.modules()
+        for hooks in (
+            part._forward_hooks,
+            part._forward_pre_hooks,
+            part._backward_hooks,
+            part._backward_pre_hooks,
+        )
+    ]
+
+
+def _by_shapes(
+    module: nn.Module, codes: _Codes, hooks: Sequence[Mapping[int, Any]]
+) -> Callable[..., Any]:
+    """Return the compiled call of a module; it runs as it is written while there are such hooks.
+
+    Dynamo takes hooks in and does not guard on them, so that code that is shared would run the
+    hooks of another module, or none.
 
     Code for given shapes is the fastest, and torch compiles one function that often and no oftener
     (`recompile_limit`): from then on it would run as it is written.
@@ -343,6 +363,8 @@ def _by_shapes(module: nn.Module, codes: _Codes) -> Callable[..., Any]:
                 f"{MODE}: hooks of all modules (register_module_forward_hook and the like) "
                 f"do not run in compiled code: remove them, or use {MODE}={OFF}"
             )
+        if any(hooks):
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
         shapes = tuple(_shapes((args, kwargs)))
         lengths.add(tuple(shape[1:] for shape in shapes))
         has_lengths = len(lengths) > 1
