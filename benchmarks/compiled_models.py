@@ -274,7 +274,7 @@ def compiled_settings(space: Space) -> Iterator[Settings]:
     values = (space.dimensions[name].values for name in (REGION, BUDGET))
     for region, budget in product(*values):
         settings = {"compile.mode": "default", REGION: region, BUDGET: budget}
-        if space.allows(space.default_settings | settings):
+        if space.allows({**space.default_settings, **settings}):
             yield settings
 
 
@@ -291,7 +291,7 @@ def trained(
 
     With `is_rounded` the weights begin one rounding larger.
     """
-    torch._dynamo.reset()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    torch._dynamo.reset()
     gc.collect()
     workload, samples = workload_of(name, space.sample_batch_size), space.sample_batch_size
     plan = Plan.split(samples, -(-samples // 2), settings=space.complete(settings))

@@ -19,7 +19,18 @@ from autofit.strategy import TrainingView, calls_watched
 
 from .calls import run_step
 
-_PLAIN = bool | int | float | complex | str | bytes | type(None) | torch.dtype | torch.device
+_PLAIN = (
+    torch.Tensor,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+)
 
 
 @dataclass
@@ -87,7 +98,7 @@ def _objects(value: Any) -> Iterator[str]:
     if isinstance(value, tuple | list):
         for each in value:
             yield from _objects(each)
-    elif not isinstance(value, torch.Tensor | _PLAIN):
+    elif not isinstance(value, _PLAIN):
         yield type(value).__name__
 
 

@@ -26,7 +26,7 @@ def test_losses_are_those_of_eager_training(name: str, region: str, budget: floa
     device = open_device("cpu")
     space = space_of(name, SAMPLES, device)
     settings: dict[str, Scalar] = {"compile.mode": "default", REGION: region, BUDGET: budget}
-    assert space.allows(space.default_settings | settings)
+    assert space.allows({**space.default_settings, **settings})
     eager = trained(name, space, {}, device, STEPS)
     found = trained(name, space, settings, device, STEPS)
     assert eager.losses[-1] != eager.losses[0]

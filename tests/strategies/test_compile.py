@@ -228,7 +228,7 @@ def test_blocks_share_their_code_and_train_as_they_are(
         with builder.training(of_blocks(), resolved) as training:
             model: Any = training.model
             parts, names = list(model.modules()), list(model.state_dict())
-            model.blocks[3].first.register_forward_hook(lambda *_: seen.append(1) or None)
+            model.blocks[3].first.register_forward_hook(lambda *_: seen.append(1))
             losses = [float(training.step(of_blocks().batch(27))) for _ in range(3)]
             assert list(model.modules()) == parts
             assert list(model.state_dict()) == names
@@ -248,7 +248,7 @@ def test_blocks_share_their_code_and_train_as_they_are(
     ):
         torch.testing.assert_close(one, other, rtol=10 * apart, atol=apart, msg=name)
     assert seen == all_seen  # the block with a hook runs as it is written
-    blocks: Any = model.blocks  # type: ignore[union-attr]  # it is a list of modules
+    blocks: Any = model.blocks
     assert not any(block.eager for number, block in enumerate(blocks) if number != 3)
     graphs = int(notes[0].split()[1])
     assert graphs <= 2 * 2  # for two sizes and two kinds

@@ -35,7 +35,7 @@ def drawn_from_classes(x: Tensor) -> Tensor:
 
 def attended(x: Tensor) -> Tensor:
     """Mixed by attention with dropout, whose operator makes several tensors."""
-    heads = x.unflatten(-1, (2, 8)).transpose(0, 1)
+    heads = x.reshape(-1, 2, 8).transpose(0, 1)
     ones = torch.ones_like(heads)
     mixed = functional.scaled_dot_product_attention(ones, ones, heads, dropout_p=0.5)
     return mixed.transpose(0, 1).flatten(1)
