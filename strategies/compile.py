@@ -56,7 +56,6 @@ from autofit.strategy import (
     TrainingView,
     attributes_kept,
 )
-from autofit.torch_private import missing
 
 from .repeated_blocks import SeenStep, observe
 
@@ -89,6 +88,8 @@ _SAMPLES = 2
 _CPU_COST_S = (15.0, 0.07)
 _CUDA_COST_S = (10.0, 0.03)
 _MARKS = "_dynamo"
+# The class of the node of a compiled function in the graph of autograd.
+_COMPILED_BACKWARD = "CompiledFunctionBackward"
 _MOST_REASONS = 3
 _LIMIT = "Dynamo recompile limit exceeded"
 # Sizes of a batch that have code of their own: the micro-batch and the rest of a batch, in training
@@ -131,7 +132,7 @@ class Compile:
         return {
             MODE: _modes(context, step),
             REGION: region,
-            BUDGET: _budgets(context, region),
+            BUDGET: _budgets(region),
         }
 
     def apply(
@@ -224,11 +225,8 @@ def _regions(context: Context, step: SeenStep) -> Dimension:
     )
 
 
-def _budgets(context: Context, region: Dimension) -> Dimension:
+def _budgets(region: Dimension) -> Dimension:
     """Return the memory budgets: of blocks where they may be compiled alone, else of the model."""
-    if (gone := missing("memory budgets of compiled code")) is not None:
-        context.note(f"{BUDGET} skipped: {gone}")
-        return Dimension([1.0])
     when: dict[str, Sequence[Scalar | None]] = {MODE: (DEFAULT,)}
     if BLOCKS not in region.values:
         return Dimension([1.0, _OF_WHOLE], hints={_OF_WHOLE: _BUDGETS[_OF_WHOLE]}, when=when)
@@ -295,8 +293,9 @@ def _compiled(
             codes = _Codes(compiler)
             for module in modules:
                 stack.enter_context(attributes_kept(module, COMPILED_CALL))
-                hooks = _hooks_within(module) if module is not model else ()
-                vars(module)[COMPILED_CALL] = _by_shapes(module, codes, hooks)
+                vars(module)[COMPILED_CALL] = _by_shapes(
+                    module, codes, is_block=module is not model
+                )
         stack.callback(training.add_notes(notes.lines))
         yield
 
@@ -342,13 +341,11 @@ def _hooks_within(module: nn.Module) -> list[Mapping[int, Any]]:
     ]
 
 
-def _by_shapes(
-    module: nn.Module, codes: _Codes, hooks: Sequence[Mapping[int, Any]]
-) -> Callable[..., Any]:
-    """Return the compiled call of a module; it runs as it is written while there are such hooks.
+def _by_shapes(module: nn.Module, codes: _Codes, *, is_block: bool) -> Callable[..., Any]:
+    """Return the compiled call of a module; a block runs as it is written while it has hooks.
 
-    Dynamo takes hooks in and does not guard on them, so that code that is shared would run the
-    hooks of another module, or none.
+    Dynamo takes hooks in and does not guard on them, so that code that blocks share would run the
+    hooks of another block, or none.
 
     Code for given shapes is the fastest, and torch compiles one function that often and no oftener
     (`recompile_limit`): from then on it would run as it is written.
@@ -356,6 +353,7 @@ def _by_shapes(
     calls: dict[Any, Callable[..., Any]] = {}
     lengths: set[Any] = set()
     any_shape = codes.of_any_shape(module)
+    hooks = _hooks_within(module) if is_block else []
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]  # torch
@@ -370,9 +368,32 @@ def _by_shapes(
         has_lengths = len(lengths) > 1
         if not has_lengths and shapes not in calls and (own := codes.of(module, shapes)):
             calls[shapes] = own
-        return (any_shape if has_lengths else calls.get(shapes, any_shape))(*args, **kwargs)
+        output = (any_shape if has_lengths else calls.get(shapes, any_shape))(*args, **kwargs)
+        if is_block:
+            _refuse_second_derivatives(output)
+        return output
 
     return call
+
+
+def _refuse_second_derivatives(output: Any) -> None:
+    """Have a backward through a compiled block refused that is to be differentiated itself.
+
+    Torch refuses the second backward, where the first one gets that far: with compiled code behind
+    the block too, it fails at once, with an error that names no cause.
+    """
+    for each in output if isinstance(output, tuple | list) else [output]:
+        node = getattr(each, "grad_fn", None)
+        if type(node).__name__ == _COMPILED_BACKWARD:
+            node.register_prehook(_check_first)
+
+
+def _check_first(gradients: Any) -> None:
+    if torch.is_grad_enabled():  # in a backward: with create_graph
+        raise Unsupported(
+            f"{REGION}={BLOCKS}: torch.compile does not support double backward "
+            f"(create_graph=True): use {MODE}={OFF}"
+        )
 
 
 def _shapes(value: Any, depth: int = _DEPTH) -> Iterator[torch.Size]:
