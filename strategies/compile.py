@@ -80,7 +80,7 @@ _OF_WHOLE = 0.5
 # blocks, and with torch 2.13 on gloo nothing of them was compiled.
 _REPLICATED = {"parallel.mode": ("ddp", "ddp_view", "zero1")}
 # Least share of a compilation's time that compiling blocks alone must save to be offered.
-_LEAST_SAVED = 0.2
+LEAST_SAVED = 0.2
 _SAMPLES = 2
 # Seconds of a compilation: fixed, and for each operator of forward and backward. On a CPU as in
 # benchmarks/results/compile-2026-11-22.md; on a GPU a guess within 20 to 45 s for GPT-2-small and
@@ -207,7 +207,7 @@ def _regions(context: Context, step: SeenStep) -> Dimension:
             "that each call may find changed, so that each would be compiled for itself; training "
             "needs no cache of keys and values (in transformers: config.use_cache = False)"
         )
-    if not step.blocks or saved_s < _LEAST_SAVED * whole_s:
+    if not step.blocks or saved_s < LEAST_SAVED * whole_s:
         return Dimension([WHOLE])
     payload: dict[str, Any] = {"modules": step.blocks}
     when: dict[str, Sequence[Scalar | None]] = {MODE: (DEFAULT,)}
