@@ -228,6 +228,8 @@ USES = {
             "torch._dynamo.utils.counters",
             "torch._dynamo.utils.get_compilation_metrics",
             "torch.nn.Module._call_impl",
+            "torch.nn.Identity()._backward_hooks",
+            "torch.nn.Identity()._backward_pre_hooks",
         ),
         "settings that compile are left out: modules could not be compiled one by one and their "
         "compilations not be counted",

@@ -13,8 +13,9 @@ which takes less time, and the rest of the model runs as it is. Of several ranks
 `DistributedDataParallel`.
 
 `compile.memory_budget` is how a compiled plan recomputes: the share of the activations that the
-partitioner may keep for the backward, 1.0 being what it would keep where time alone counts. The
-levels of checkpointing are for plans that are not compiled.
+partitioner may keep for the backward, 1.0 being what it would keep where time alone counts. Where
+blocks may be compiled alone it is of each block. The levels of checkpointing are for plans that are
+not compiled.
 
 CUDA graphs write the gradients of a replay over those of the one before, which torch reports or not
 (pytorch issues 169545 and 96693), so "reduce-overhead" is for one micro-batch alone.
@@ -55,7 +56,6 @@ from autofit.strategy import (
     TrainingView,
     attributes_kept,
 )
-from autofit.torch_private import missing
 
 from .repeated_blocks import SeenStep, observe
 
@@ -67,18 +67,20 @@ _MODES = {"cpu": (DEFAULT,), "cuda": (DEFAULT, GRAPHS)}
 # Units that are checkpointed one by one break the model's call up: under compile the partitioner
 # chooses what is kept, within the memory budget.
 _PLAIN_CALLS = {"checkpointing.level": (0, None)}
-# Shares of the activations, and what they held and cost beside 1.0. Between them lies 0.2, at which
-# whole models held more than at 0.5, since more is computed again at once; 0.0 would compute all of
-# a region again at once (benchmarks/results/compiled-models-2026-11-28.md).
+# Shares of the activations, and what they held and cost beside 1.0. The last is for blocks alone:
+# whole models held more with it than with 0.5 in two of eight cases, since more is computed again
+# at once. 0.0 would do that with a whole region
+# (benchmarks/results/compiled-models-2026-11-28.md).
 _BUDGETS: Mapping[Scalar, CostHint] = {
     0.5: CostHint(bytes_per_sample=0.7, seconds_per_sample=1.08),
     0.05: CostHint(bytes_per_sample=0.5, seconds_per_sample=1.25),
 }
+_OF_WHOLE = 0.5
 # The modes of several ranks under which blocks are compiled: `fully_shard` hooks into the calls of
 # blocks, and with torch 2.13 on gloo nothing of them was compiled.
 _REPLICATED = {"parallel.mode": ("ddp", "ddp_view", "zero1")}
 # Least share of a compilation's time that compiling blocks alone must save to be offered.
-_LEAST_SAVED = 0.2
+LEAST_SAVED = 0.2
 _SAMPLES = 2
 # Seconds of a compilation: fixed, and for each operator of forward and backward. On a CPU as in
 # benchmarks/results/compile-2026-11-22.md; on a GPU a guess within 20 to 45 s for GPT-2-small and
@@ -86,6 +88,8 @@ _SAMPLES = 2
 _CPU_COST_S = (15.0, 0.07)
 _CUDA_COST_S = (10.0, 0.03)
 _MARKS = "_dynamo"
+# The class of the node of a compiled function in the graph of autograd.
+_COMPILED_BACKWARD = "CompiledFunctionBackward"
 _MOST_REASONS = 3
 _LIMIT = "Dynamo recompile limit exceeded"
 # Sizes of a batch that have code of their own: the micro-batch and the rest of a batch, in training
@@ -132,10 +136,11 @@ class Compile:
         if not step.calls_model:
             context.note(f"{MODE} skipped: the training step does not call the model")
             return nothing
+        region = _regions(context, step)
         return {
             MODE: _modes(context, step),
-            REGION: _regions(context, step),
-            BUDGET: _budgets(context),
+            REGION: region,
+            BUDGET: _budgets(region),
         }
 
     def apply(
@@ -175,11 +180,17 @@ class Compile:
             given = f"model, {options}" if options else "model"
             return ["import torch", *lines, f"model = torch.compile({given})"]
         payload = payloads[REGION]
-        model = "model.module" if payload.get("replicated") else "model"
+        block = f"{'model.module' if payload.get('replicated') else 'model'}.get_submodule(name)"
+        loop = f"for name in {list(chain.from_iterable(payload['modules']))}:"
+        if not payload.get("of_torch"):
+            return [*lines, loop, f"    {block}.compile({options})"]
+        given = f"block.forward, {options}" if options else "block.forward"
         return [
+            "import torch",
             *lines,
-            f"for name in {list(chain.from_iterable(payload['modules']))}:",
-            f"    {model}.get_submodule(name).compile({options})",
+            loop,
+            f"    block = {block}",
+            f"    block.forward = torch.compile({given})",
         ]
 
 
@@ -198,13 +209,22 @@ def _regions(context: Context, step: SeenStep) -> Dimension:
     """Return whether blocks alone may be compiled: where that takes clearly less time."""
     whole_s = _cost_s(context, step.operators)
     saved_s = whole_s - _cost_s(context, step.operators * step.share_of_blocks)
-    if not step.blocks or saved_s < _LEAST_SAVED * whole_s:
+    if step.objects and not step.blocks:
+        context.note(
+            f"{REGION}={BLOCKS} skipped: the blocks are given objects ({', '.join(step.objects)}) "
+            "that each call may find changed, so that each would be compiled for itself; training "
+            "needs no cache of keys and values (in transformers: config.use_cache = False)"
+        )
+    if not step.blocks or saved_s < LEAST_SAVED * whole_s:
         return Dimension([WHOLE])
     payload: dict[str, Any] = {"modules": step.blocks}
     when: dict[str, Sequence[Scalar | None]] = {MODE: (DEFAULT,)}
     if context.world.size > 1:
         when |= _REPLICATED
         payload["replicated"] = True
+    names = chain.from_iterable(step.blocks)
+    if any(type(context.model.get_submodule(n)).__module__.startswith("torch.") for n in names):
+        payload["of_torch"] = True  # `Module.compile` compiles nothing of such a class
     return Dimension(
         [WHOLE, BLOCKS],
         when=when,
@@ -213,11 +233,12 @@ def _regions(context: Context, step: SeenStep) -> Dimension:
     )
 
 
-def _budgets(context: Context) -> Dimension:
-    if (gone := missing("memory budgets of compiled code")) is not None:
-        context.note(f"{BUDGET} skipped: {gone}")
-        return Dimension([1.0])
-    return Dimension([1.0, *_BUDGETS], hints=_BUDGETS, when={MODE: (DEFAULT,)})
+def _budgets(region: Dimension) -> Dimension:
+    """Return the memory budgets: of blocks where they may be compiled alone, else of the model."""
+    when: dict[str, Sequence[Scalar | None]] = {MODE: (DEFAULT,)}
+    if BLOCKS not in region.values:
+        return Dimension([1.0, _OF_WHOLE], hints={_OF_WHOLE: _BUDGETS[_OF_WHOLE]}, when=when)
+    return Dimension([1.0, *_BUDGETS], hints=_BUDGETS, when={**when, REGION: (BLOCKS,)})
 
 
 def _cost_s(context: Context, operators: float) -> float:
@@ -280,7 +301,9 @@ def _compiled(
             codes = _Codes(compiler)
             for module in modules:
                 stack.enter_context(attributes_kept(module, COMPILED_CALL))
-                vars(module)[COMPILED_CALL] = _by_shapes(module, codes)
+                vars(module)[COMPILED_CALL] = _by_shapes(
+                    module, codes, is_block=module is not model
+                )
         stack.callback(training.add_notes(notes.lines))
         yield
 
@@ -312,8 +335,25 @@ def _new_code() -> CodeType:
     return _calling(nn.Identity()).__code__.replace()
 
 
-def _by_shapes(module: nn.Module, codes: _Codes) -> Callable[..., Any]:
-    """Return the compiled call of a module.
+def _hooks_within(module: nn.Module) -> list[Mapping[int, Any]]:
+    """Return the hooks of a module and of its parts by kind, those to come too."""
+    return [
+        hooks
+        for part in module.modules()
+        for hooks in (
+            part._forward_hooks,
+            part._forward_pre_hooks,
+            part._backward_hooks,
+            part._backward_pre_hooks,
+        )
+    ]
+
+
+def _by_shapes(module: nn.Module, codes: _Codes, *, is_block: bool) -> Callable[..., Any]:
+    """Return the compiled call of a module; a block runs as it is written while it has hooks.
+
+    Dynamo takes hooks in and does not guard on them, so that code that blocks share would run the
+    hooks of another block, or none.
 
     Code for given shapes is the fastest, and torch compiles one function that often and no oftener
     (`recompile_limit`): from then on it would run as it is written.
@@ -321,6 +361,7 @@ def _by_shapes(module: nn.Module, codes: _Codes) -> Callable[..., Any]:
     calls: dict[Any, Callable[..., Any]] = {}
     lengths: set[Any] = set()
     any_shape = codes.of_any_shape(module)
+    hooks = _hooks_within(module) if is_block else []
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]  # torch
@@ -328,14 +369,39 @@ def _by_shapes(module: nn.Module, codes: _Codes) -> Callable[..., Any]:
                 f"{MODE}: hooks of all modules (register_module_forward_hook and the like) "
                 f"do not run in compiled code: remove them, or use {MODE}={OFF}"
             )
+        if any(hooks):
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
         shapes = tuple(_shapes((args, kwargs)))
         lengths.add(tuple(shape[1:] for shape in shapes))
         has_lengths = len(lengths) > 1
         if not has_lengths and shapes not in calls and (own := codes.of(module, shapes)):
             calls[shapes] = own
-        return (any_shape if has_lengths else calls.get(shapes, any_shape))(*args, **kwargs)
+        output = (any_shape if has_lengths else calls.get(shapes, any_shape))(*args, **kwargs)
+        if is_block:
+            _refuse_second_derivatives(output)
+        return output
 
     return call
+
+
+def _refuse_second_derivatives(output: Any) -> None:
+    """Have a backward through a compiled block refused that is to be differentiated itself.
+
+    Torch refuses the second backward, where the first one gets that far: with compiled code behind
+    the block too, it fails at once, with an error that names no cause.
+    """
+    for each in output if isinstance(output, tuple | list) else [output]:
+        node = getattr(each, "grad_fn", None)
+        if type(node).__name__ == _COMPILED_BACKWARD:
+            node.register_prehook(_check_first)
+
+
+def _check_first(gradients: Any) -> None:
+    if torch.is_grad_enabled():  # in a backward: with create_graph
+        raise Unsupported(
+            f"{REGION}={BLOCKS}: torch.compile does not support double backward "
+            f"(create_graph=True): use {MODE}={OFF}"
+        )
 
 
 def _shapes(value: Any, depth: int = _DEPTH) -> Iterator[torch.Size]:

@@ -6,17 +6,31 @@ same: code that is compiled for one of them serves all.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.strategy import TrainingView, calls_watched
 
 from .calls import run_step
+
+_PLAIN = (
+    torch.Tensor,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+)
 
 
 @dataclass
@@ -29,12 +43,16 @@ class SeenStep:
         blocks: the names of the blocks that repeat and were called, kind by kind.
         share_of_blocks: of the operators of the model's forward, the share in one block of each
             kind: what there is to compile where blocks are compiled alone.
+        objects: the classes of what other blocks are given beside tensors and plain values, such as
+            a cache of keys and values. Each call may find it changed, so that code for one block
+            does not serve the next one, and they are left out.
     """
 
     calls_model: bool = False
     operators: int = 0
     blocks: list[list[str]] = field(default_factory=list)
     share_of_blocks: float = 0.0
+    objects: list[str] = field(default_factory=list)
 
 
 def observe(training: TrainingView, batch: Any) -> SeenStep:
@@ -48,7 +66,7 @@ def observe(training: TrainingView, batch: Any) -> SeenStep:
         run_step(training, batch)
     found: dict[Hashable, list[nn.Module]] = {}
     for module, name in names.items():
-        if module in count.of_calls:
+        if module in count.of_calls and not count.objects.get(module):
             found.setdefault(kinds[name], []).append(module)
     alike = [blocks for blocks in found.values() if len(blocks) > 1]
     of_blocks = sum(count.of_calls[blocks[0]] for blocks in alike)
@@ -57,6 +75,7 @@ def observe(training: TrainingView, batch: Any) -> SeenStep:
         operators=count.operators,
         blocks=[[names[block] for block in blocks] for blocks in alike],
         share_of_blocks=of_blocks / max(1, count.of_calls[model]),
+        objects=sorted(set().union(*map(count.objects.__getitem__, names))),
     )
 
 
@@ -72,6 +91,17 @@ def _repeated(module: nn.Module, path: str = "") -> Iterator[tuple[str, Hashable
             yield from _repeated(child, name)
 
 
+def _objects(value: Any) -> Iterator[str]:
+    """Yield the classes of what is neither a tensor nor a plain value nor a container of such."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from _objects(each)
+    elif not isinstance(value, _PLAIN):
+        yield type(value).__name__
+
+
 def _kind(module: nn.Module) -> Hashable:
     parts = tuple((name, type(part)) for name, part in module.named_modules())
     tensors = [*module.named_parameters(), *module.named_buffers()]
@@ -84,6 +114,7 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     Attributes:
         operators: all.
         of_calls: module -> those of its first call.
+        objects: module -> the classes of the objects that it was given.
     """
 
     supports_higher_order_operators = True
@@ -92,6 +123,7 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.operators = 0
         self.of_calls: Counter[nn.Module] = Counter()
+        self.objects: defaultdict[nn.Module, set[str]] = defaultdict(set)
         self._begun: list[tuple[nn.Module, int]] = []
 
     @classmethod
@@ -105,6 +137,7 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a call of a module."""
+        self.objects[module].update(_objects((args, kwargs)))
         self._begun.append((module, self.operators))
 
     def leave(self, module: nn.Module, output: Any) -> None:

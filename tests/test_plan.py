@@ -17,6 +17,7 @@ from autofit.plan import (
     Dimension,
     DimensionForm,
     Plan,
+    Scalar,
     split_evenly,
     steps_for,
     variant_key,
@@ -147,3 +148,20 @@ def test_a_large_cluster_has_fewer_ranks_than_a_plan_may_have() -> None:
 def test_uneven_shares_are_said_with_the_samples_of_all_ranks() -> None:
     assert str(Plan.split(8, 2, world_size=4)) == "2 x 1 on each of 4 ranks"
     assert str(Plan.split(6, 2, world_size=4)) == "2 x 1 on each of 4 ranks (6 samples in all)"
+
+
+@pytest.mark.parametrize(
+    ("values", "is_ordered"),
+    [
+        ((0, 1, 2), True),
+        ((1.0, 0.5, 0.05), True),
+        ((0, 2048, 256), False),
+        ((1.0, 0.5), False),
+        ((False, True, 2), False),
+        (("1", "2", "3"), False),
+    ],
+)
+def test_values_are_ordered_where_three_or_more_grow_or_fall(
+    values: tuple[Scalar, ...], is_ordered: bool
+) -> None:
+    assert Dimension(values).is_ordered is is_ordered

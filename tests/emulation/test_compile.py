@@ -137,4 +137,5 @@ def test_bytes_fall_as_the_memory_budget_falls(run_on: Callable[..., str]) -> No
     inner = 6 * 4096 * 256 * 4  # kept of each block for its backward, without a budget
     assert peaks[0] > inner
     assert peaks[0] > 1.2 * peaks[1] > 1.2 * peaks[2], peaks
-    assert notes == ["compile: 1 graphs, 0 graph breaks, 0 recompilations"]
+    # One for the first block, whose input needs no gradient, and one for the others
+    assert notes[0] == "compile: 2 graphs, 0 graph breaks, 1 recompilations"

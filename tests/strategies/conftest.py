@@ -24,6 +24,12 @@ def any_time_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def any_blocks_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offer to compile blocks alone, however little time that saves."""
+    monkeypatch.setattr("autofit.strategies.compile.LEAST_SAVED", float("-inf"))
+
+
+@pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     """Torch's default process group of this process alone."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]  # torch

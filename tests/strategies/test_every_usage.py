@@ -67,6 +67,7 @@ def test_what_comes_after_the_search_trains_alike(name: str, usage: Usage) -> No
 @pytest.mark.slow
 @each_usage
 @pytest.mark.timeout(1200)  # of twenty lengths the compiler sees several
+@pytest.mark.usefixtures("any_blocks_are_worth_it")
 def test_compiled_models_train_alike(usage: Usage) -> None:
     check_usages("compile", usages=[usage])
 

@@ -35,14 +35,26 @@ def drawn_from_classes(x: Tensor) -> Tensor:
 
 def attended(x: Tensor) -> Tensor:
     """Mixed by attention with dropout, whose operator makes several tensors."""
-    heads = x.unflatten(-1, (2, 8)).transpose(0, 1)
+    heads = x.reshape(-1, 2, 8).transpose(0, 1)
     ones = torch.ones_like(heads)
     mixed = functional.scaled_dot_product_attention(ones, ones, heads, dropout_p=0.5)
     return mixed.transpose(0, 1).flatten(1)
 
 
+class Block(nn.Module):
+    """x -> a perceptron without biases, and a draw."""
+
+    def __init__(self, draw: Draw) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 64, bias=False), nn.Linear(64, 16, bias=False)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(self.last(torch.relu(self.first(x))))
+
+
 class Drawing(nn.Module):
-    """A perceptron without biases, and draws on the way.
+    """Blocks that draw.
 
     Attributes:
         budgets: that are in force outside of what is compiled.
@@ -50,23 +62,12 @@ class Drawing(nn.Module):
 
     def __init__(self, draw: Draw, blocks: int) -> None:
         super().__init__()
-        layers = (nn.Linear(16, 64, bias=False), nn.ReLU(), nn.Linear(64, 16, bias=False))
-        self.blocks = nn.ModuleList(nn.Sequential(*map(_anew, layers)) for _ in range(blocks))
-        self.draw, self.budgets = draw, list[float]()
+        self.blocks, self.budgets = nn.ModuleList(Block(draw) for _ in range(blocks)), list[float]()
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = self.draw(block(x))
+            x = block(x)
         return x
-
-
-def _anew(layer: nn.Module) -> nn.Module:
-    return (
-        nn.Linear(layer.in_features, layer.out_features, bias=False)
-        # type: ignore[arg-type]
-        if (isinstance(layer, nn.Linear))
-        else layer
-    )
 
 
 def total(model: Any, batch: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ def total(model: Any, batch: Tensor) -> Tensor:
     return loss
 
 
-def trained(draw: Draw, blocks: int = 3, **settings: Any) -> tuple[Drawing, Tensor, int]:
+def trained(draw: Draw, blocks: int, **settings: Any) -> tuple[Drawing, Tensor, int]:
     """Return the model with its gradients, the loss, and the peak of a second step."""
 
     def build() -> Workload:
@@ -100,10 +101,17 @@ def trained(draw: Draw, blocks: int = 3, **settings: Any) -> tuple[Drawing, Tens
     return model, loss, peak
 
 
-@pytest.mark.parametrize("draw", [dropped, drawn_from_classes, attended])
-def test_what_is_drawn_in_the_forward_holds_in_the_backward(draw: Draw) -> None:
+@pytest.mark.parametrize(
+    ("draw", "blocks", "budget"),
+    [(dropped, 12, 0.05), (attended, 12, 0.05), (drawn_from_classes, 3, 0.5)],
+)
+def test_what_is_drawn_in_the_forward_holds_in_the_backward(
+    draw: Draw, blocks: int, budget: float
+) -> None:
     """The output is linear in each layer's weights, so that a gradient tells the masks it used."""
-    model, loss, _ = trained(draw, **{"compile.mode": "default", "compile.memory_budget": 0.05})
+    chosen = {"compile.mode": "default", "compile.memory_budget": budget}
+    chosen |= {"compile.region": "blocks"} if blocks == 12 else {}
+    model, loss, _ = trained(draw, blocks, **chosen)
     for parameter in model.parameters():
         assert parameter.grad is not None
         assert float((parameter.grad * parameter).sum()) == pytest.approx(float(loss), rel=1e-3)

@@ -64,6 +64,51 @@ class Alone(nn.Module):
         return x.square().mean()
 
 
+class Cache:
+    """Grows with each block that it is given to."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+
+class Caching(nn.Module):
+    """Its first blocks are given a cache, its second ones a mask and a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(Keeping() for _ in range(2))
+        self.second = nn.ModuleList(Masked() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache, mask = Cache(), torch.ones_like(x)
+        for each in self.first:
+            x = each(x, cache=cache)
+        for each in self.second:
+            x = each(x, (mask, {"scale": 1.0}), flag=True)
+        return x.square().mean()
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = block()
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.seen.append(x)
+        mixed: Tensor = self.mlp(x)
+        return mixed
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = block()
+
+    def forward(self, x: Tensor, given: Any, flag: bool) -> Tensor:
+        mixed: Tensor = self.mlp(x) * given[0]
+        return mixed
+
+
 def seen(make: Callable[[], nn.Module]) -> Any:
     context = PlainContext(lambda: Workload(make(), torch.randn(4, 8)))
     return context.with_training(observe, 2)
@@ -84,6 +129,13 @@ def test_blocks_of_a_kind_are_found_by_structure(
     found = seen(make)
     assert found.blocks == blocks
     assert found.calls_model
+
+
+def test_blocks_that_are_given_an_object_are_left_out_by_its_class() -> None:
+    found = seen(Caching)
+    assert found.blocks == [["second.0", "second.1"]]
+    assert found.objects == ["Cache"]
+    assert seen(Stages).objects == []
 
 
 def test_the_share_is_that_of_one_block_of_each_kind() -> None:
