@@ -76,7 +76,7 @@ class Training:
         """Return the bytes of the budget; one sample is run to see that they are enough."""
         with open_prober(self.make(), (), Target("cpu", UNLIMITED)) as prober:
             one = prober.probe(ProbeRequest(ResolvedPlan(Plan(1)))).measurement
-        return round(max(self.fixed_bytes / self.share, LEAST_ROOM * one.held_bytes))
+        return round(max(self.fixed_bytes / self.share, LEAST_ROOM * (one.held_bytes or 0)))
 
 
 def _unet() -> Workload:

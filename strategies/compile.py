@@ -392,7 +392,7 @@ def _refuse_second_derivatives(output: Any) -> None:
     """
     for each in output if isinstance(output, tuple | list) else [output]:
         node = getattr(each, "grad_fn", None)
-        if type(node).__name__ == _COMPILED_BACKWARD:
+        if node is not None and type(node).__name__ == _COMPILED_BACKWARD:
             node.register_prehook(_check_first)
 
 

@@ -289,30 +289,6 @@ class _Course:
             kept.largest_micro_batch,
         )
 
-    def _needed(self, first: Survey, baseline: ProbeResult) -> Recomputation | None:
-        """Return what decides whether recomputation is needed; None: it may be.
-
-        Bytes grow at most as the micro-batch does, and other settings may hold more of them, such
-        as casts of the weights.
-        """
-        held, options = baseline.measurement.held_bytes, self.asked.options
-        if not baseline.measurement.ok or not held:
-            return None
-        kept, free = (
-            replace(first, may_change_accumulation=may).space(
-                options.max_micro_batch, even=options.even_split
-            )
-            for may in (options.allow_accumulation_change, True)
-        )
-        each = held / free.baseline.micro_batch
-        names = [s.name for s in self.strategies if getattr(s, "recomputes", False)]
-        return Recomputation(
-            [name for name in names if name not in self.asked.named],
-            int(SHARE_THAT_FITS * first.vram_budget_bytes / each),
-            free.largest_micro_batch,
-            kept.largest_micro_batch,
-        )
-
     @property
     def _resumes(self) -> bool:
         study = self.asked.study

@@ -204,11 +204,11 @@ def test_a_warm_start_counts_where_one_was_measured(make_device: MakeDevice) -> 
     spec = replace(other.spec(), planned_samples=10_000)
     for is_warm, counted_s in ((False, 50.0), (True, 5.0)):
         starts = [
-            replace(compiled, measurement=replace(compiled.measurement, **start))
-            for start in (
-                {"start_up_s": 50.0, "start_is_warm": False},
-                {"start_up_s": 5.0, "start_is_warm": is_warm},
+            replace(
+                compiled,
+                measurement=replace(compiled.measurement, start_up_s=seconds, start_is_warm=warm),
             )
+            for seconds, warm in ((50.0, False), (5.0, is_warm))
         ]
         beliefs = Beliefs(spec, [*trials, *starts])
         assert beliefs.start_up_s[beliefs.index(compiled.plan)] == counted_s
