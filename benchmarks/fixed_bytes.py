@@ -92,7 +92,7 @@ def _classifier(widths: tuple[int, ...], size: int, global_batch: int | None) ->
 
 TRAININGS: Sequence[Training] = (
     Training("gpt, global batch 64", 0.7, lambda: _gpt(4096, 192, 4, 64)),
-    Training("gpt with many tokens in its vocabulary", 0.8, lambda: _gpt(8192, 256, 4, None)),
+    Training("gpt of six layers", 0.8, lambda: _gpt(4096, 256, 6, None)),
     Training("gpt, wide, global batch 32", 0.85, lambda: _gpt(1024, 384, 4, 32)),
     Training("experts", 0.9, lambda: _experts(None)),
     Training("experts, global batch 32", 0.75, lambda: _experts(32)),
