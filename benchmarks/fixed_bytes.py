@@ -86,20 +86,20 @@ def _unet() -> Workload:
 
 def _classifier(widths: tuple[int, ...], size: int, global_batch: int | None) -> Workload:
     loss = torch.nn.CrossEntropyLoss()
-    build = lambda: resnet(widths, 1, 10)  # noqa: E731 - as short
+    build = lambda: resnet(widths, 2, 10)  # noqa: E731 - as short
     return images(build, size, 10, 8, criterion=loss, global_batch=global_batch)
 
 
 TRAININGS: Sequence[Training] = (
     Training("gpt, global batch 64", 0.7, lambda: _gpt(4096, 192, 4, 64)),
-    Training("gpt with many tokens in its vocabulary", 0.8, lambda: _gpt(16384, 256, 2, None)),
+    Training("gpt of six layers", 0.8, lambda: _gpt(4096, 256, 6, None)),
     Training("gpt, wide, global batch 32", 0.85, lambda: _gpt(1024, 384, 4, 32)),
     Training("experts", 0.9, lambda: _experts(None)),
     Training("experts, global batch 32", 0.75, lambda: _experts(32)),
     Training("mlp", 0.9, lambda: narrow(6, 1024)),
     Training("lstm", 0.8, lambda: tokens_and_targets(lambda: LSTM(8192, 256), 8192, 16, 4)),
-    Training("resnet", 0.85, lambda: _classifier((64, 128, 512), 8, None)),
-    Training("resnet, global batch 128", 0.75, lambda: _classifier((64, 128, 512), 8, 128)),
+    Training("resnet", 0.85, lambda: _classifier((96, 128, 192, 256), 8, None)),
+    Training("resnet, global batch 128", 0.75, lambda: _classifier((96, 128, 192, 256), 8, 128)),
     Training("unet", 0.8, _unet),
 )
 
@@ -110,7 +110,7 @@ def _gpt(vocabulary: int, width: int, layers: int, global_batch: int | None) -> 
 
 
 def _experts(global_batch: int | None) -> Workload:
-    build = lambda: mixture_of_experts(1024, 16, 192, 4, 4, 4)  # noqa: E731 - as short
+    build = lambda: mixture_of_experts(1024, 16, 128, 10, 4, 4)  # noqa: E731 - as short
     return language(build, 1024, 16, 4, global_batch=global_batch)
 
 
