@@ -238,13 +238,11 @@ def test_a_warm_start_counts_where_one_was_measured(make_device: MakeDevice) -> 
     compiled = next(t for t in trials if t.plan.settings["compile.mode"] != "off")
     spec = replace(other.spec(), planned_samples=10_000)
     for is_warm, counted_s in ((False, 50.0), (True, 5.0)):
-        starts = [
-            replace(compiled, measurement=replace(compiled.measurement, **start))
-            for start in (
-                {"start_up_s": 50.0, "start_is_warm": False},
-                {"start_up_s": 5.0, "start_is_warm": is_warm},
-            )
+        measured = [
+            replace(compiled.measurement, start_up_s=50.0, start_is_warm=False),
+            replace(compiled.measurement, start_up_s=5.0, start_is_warm=is_warm),
         ]
+        starts = [replace(compiled, measurement=each) for each in measured]
         posterior = Posterior(spec, [*trials, *starts])
         assert posterior.start_up_s[posterior.index(compiled.plan)] == counted_s
 
