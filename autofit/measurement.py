@@ -424,7 +424,7 @@ def fastest_of(trials: Sequence[Trial]) -> Trial | None:
     """Return the middle probe of the plan that measured fastest; None: nothing fits.
 
     By the median of the plan's probes, not by its luckiest. It is what there is to beat while a
-    search runs: what is expected of plans (`autofit.planning.posterior.Posterior.leader`) and how
+    search runs: what is expected of plans (`autofit.planning.beliefs.Beliefs.incumbent`) and how
     they came out side by side (`autofit.planning.confirmation.finalists`) decide what is tried and
     returned.
     """

@@ -89,18 +89,22 @@ def split_evenly(samples: int, parts: int) -> tuple[int, ...]:
     return (small + 1,) * larger + (small,) * (parts - larger)
 
 
-def check_count(name: str, value: Any) -> int:
+PLANNED_STEPS = 10_000
+"""Optimizer steps that a training takes, where nobody says."""
+
+
+def check_count(name: str, value: Any, *, least: int = 1) -> int:
     """Return the count as an int; NumPy's and other integers are accepted.
 
     Raises:
-        InvalidArgument: the value is not a whole number from 1; the message contains `name`.
+        InvalidArgument: it is no whole number, or less than `least`; the message contains `name`.
     """
     try:
-        count = 0 if isinstance(value, bool) else operator.index(value)
+        count = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        count = 0
-    if count < 1:
-        raise InvalidArgument(f"{name} must be a whole number of at least 1, got {value!r}")
+        count = least - 1
+    if count < least:
+        raise InvalidArgument(f"{name} must be a whole number of at least {least}, got {value!r}")
     return count
 
 
@@ -342,8 +346,8 @@ class Dimension:
             where it does not hold, the setting has its first value. None among them allows what
             has no such setting, or nothing to choose of it.
         trial_cost_s: extra seconds that a probe of a value other than the first costs; values of
-            a dimension with a cost are tried last, on the leading plans only, and in no search
-            that was told neither `planned_steps` nor the name of their strategy.
+            a dimension with a cost are tried last, on the leading plans only, where they are
+            expected to save more over the planned training than they cost.
         trial_costs_s: the same of single values, in place of `trial_cost_s`. Below zero where a
             value makes what another setting costs cheaper.
         fresh_worker: a probe of a value other than the first wants a worker of its own.
@@ -351,6 +355,8 @@ class Dimension:
             the same as the first, so that it is tried with more alone. False: it is tried with one
             alone. Values that are not in it go with any number.
         opt_in: its values other than the first are only tried where the strategy is named.
+        lever: the value that an expert would turn on at once, since it is expected to help wherever
+            it is offered; None: there is none. A search tries levers first, together and alone.
     """
 
     values: Sequence[Scalar]
@@ -362,6 +368,7 @@ class Dimension:
     fresh_worker: bool = field(default=False, kw_only=True)
     accumulation: Mapping[Scalar, bool] = field(default_factory=dict, kw_only=True)
     opt_in: bool = field(default=False, kw_only=True)
+    lever: Scalar | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(self.values))
@@ -377,6 +384,11 @@ class Dimension:
             )
         if len(set(self.values)) != len(self.values):
             raise InvalidArgument(f"a dimension's values must be distinct, got {list(self.values)}")
+        if self.lever is not None and self.lever not in self.values[1:]:
+            raise InvalidArgument(
+                f"a dimension's lever is one of its values other than the first, "
+                f"{list(self.values[1:])}, got {self.lever!r}"
+            )
         means = {value: _as_json(payload) for value, payload in self.payloads.items()}
         means = {value: payload for value, payload in means.items() if payload is not None}
         object.__setattr__(self, "payloads", means)
@@ -397,6 +409,13 @@ class Dimension:
         if value == self.values[0]:
             return 0.0
         return self.trial_costs_s.get(value, self.trial_cost_s)
+
+    def recomputes(self, value: Scalar) -> bool:
+        """Return whether the value is expected to save memory for time, as recomputation does."""
+        hint = self.hints.get(value)
+        if hint is None or hint.bytes_per_sample is None or hint.bytes_per_sample >= 1:
+            return False
+        return hint.seconds_per_sample is None or hint.seconds_per_sample >= 1
 
     @property
     def is_costly(self) -> bool:
@@ -445,6 +464,7 @@ class DimensionForm:
     fresh_worker: bool = False
     accumulation: Sequence[bool | None] = ()
     opt_in: bool = False
+    lever: Scalar | None = None
 
     @classmethod
     def of(cls, dimension: Dimension) -> DimensionForm:

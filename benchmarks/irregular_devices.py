@@ -81,6 +81,10 @@ class IrregularDevice:
         """Return samples per second, without noise."""
         return plan.samples_per_step / self.step_time(plan)
 
+    def fits(self, plan: Plan) -> bool:
+        """Return whether a plan fits, without noise."""
+        return self.device.fits(plan)
+
     def optimum(self) -> float:
         """Return samples per second of the best plan of the whole space that fits."""
         return max(self._best_of(variant) for variant in self.shapes)

@@ -12,9 +12,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autofit.plan import Dimension, Plan, Scalar, VariantKey, variant_key
+from autofit.plan import Plan, Scalar, VariantKey, variant_key
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
+from benchmarks.levers import dimension_of
 
 PRECISION, FORMAT, PLACEMENT = "precision.dtype", "memory_format.format", "checkpointing.level"
 LARGEST_MICRO_BATCH = 4096
@@ -79,7 +80,7 @@ def draw_device(seed: int) -> Device:
     """Return the device of a seed."""
     draw = random.Random(f"device/{seed}")
     factors = _draw_factors(draw)
-    dimensions = {name: Dimension(tuple(values)) for name, values in factors.items()}
+    dimensions = {name: dimension_of(tuple(values)) for name, values in factors.items()}
     space = Space(dimensions, sample_batch_size=1, max_micro_batch=LARGEST_MICRO_BATCH)
     lines = _draw_lines(draw, space, factors)
     budget = _draw_budget(draw, list(lines.values()))

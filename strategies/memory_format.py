@@ -45,7 +45,7 @@ class MemoryFormat(OneSetting):
             if not nn.parameter.is_lazy(weight) and weight.dim() in _FORMATS
         ]
         others = ["channels_last"] if any(map(_is_default, weights)) else []
-        return {SETTING: Dimension(["default", *others])}
+        return {SETTING: Dimension(["default", *others], lever=next(iter(others), None))}
 
     def applied(
         self, training: TrainingView, value: Any, payload: Any

@@ -197,6 +197,7 @@ def _implementations(context: Context, found: Mapping[str, Sequence[str]]) -> Di
         ["default", *found],
         payloads={value: {"optimizers": names} for value, names in found.items()},
         hints=dict.fromkeys(found, _SAME_ACTIVATIONS),
+        lever=next((value for value in ("fused", "foreach") if value in found), None),
     )
 
 

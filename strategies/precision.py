@@ -31,6 +31,8 @@ from .one_setting import OneSetting
 
 SETTING = "precision.dtype"
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_FASTEST_FIRST = ("bfloat16", "float16", "tf32")
+"""What an expert turns on: half precision, in the type that needs no scaling of the loss."""
 _SAMPLES = 2
 
 
@@ -56,10 +58,12 @@ class Precision(OneSetting):
         values = ["default", *(dtype for dtype, is_native in offered.items() if is_native)]
         if any(p.dtype == torch.float16 and p.requires_grad for p in context.model.parameters()):
             values = [value for value in values if value != "float16"]  # GradScaler refuses these
+        lever = next((value for value in _FASTEST_FIRST if value in values), None)
         casting = [value for value in values if value in _AUTOCAST]
         if not casting or not _cache_helps(context, _AUTOCAST[casting[0]]):
-            return {SETTING: Dimension(values)}
-        return {SETTING: Dimension(values, payloads={value: {"cache": True} for value in casting})}
+            return {SETTING: Dimension(values, lever=lever)}
+        payloads: dict[Scalar, Any] = {value: {"cache": True} for value in casting}
+        return {SETTING: Dimension(values, payloads=payloads, lever=lever)}
 
     def applied(
         self, training: TrainingView, value: Any, payload: Any

@@ -23,7 +23,7 @@ LEVEL = "checkpointing.level"
 PLAIN: dict[str, Scalar] = {"precision.dtype": "default", LEVEL: 0}
 HALF: dict[str, Scalar] = {"precision.dtype": "bfloat16", LEVEL: 0}
 DIMENSIONS = {
-    "precision.dtype": Dimension(("default", "bfloat16")),
+    "precision.dtype": Dimension(("default", "bfloat16"), lever="bfloat16"),
     "checkpointing.level": Dimension((0, 1, 2, 3, 4)),
 }
 FEW_DIMENSIONS = {**DIMENSIONS, LEVEL: Dimension((0, 1, 4))}

@@ -67,7 +67,7 @@ from autofit.cli.predict_and_check import check, predict
 from autofit.codec import to_json
 from autofit.errors import InvalidArgument, SearchTimedOut
 from autofit.interrupts import ended_after, ended_like_interrupted, interrupts_remembered
-from autofit.plan import Plan
+from autofit.plan import PLANNED_STEPS, Plan
 from autofit.report.report import Report, load
 from autofit.streams import lossy_standard_streams
 
@@ -110,7 +110,7 @@ def search(
     max_micro_batch: MaxMicroBatch = None,
     max_probes: MaxProbes = None,
     timeout: Timeout = None,
-    planned_steps: PlannedSteps = None,
+    planned_steps: PlannedSteps = PLANNED_STEPS,
     effort: Effort = "normal",
     study: StudyName = None,
     seed: Seed = 0,

@@ -194,8 +194,14 @@ Timeout = Annotated[
     ),
 ]
 PlannedSteps = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="steps you will train: costly settings are tried"),
+    int,
+    typer.Option(
+        metavar="N",
+        min=0,
+        help="steps you will train, 10,000 if you do not say: costly settings such as compile are "
+        "tried where they save more than they take; 0: never",
+        show_default=False,
+    ),
 ]
 Effort = Annotated[
     str,

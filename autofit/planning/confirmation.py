@@ -28,18 +28,19 @@ import numpy as np
 
 from autofit.measurement import Trial, TrialKind, by_plan, middle_of
 from autofit.plan import Plan, Scalar, Settings
+from autofit.planning.beliefs import Beliefs
 from autofit.planning.constants import (
+    CAUTIOUS,
     HEADROOM,
     MOST_GIVEN_UP,
     MOST_LOST,
     MOST_RIVALS,
     MOST_ROUNDS,
     TIE,
+    TINY,
 )
 from autofit.planning.feasibility import MicroBatches
-from autofit.planning.least_squares import Array
-from autofit.planning.posterior import Posterior
-from autofit.planning.proposals import gain_of_repeating, oom_cost
+from autofit.planning.held_bytes import expected_gain
 from autofit.rounds import Estimate, Rounds, rounds_of, steady_log_speed
 from autofit.units import format_bytes, format_rate
 
@@ -62,33 +63,33 @@ class Answer:
     is_decided: bool
 
 
-def next_turn(posterior: Posterior) -> Plan | None:
+def next_turn(beliefs: Beliefs) -> Plan | None:
     """Return the plan whose turn it is in the final comparison; None once it has ended."""
-    rounds = rounds_of(posterior.probes)
+    rounds = rounds_of(beliefs.probes)
     for done in range(max(0, len(rounds) - 1), min(len(rounds) + 1, MOST_ROUNDS)):
         had_turn = rounds[done] if done < len(rounds) else {}
-        members = _in_order(_members(posterior, rounds[:done]), posterior.spec.seed + done)
+        members = _in_order(_members(beliefs, rounds[:done]), beliefs.spec.seed + done)
         left = [plan for plan in members if plan not in had_turn]
         if left:
             return left[0]
     return None
 
 
-def best_of(posterior: Posterior) -> Trial | None:
+def best_of(beliefs: Beliefs) -> Trial | None:
     """Return the best trial; None: nothing fits."""
-    answer = answer_of(posterior)
+    answer = answer_of(beliefs)
     return None if answer is None else answer.best
 
 
-def answer_of(posterior: Posterior) -> Answer | None:
+def answer_of(beliefs: Beliefs) -> Answer | None:
     """Return the answer as far as it was measured; None: nothing fits."""
-    probes, baseline = by_plan(posterior.fitting), posterior.spec.space.baseline
+    probes, baseline = by_plan(beliefs.fitting), beliefs.spec.space.baseline
     if not probes:
         return None
-    comparison = _Comparison(posterior, posterior.fitting)
+    comparison = _Comparison(beliefs, beliefs.fitting)
     compared = [plan for plan in comparison.turns if plan in probes]
     if not compared or (baseline in probes and not {baseline} < set(compared)):
-        compared = _finalists(posterior)
+        compared = _finalists(beliefs)
     best = comparison.winner(compared)
 
     def trial_of(plan: Plan) -> Trial:
@@ -109,24 +110,24 @@ def answer_of(posterior: Posterior) -> Answer | None:
     return Answer(trial_of(best), trial_of(best if is_safe else baseline), is_decided)
 
 
-def _members(posterior: Posterior, rounds: Sequence[Mapping[Plan, Trial]]) -> list[Plan]:
+def _members(beliefs: Beliefs, rounds: Sequence[Mapping[Plan, Trial]]) -> list[Plan]:
     """Return the plans of the round after these, the two that matter most first.
 
     Of the first round, all finalists, one alone too, since it has to fit again. Later the plan
     ahead and those that may change the answer; and finalists that had no turn, such as those that a
     search found to which it returned.
     """
-    finalists = _finalists(posterior)
+    finalists = _finalists(beliefs)
     if not rounds:
         return finalists
     before = [trial for each in rounds for trial in each.values()]
-    searched = [trial for trial in posterior.fitting if trial.kind is not TrialKind.CONFIRMATION]
-    fits = {trial.plan for trial in posterior.fitting}
-    comparison = _Comparison(posterior, [*searched, *(t for t in before if t.plan in fits)])
+    searched = [trial for trial in beliefs.fitting if trial.kind is not TrialKind.CONFIRMATION]
+    fits = {trial.plan for trial in beliefs.fitting}
+    comparison = _Comparison(beliefs, [*searched, *(t for t in before if t.plan in fits)])
     compared = [plan for plan in comparison.turns if plan in fits]
     if not compared:
         return finalists
-    ahead, baseline = comparison.winner(compared), posterior.spec.space.baseline
+    ahead, baseline = comparison.winner(compared), beliefs.spec.space.baseline
     if baseline in compared and ahead != baseline:
         is_told = comparison.is_told_from(ahead, baseline)
         is_last = is_told and not (comparison.is_disturbed and len(rounds) < 2)
@@ -147,13 +148,13 @@ def _in_order(members: Sequence[Plan], seed: int) -> list[Plan]:
     return [*first, *others]
 
 
-def _finalists(posterior: Posterior) -> list[Plan]:
+def _finalists(beliefs: Beliefs) -> list[Plan]:
     """Return the plans of the first round: by what the search believes and measured.
 
-    The leader, less what the risk costs that it does not fit again, and the baseline; then the plan
-    that measured fastest, whatever noise is believed to explain, and the rivals of the leader.
+    The incumbent, less what the risk costs that it does not fit again, and the baseline; then the
+    plan that measured fastest, whatever noise is believed to explain, and the incumbent's rivals.
     """
-    search, fits = posterior.of_search, {trial.plan for trial in posterior.fitting}
+    search, fits = beliefs.of_search, {trial.plan for trial in beliefs.fitting}
     speeds = {
         plan: max(map(steady_log_speed, trials))
         for plan, trials in by_plan(search.fitting).items()
@@ -161,17 +162,22 @@ def _finalists(posterior: Posterior) -> list[Plan]:
     }
     if not speeds:
         return list(fits)
-    had_turn = {trial.plan for trial in posterior.fitting if trial.kind is TrialKind.CONFIRMATION}
+    had_turn = {trial.plan for trial in beliefs.fitting if trial.kind is TrialKind.CONFIRMATION}
 
     def belief(plan: Plan) -> float:
-        risk = 0.0 if plan in had_turn else posterior.oom_risk(plan)
-        return search.mean_log_speed(plan) - float(oom_cost(search, np.array(risk)))
+        risk = 0.0 if plan in had_turn else beliefs.oom_risk(plan)
+        return search.mean_log_speed(plan) - float(search.oom_cost(np.array(risk)))
 
     ordered = sorted(speeds, key=belief, reverse=True)
-    leader, baseline = ordered[0], posterior.spec.space.baseline
+    incumbent, baseline = ordered[0], beliefs.spec.space.baseline
     fastest = max(speeds, key=lambda plan: speeds[plan])
-    rivals = [plan for plan in ordered[1:] if _gain_of_turn(search, plan, leader) > TIE]
-    wanted = [leader, *([baseline] if baseline in speeds else []), fastest, *rivals[:MOST_RIVALS]]
+    rivals = [plan for plan in ordered[1:] if _gain_of_turn(search, plan, incumbent) > TIE]
+    wanted = [
+        incumbent,
+        *([baseline] if baseline in speeds else []),
+        fastest,
+        *rivals[:MOST_RIVALS],
+    ]
     return list(dict.fromkeys(wanted))
 
 
@@ -179,7 +185,7 @@ class _Comparison:
     """Plans beside one another, their start over the whole training included.
 
     Args:
-        posterior: of the search.
+        beliefs: of the search.
         trials: that tell of their speeds.
 
     Attributes:
@@ -187,19 +193,19 @@ class _Comparison:
         is_disturbed: whether work of others shows in the steps of the probes.
     """
 
-    def __init__(self, posterior: Posterior, trials: Sequence[Trial]) -> None:
-        self._posterior, self._trials = posterior, by_plan(trials)
+    def __init__(self, beliefs: Beliefs, trials: Sequence[Trial]) -> None:
+        self._beliefs, self._trials = beliefs, by_plan(trials)
         self._rounds = Rounds(trials, self._log_speed)
         self.turns, self.is_disturbed = self._rounds.plans, self._rounds.is_disturbed
 
     def winner(self, plans: Sequence[Plan]) -> Plan:
         """Return the plan ahead of the others, or that wins a tie with it."""
-        baseline = self._posterior.spec.space.baseline
+        baseline = self._beliefs.spec.space.baseline
         reference = baseline if baseline in plans else max(plans, key=self._turns_of)
         ahead = {plan: self._ahead(plan, reference).log for plan in plans}
         most = max(ahead.values())
         tied = [plan for plan in plans if most - ahead[plan] <= MOST_GIVEN_UP]
-        return min(tied, key=lambda plan: _preference(self._posterior, self._trials[plan]))
+        return min(tied, key=lambda plan: _preference(self._beliefs, self._trials[plan]))
 
     def is_told_from(self, best: Plan, other: Plan) -> bool:
         """Return whether a plan is faster than another."""
@@ -225,19 +231,19 @@ class _Comparison:
         return sum(trial.kind is TrialKind.CONFIRMATION for trial in self._trials[plan])
 
     def _log_speed(self, trial: Trial) -> float:
-        start_up_s = float(self._posterior.start_up_s[self._posterior.index(trial.plan)])
+        start_up_s = float(self._beliefs.start_up_s[self._beliefs.index(trial.plan)])
         log_speed = np.array(steady_log_speed(trial))
-        return float(self._posterior.over_training(log_speed, start_up_s))
+        return float(self._beliefs.over_training(log_speed, start_up_s))
 
 
-def _preference(posterior: Posterior, trials: Sequence[Trial]) -> tuple[bool, bool, int, int, int]:
+def _preference(beliefs: Beliefs, trials: Sequence[Trial]) -> tuple[bool, bool, int, int, int]:
     """Return a key that orders equally fast plans, the most welcome first."""
-    space, plan = posterior.spec.space, trials[0].plan
+    space, plan = beliefs.spec.space, trials[0].plan
     plain = space.default_settings
     changed = [name for name, value in plan.settings.items() if plain.get(name) != value]
-    numerics = max((posterior.spec.numerics.get(name, 0) for name in changed), default=0)
+    numerics = max((beliefs.spec.numerics.get(name, 0) for name in changed), default=0)
     return (
-        _lacks_headroom(posterior, trials),
+        _lacks_headroom(beliefs, trials),
         plan != space.baseline,
         numerics,
         len(changed),
@@ -245,27 +251,26 @@ def _preference(posterior: Posterior, trials: Sequence[Trial]) -> tuple[bool, bo
     )
 
 
-def _lacks_headroom(posterior: Posterior, trials: Sequence[Trial]) -> bool:
+def _lacks_headroom(beliefs: Beliefs, trials: Sequence[Trial]) -> bool:
     """Return whether a plan may not fit again, as far as held bytes differ from run to run.
 
-    Its bytes stray by `Posterior.memory_error`; two such deviations below the budget, about 98 %
+    Its bytes stray by `HeldBytes.error`; two such deviations below the budget, about 98 %
     of all runs fit.
     """
     held = max(map(_held_bytes, trials))
-    error = posterior.memory_error(held) if held else 0.0
-    return held * math.exp(HEADROOM * error) > posterior.spec.vram_budget_bytes
+    error = beliefs.held.error(held) if held else 0.0
+    return held * math.exp(HEADROOM * error) > beliefs.spec.vram_budget_bytes
 
 
-def _gain_of_turn(posterior: Posterior, plan: Plan, other: Plan) -> float:
+def _gain_of_turn(beliefs: Beliefs, plan: Plan, other: Plan) -> float:
     """Return what another probe of a plan is expected to gain in log speed.
 
     Chosen without it is the one of the two that is expected to be faster.
     """
-    ahead = posterior.log_speed(plan) - posterior.log_speed(other)
-    if ahead.mean() > 0:
-        ahead = -ahead
-    noise = next(posterior.errors.of(trial) for trial in posterior.fitting if trial.plan == plan)
-    return float(gain_of_repeating(ahead[:, None], np.array([noise]))[0])
+    mean, deviation = beliefs.ahead(plan, other)
+    noise = next(beliefs.errors.of(trial) for trial in beliefs.fitting if trial.plan == plan)
+    told = deviation**2 / max(math.hypot(deviation, noise), TINY)
+    return float(expected_gain(np.array([-abs(mean)]), np.array([told]))[0])
 
 
 def _held_bytes(trial: Trial) -> int:
@@ -273,64 +278,86 @@ def _held_bytes(trial: Trial) -> int:
     return trial.measurement.held_bytes or 0
 
 
-def left_out(posterior: Posterior) -> list[tuple[Settings, str]]:
+def left_out(beliefs: Beliefs) -> list[tuple[Settings, str]]:
     """Return settings that were left out, each with the reason.
 
     First those that faults exclude, then each value of a setting that was never run.
     """
-    excluded = [(dict(pairs), why) for pairs, why in posterior.exclusions.blamed.items()]
-    sizes: MicroBatches = np.median(posterior.ceilings, axis=0).astype(np.int64)
-    run = {pair for trial in posterior.probes for pair in trial.plan.variant}
+    excluded = [(dict(pairs), why) for pairs, why in beliefs.exclusions.blamed.items()]
+    sizes = beliefs.largest_at(CAUTIOUS)
+    run = {pair for trial in beliefs.probes for pair in trial.plan.variant}
     never = [
         ({name: value}, why)
-        for name, dimension in posterior.spec.space.dimensions.items()
+        for name, dimension in beliefs.spec.space.dimensions.items()
         for value in dimension.values
-        if (name, value) not in run and (why := _why_not_run(posterior, name, value, sizes))
+        if (name, value) not in run and (why := _why_not_run(beliefs, name, value, sizes))
     ]
     return [*excluded, *never]
 
 
-def _why_not_run(posterior: Posterior, name: str, value: Scalar, sizes: MicroBatches) -> str | None:
+def _why_not_run(beliefs: Beliefs, name: str, value: Scalar, sizes: MicroBatches) -> str | None:
     """Return why that value was not run; None if all its variants are excluded.
 
     Args:
-        posterior: after the search.
+        beliefs: after the search.
         name, value: the setting and its value.
         sizes: the expected ceiling of each variant.
     """
-    has_value = np.array([settings[name] == value for settings in posterior.variants])
-    variants = np.flatnonzero(has_value & posterior.usable)
+    has_value = np.array([settings[name] == value for settings in beliefs.variants])
+    variants = np.flatnonzero(has_value & beliefs.usable)
     if not len(variants):
         return None
-    leader = posterior.leader
+    incumbent = beliefs.incumbent
     fitting = variants[sizes[variants] >= 1]
-    if not len(fitting) or leader is None:
-        return _why_too_large(posterior, variants.tolist())
-    draws = posterior.log_speeds(sizes)[:, fitting]
-    best = draws[:, np.median(draws, axis=0).argmax()]
-    ahead = posterior.log_speed(leader.plan)
-    rates = f"predicted to reach {_rate(best)} at most, and the leading plan {_rate(ahead)}"
-    cost_s = min(posterior.spec.space.trial_cost_s(posterior.variants[i]) for i in fitting)
-    if cost_s > 0:
-        over = "" if posterior.spec.planned_samples is None else " over the whole training"
-        rates = f"about {cost_s:.0f} s more to try; with that {rates}{over}"
-    is_slower = np.median(best) <= np.median(ahead)
-    return rates if is_slower else f"not tried before the search stopped: {rates}"
+    if not len(fitting) or incumbent is None:
+        return _why_too_large(beliefs, variants.tolist())
+    speeds, times = beliefs.speeds(fitting, sizes[fitting])
+    at = int(speeds.argmax())
+    best, deviation = float(speeds[at]), math.sqrt(float(times.variance[at]))
+    ahead = beliefs.mean_log_speed(incumbent.plan)
+    cost_s = min(float(beliefs.known.trial_costs_s[i]) for i in fitting)
+    if cost_s > 0 and beliefs.spec.planned_samples:
+        return _why_costly(beliefs, best, float(beliefs.start_up_s[fitting[at]]), cost_s)
+    rates = (
+        f"predicted to reach {_rate(best, deviation)} at most, and the leading plan "
+        f"{_rate(ahead, beliefs.deviation(incumbent.plan))}"
+    )
+    return rates if best <= ahead else f"not tried before the search stopped: {rates}"
 
 
-def _rate(log_speeds: Array) -> str:
-    """Return the median of drawn log samples/s, with the digits that their scatter supports."""
-    speed = float(np.exp(np.median(log_speeds)))
-    return format_rate(speed, float(np.std(log_speeds)) * speed)
+def _why_costly(beliefs: Beliefs, best: float, start_up_s: float, cost_s: float) -> str:
+    """Return what a costly value that was not tried is expected to save and to take.
+
+    Args:
+        beliefs: after the search.
+        best: log samples/s of its best plan over the whole training, its start included.
+        start_up_s: that start.
+        cost_s: seconds more to try it.
+    """
+    assert beliefs.incumbent is not None
+    samples = beliefs.spec.planned_samples or 0
+    steps = round(samples / beliefs.spec.space.baseline.samples_per_step)
+    without_s = samples / math.exp(beliefs.mean_log_speed(beliefs.incumbent.plan))
+    saved_s = without_s - samples / math.exp(best) + start_up_s
+    takes = f"takes about {cost_s:.0f} s to try"
+    if saved_s <= 0:
+        return f"expected to save nothing over {steps:,} steps, and {takes}"
+    return f"expected to save about {saved_s:.0f} s over {steps:,} steps, and {takes}"
 
 
-def _why_too_large(posterior: Posterior, variants: Sequence[int]) -> str:
+def _rate(log_speed: float, deviation: float) -> str:
+    """Return log samples/s, with the digits that their deviation supports."""
+    speed = math.exp(log_speed)
+    return format_rate(speed, deviation * speed)
+
+
+def _why_too_large(beliefs: Beliefs, variants: Sequence[int]) -> str:
     """Return the reason if no plan of those variants is predicted to fit."""
-    space, smallest = posterior.spec.space, posterior.sizes.smallest
-    plans = [space.plan(int(smallest[i]), posterior.variants[i]) for i in variants]
-    held_bytes = [float(np.median(posterior.held_bytes(plan))) for plan in plans]
+    space, smallest = beliefs.spec.space, beliefs.sizes.smallest
+    plans = [space.plan(int(smallest[i]), beliefs.variants[i]) for i in variants]
+    held_bytes = [beliefs.held.quantile(plan) for plan in plans]
     held, plan = min(zip(held_bytes, plans, strict=True), key=lambda pair: pair[0])
     return (
         f"predicted to hold {format_bytes(held)} at micro-batch {plan.micro_batch} where "
-        f"{format_bytes(posterior.spec.vram_budget_bytes)} are allowed"
+        f"{format_bytes(beliefs.spec.vram_budget_bytes)} are allowed"
     )

@@ -128,13 +128,8 @@ class Survey:
         )
 
     def space_for(self, plan: Plan | None) -> Space:
-        """Return the space of a single plan: what is costly is in it where the plan names it.
-
-        As in searches: so that plans of reports, which may lack such settings, stay the same.
-        """
-        settings = plan.settings if plan else {}
-        named = {setting.partition(".")[0] for setting in settings}
-        return self.without_costly(named).without_opt_in(settings).space()
+        """Return the space of a single plan: what is opt-in is in it where the plan names it."""
+        return self.without_opt_in(plan.settings if plan else {}).space()
 
     def with_accumulation_free(self) -> Survey:
         """Return the survey of a search that may change the accumulation steps in any case."""
@@ -146,17 +141,16 @@ class Survey:
             self, notes=notes, may_change_accumulation=True, allow_accumulation_change=True
         )
 
-    def without_costly(self, asked_for: Collection[str]) -> Survey:
-        """Return the survey without what is costly to try, of strategies that nobody asked for."""
-        costly = {n.partition(".")[0] for n, d in self.dimensions.items() if d.is_costly}
-        left_out = costly - set(asked_for)
+    def without_costly(self) -> Survey:
+        """Return the survey without the strategies that have a setting that is costly to try."""
+        left_out = {n.partition(".")[0] for n, d in self.dimensions.items() if d.is_costly}
         if not left_out:
             return self
         dimensions, notes = dict(self.dimensions), list(self.notes)
         for name, dimension in self.dimensions.items():
             if name.partition(".")[0] in left_out:
                 dimensions[name] = Dimension(dimension.values[:1])
-        notes.append(f"{NOT_TRIED}{', '.join(sorted(left_out))} (pass planned_steps=)")
+        notes.append(f"{NOT_TRIED}{', '.join(sorted(left_out))} (planned_steps is 0)")
         return replace(self, dimensions=dimensions, notes=tuple(notes))
 
     def without_opt_in(self, asked_for: Collection[str]) -> Survey:

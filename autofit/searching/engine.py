@@ -41,9 +41,9 @@ from autofit.measurement import (
 )
 from autofit.plan import Plan
 from autofit.planning import confirmation, planner
+from autofit.planning.beliefs import Beliefs
 from autofit.planning.constants import COMPARED_LONGER, MOST_ACCIDENTS
 from autofit.planning.planner import believing
-from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.probing.prober import SupportsProbing
@@ -216,7 +216,7 @@ class Search:
         left = allowance.probes_left(self._trials)
         if store.ended is None and (left is None or left >= COMPARED):
             self._trials = store.compare_anew(self._trials)
-        self._posterior = Posterior(spec, self._trials)
+        self._beliefs = Beliefs(spec, self._trials)
         self._flights: dict[Job, _Flight] = {}
         self._accidents: list[Trial] = []  # the last probes, as far as all ended by accidents
         self.interrupts = Interrupts()
@@ -224,7 +224,7 @@ class Search:
     @property
     def _baseline(self) -> Trial | None:
         """The baseline's trial; None before it is stored, or if the machine was ill then."""
-        return next((t for t in self._posterior.probes if t.kind is TrialKind.BASELINE), None)
+        return next((t for t in self._beliefs.probes if t.kind is TrialKind.BASELINE), None)
 
     @property
     def has_ok_trial(self) -> bool:
@@ -257,15 +257,15 @@ class Search:
             NoFeasiblePlan, WorkloadFailed: no plan can be returned.
             StudyError: the study has lost its baseline.
         """
-        answer = confirmation.answer_of(self._posterior)
+        answer = confirmation.answer_of(self._beliefs)
         if answer is None and self._allowance.seconds_left == 0:
             raise self._allowance.too_short()
         if answer is None:
-            raise result.nothing_fits(self._posterior, self._trials)
+            raise result.nothing_fits(self._beliefs, self._trials)
         baseline = self._baseline
         if baseline is None:  # it is the first probe of any study that is whole
             raise StudyError(f"{self._store.name} lacks its baseline's trial: begin another study")
-        has_compared = confirmation.next_turn(self._posterior) is None
+        has_compared = confirmation.next_turn(self._beliefs) is None
         because = stop.because
         if stop.may_probe and not has_compared:
             limit = self._allowance.comparison_limit(self._trials)
@@ -276,7 +276,7 @@ class Search:
             answer.best,
             answer.recommended,
             baseline,
-            tuple(Skipped(*each) for each in confirmation.left_out(self._posterior)),
+            tuple(Skipped(*each) for each in confirmation.left_out(self._beliefs)),
             because,
             comparison_ended=has_compared,
             undecided_because=self._why_undecided(stop, answer, has_compared=has_compared),
@@ -292,7 +292,7 @@ class Search:
         What a limit cut is not where only one plan ran, or the baseline did not fit: then nothing
         tells how fast a plan is that had no time to run.
         """
-        ran = {trial.plan for trial in self._posterior.probes if trial.ok}
+        ran = {trial.plan for trial in self._beliefs.probes if trial.ok}
         baseline = self._baseline
         is_alone = len(ran) == 1 or baseline is None or baseline.plan not in ran
         is_cut = is_alone and not stop.is_exhausted and self._store.ended is None
@@ -316,7 +316,7 @@ class Search:
         may_probe = unlimited.spent(self._trials) is None
         if self._allowance == unlimited or not may_probe or self._foreign_sampler is not None:
             return None
-        decided = planner.decide(self._posterior, may_repeat=False)
+        decided = planner.decide(self._beliefs, may_repeat=False)
         return decided if isinstance(decided, Plan) else None
 
     def mark_ended(self, stop: Stop) -> None:
@@ -380,7 +380,7 @@ class Search:
 
     def _why_vetoed(self, vetoed: Sequence[Trial]) -> str:
         """Return why these proposals of a sampler, the last ones of all, were not run."""
-        ran = {trial.plan for trial in self._posterior.probes}
+        ran = {trial.plan for trial in self._beliefs.probes}
         again = sum(trial.plan in ran for trial in vetoed)
         rest = len(vetoed) - again
         whys = [f"{again} had run before"] if again else []
@@ -450,10 +450,10 @@ class Search:
             self._store.abandon(flight.asked)
         self._flights.clear()
 
-    def _believed(self) -> Posterior:
-        """Return the posterior that believes what is in flight."""
+    def _believed(self) -> Beliefs:
+        """Return the beliefs that believes what is in flight."""
         running = [(flight.plan, flight.kind) for flight in self._flights.values()]
-        return believing(self._posterior, running)
+        return believing(self._beliefs, running)
 
     @property
     def _begun(self) -> tuple[Trial, ...]:
@@ -496,10 +496,10 @@ class Search:
             plan = choice
             if isinstance(plan, BaseSampler):
                 plan = trial_codec.plan_of(asked.params, self._spec.space)
-            forecast = planner.forecast(self._posterior, plan)
+            forecast = planner.forecast(self._beliefs, plan)
             veto = None
             if self._may_veto and isinstance(choice, BaseSampler):
-                veto = planner.veto(self._posterior, plan)
+                veto = planner.veto(self._beliefs, plan)
             if veto is not None:
                 return self._stored(
                     asked, Trial(0, TrialKind.VETOED, plan, veto, forecast.peak_bytes)
@@ -596,7 +596,7 @@ class Search:
         self._trials = self._store.trials
         if trial.blames_workload:
             self._trials += (trial,)  # for its event; the study no longer shows it
-        self._posterior = self._posterior.updated(self._trials)
+        self._beliefs = self._beliefs.updated(self._trials)
         told = events.Vetoed if trial.kind is TrialKind.VETOED else events.ProbeFinished
         self._on_event(told(trial, self._progress()))
         return trial

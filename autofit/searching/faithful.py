@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from autofit.errors import SearchTimedOut
 from autofit.measurement import ACT
 from autofit.plan import Plan, Settings, unlike
+from autofit.planning.beliefs import Beliefs
 from autofit.planning.confirmation import answer_of
-from autofit.planning.posterior import Posterior
 from autofit.probing.prober import Prober
 from autofit.registry import resolve
 from autofit.report.record import Skipped, Undecided
@@ -128,7 +128,7 @@ def _without(result: SearchResult, faults: list[_Fault]) -> SearchResult:
         for trial in result.trials
         if not any(fault.settings.items() <= trial.plan.settings.items() for fault in faults)
     ]
-    answer = answer_of(Posterior(spec, left))
+    answer = answer_of(Beliefs(spec, left))
     assert answer is not None, "the baseline fits and has no setting that is not plain"
     named = [", ".join(f"{name}={value}" for name, value in f.settings.items()) for f in faults]
     return replace(

@@ -14,7 +14,7 @@ from typing import Any
 from optuna.samplers import BaseSampler
 
 from autofit.errors import InvalidArgument
-from autofit.plan import check_count
+from autofit.plan import PLANNED_STEPS, check_count
 from autofit.planning.search_spec import Effort
 from autofit.registry import Unnamed
 from autofit.report.report import check_writable
@@ -111,7 +111,7 @@ class SearchArguments:
         strategies: names or Strategy objects; None: all that `numerics` allows.
         planned_steps: optimizer steps that the training will take. Settings whose trials take long,
             such as a compilation, are tried where they are expected to save more than that over so
-            many steps, and count with it. None: they are left out, unless `strategies` names them.
+            many steps, and count with it. 0: they are left out. None: as if it had no end.
         max_probes: the most probes: runs of a plan that are timed, baseline and confirmations
             counted. The look at the workload before the first probe (its memory, settings and split
             gradients) and the profile of a step after the last one are not counted.
@@ -133,7 +133,7 @@ class SearchArguments:
     device: str | Sequence[str] | None = None
     numerics: Numerics | str = "reduced_precision"
     strategies: Iterable[str | Strategy] | None = None
-    planned_steps: int | None = None
+    planned_steps: int | None = PLANNED_STEPS
     max_probes: int | None = None
     timeout: float | None = None
     study: str | os.PathLike[str] | None = None
@@ -143,9 +143,10 @@ class SearchArguments:
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        for name in ("max_probes", "planned_steps"):
-            if (count := getattr(self, name)) is not None:
-                check_count(name, count)
+        if self.max_probes is not None:
+            check_count("max_probes", self.max_probes)
+        if self.planned_steps is not None:
+            check_count("planned_steps", self.planned_steps, least=0)
         if not isinstance(self.strategies, str | Sequence) and isinstance(
             self.strategies, Iterable
         ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.errors import AutofitError, NoFeasiblePlan, SearchTimedOut, WorkloadFailed
 from autofit.measurement import ACT, NOT_TRIED, Outcome, Trial, TrialKind, oom_probes_of, probes_of
 from autofit.plan import Plan, ResolvedPlan
-from autofit.planning.posterior import Posterior
+from autofit.planning.beliefs import Beliefs
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober
@@ -291,9 +290,9 @@ def workload_failure(trial: Trial) -> AutofitError | None:
     return None
 
 
-def nothing_fits(posterior: Posterior, trials: Sequence[Trial]) -> AutofitError:
+def nothing_fits(beliefs: Beliefs, trials: Sequence[Trial]) -> AutofitError:
     """Return the error of a search none of whose plans, run in these trials, can be returned."""
-    spec, tried = posterior.spec, posterior.probes
+    spec, tried = beliefs.spec, beliefs.probes
     about_memory = [trial for trial in tried if trial.measurement.outcome.about_memory]
     if not about_memory:
         last = probes_of(trials)[-1]
@@ -303,7 +302,7 @@ def nothing_fits(posterior: Posterior, trials: Sequence[Trial]) -> AutofitError:
         )
 
     def expected(trial: Trial) -> float:
-        return float(statistics.median(posterior.held_bytes(trial.plan).tolist()))
+        return beliefs.held.quantile(trial.plan)
 
     nearest = min(about_memory, key=lambda trial: (expected(trial), trial.plan.micro_batch))
     if nearest.measurement.is_of_evaluation:
@@ -311,10 +310,10 @@ def nothing_fits(posterior: Posterior, trials: Sequence[Trial]) -> AutofitError:
     held = nearest.measurement.held_bytes
     if held is not None and held > spec.vram_budget_bytes:
         return none_fits(spec, nearest.plan, held, held)
-    if not posterior.can_predict_memory:
+    if not beliefs.can_predict_memory:
         return none_fits(spec, nearest.plan, None, None)
     needed = max(expected(nearest), spec.vram_budget_bytes + 1)
-    return none_fits(spec, nearest.plan, round(needed), _sufficient(posterior), is_expected=True)
+    return none_fits(spec, nearest.plan, round(needed), _sufficient(beliefs), is_expected=True)
 
 
 def none_fits(
@@ -355,16 +354,15 @@ def none_fits(
     )
 
 
-def _sufficient(posterior: Posterior) -> int | None:
+def _sufficient(beliefs: Beliefs) -> int | None:
     """Return the bytes that the leanest plan stays under with a probability of 75 %."""
-    space, smallest = posterior.spec.space, posterior.sizes.smallest
-    draws = [
-        posterior.held_bytes(space.plan(int(smallest[at]), settings))
-        for at, settings in enumerate(posterior.variants)
-        if posterior.usable[at]
+    space, smallest = beliefs.spec.space, beliefs.sizes.smallest
+    needs = [
+        beliefs.held.quantile(space.plan(int(smallest[at]), settings), 0.75)
+        for at, settings in enumerate(beliefs.variants)
+        if beliefs.usable[at]
     ]
-    needs = [statistics.quantiles(held.tolist(), n=4)[-1] for held in draws]
-    return round(max(min(needs), posterior.spec.vram_budget_bytes + 1)) if needs else None
+    return round(max(min(needs), beliefs.spec.vram_budget_bytes + 1)) if needs else None
 
 
 def with_measured_need(error: NoFeasiblePlan, prober: Prober, spec: SearchSpec) -> NoFeasiblePlan:

@@ -19,8 +19,8 @@ from autofit.errors import InvalidArgument
 from autofit.measurement import TrialKind
 from autofit.plan import Dimension, Plan, Scalar
 from autofit.planning import confirmation, planner
+from autofit.planning.beliefs import Beliefs
 from autofit.planning.planner import believing
-from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching import trial_codec
 from autofit.space import Space
@@ -105,14 +105,14 @@ class Sampler(BaseSampler):
                 "the sampler maximizes samples per second: make the study with "
                 'direction="maximize" and return them'
             )
-        posterior = self._posterior(study, trial)
-        decided = planner.decide(posterior)
+        beliefs = self._beliefs(study, trial)
+        decided = planner.decide(beliefs)
         if isinstance(decided, Plan):
             return trial_codec.params_of(decided)
         with suppress(RuntimeError):  # of a study that is asked and told, whose owner decides
             study.stop()
-        best = confirmation.best_of(posterior)
-        return trial_codec.params_of(posterior.spec.space.baseline if best is None else best.plan)
+        best = confirmation.best_of(beliefs)
+        return trial_codec.params_of(beliefs.spec.space.baseline if best is None else best.plan)
 
     def sample_independent(
         self,
@@ -131,7 +131,7 @@ class Sampler(BaseSampler):
     def _spec_of(self, study: Study) -> SearchSpec:
         return self._spec or trial_codec.spec_of(study)
 
-    def _posterior(self, study: Study, asked: FrozenTrial) -> Posterior:
+    def _beliefs(self, study: Study, asked: FrozenTrial) -> Beliefs:
         spec, trials = self._spec_of(study), study.get_trials(deepcopy=False)
         compared_from = study.user_attrs.get(trial_codec.COMPARED_FROM, 0)
         measured = trial_codec.trials_in(trials, compared_from, spec)
@@ -142,7 +142,7 @@ class Sampler(BaseSampler):
             if trial.state is TrialState.RUNNING and trial.number != asked.number
             if names <= trial.params.keys()
         ]
-        return believing(Posterior(spec, measured), running)
+        return believing(Beliefs(spec, measured), running)
 
 
 class GivenPlan(BaseSampler):

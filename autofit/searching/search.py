@@ -19,7 +19,7 @@ from autofit.interrupts import interrupts_remembered
 from autofit.measurement import Trial, TrialKind
 from autofit.memory.blocks import LARGE_SEGMENT_BYTES
 from autofit.notebook import is_watched
-from autofit.plan import ResolvedPlan
+from autofit.plan import PLANNED_STEPS, ResolvedPlan
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.probing.prober import Prober, Target, open_prober
@@ -71,7 +71,7 @@ def search(
     device: str | Sequence[str] | None = None,
     numerics: Numerics | str = "reduced_precision",
     strategies: Iterable[str | Strategy] | None = None,
-    planned_steps: int | None = None,
+    planned_steps: int | None = PLANNED_STEPS,
     max_probes: int | None = None,
     timeout: float | None = None,
     study: str | os.PathLike[str] | None = None,
@@ -97,7 +97,8 @@ def search(
         device: "cuda", "cuda:1", "cpu", "all" (every GPU) or a list; None: cuda where there is one.
         numerics: "exact", "rounding" or "reduced_precision": what may change in the arithmetic.
         strategies: names or Strategy objects; None: all that `numerics` allows.
-        planned_steps: optimizer steps of the training: costly values are tried, such as compile.
+        planned_steps: optimizer steps of the training: what costs more to try than it is expected
+            to save over them, such as a compilation, is not tried. 0: nothing costly is.
         max_probes: the most timed runs of plans.
         timeout: seconds until the search ends, with what was measured by then.
         study: a file path or an Optuna storage URL, to resume the search from.
@@ -278,8 +279,8 @@ class _Course:
     def _as_asked(self, survey: Survey) -> Survey:
         """Return the survey of what the arguments allow, and tell of a busy machine."""
         survey = survey.without_opt_in(self.asked.named)
-        if self.asked.planned_steps is None:
-            survey = survey.without_costly(self.asked.named)
+        if self.asked.planned_steps == 0:
+            survey = survey.without_costly()
         if self.asked.options.allow_accumulation_change:
             survey = survey.with_accumulation_free()
         check_weights_fit(survey)
@@ -344,7 +345,7 @@ class _Course:
                 segment_bytes=LARGE_SEGMENT_BYTES,
             )
         steps, samples = self.asked.planned_steps, spec.space.baseline.samples_per_step
-        planned_samples = None if steps is None else steps * samples
+        planned_samples = steps * samples if steps else None
         effort = Effort(self.asked.options.effort)
         return survey, replace(spec, effort=effort, planned_samples=planned_samples)
 

@@ -20,12 +20,13 @@ from typing import Any
 
 from autofit.devices.gpu_catalogue import Gpu
 from autofit.memory.blocks import LARGE_SEGMENT_BYTES
-from autofit.plan import Dimension, Plan, Scalar, Settings, VariantKey, variant_key
+from autofit.plan import Plan, Scalar, Settings, VariantKey, variant_key
 from autofit.planning.search_spec import MemoryLine, SearchSpec, TimeLine
 from autofit.space import Space
 from autofit.testing import SimulatedProber
 from autofit.units import GIB
 from benchmarks.grids.kernels import RECORDED, time_lines
+from benchmarks.levers import dimension_of
 
 WORKLOADS = ("gpt2_small", "resnet50")
 BUDGETS_BYTES = {"gpt2_small": 24 * GIB, "resnet50": 12 * GIB}
@@ -184,7 +185,7 @@ def grid_world(name: str, *, seed: int = 0) -> GridWorld:
         rows.setdefault(variant_key(settings), []).append(_row_of(row))
     sizes = [int(row["micro_batch"]) for row in recorded]
     space = Space(
-        {setting: Dimension(tuple(them)) for setting, them in values.items() if len(them) > 1},
+        {setting: dimension_of(tuple(them)) for setting, them in values.items() if len(them) > 1},
         sample_batch_size=min(sizes),
         max_micro_batch=max(sizes),
     )

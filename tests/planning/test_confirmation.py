@@ -14,9 +14,9 @@ import pytest
 
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
+from autofit.planning.beliefs import Beliefs
 from autofit.planning.confirmation import answer_of, best_of, next_turn
 from autofit.planning.constants import MOST_ROUNDS
-from autofit.planning.posterior import Posterior
 from autofit.searching.engine import run_search
 from autofit.units import GIB
 from tests.planning.conftest import Searched
@@ -57,7 +57,7 @@ def _compared(
 ) -> list[Trial]:
     """The trials of the final comparison of plans that take so many milliseconds and GiB."""
     compared: list[Trial] = []
-    while (plan := next_turn(Posterior(device.spec(), [*searched, *compared]))) is not None:
+    while (plan := next_turn(Beliefs(device.spec(), [*searched, *compared]))) is not None:
         compared += _trials((CONFIRMED, plan, measured[plan], held.get(plan, 2)))
         assert len(compared) <= 5 * MOST_ROUNDS
     return compared
@@ -81,9 +81,9 @@ def test_searches_beside_busy_loops_are_decided_and_right(
 
 
 def _best(device: SimulatedDevice, trials: list[Trial], **spec: Any) -> Plan:
-    posterior = Posterior(replace(device.spec(), **spec), trials)
-    assert next_turn(posterior) is None
-    best: Any = best_of(posterior)
+    beliefs = Beliefs(replace(device.spec(), **spec), trials)
+    assert next_turn(beliefs) is None
+    best: Any = best_of(beliefs)
     assert best.kind is TrialKind.CONFIRMATION
     return best.plan
 
@@ -137,7 +137,7 @@ def _noisy(trials: list[Trial], noise: float) -> list[Trial]:
 
 
 def _answer(device: SimulatedDevice, trials: list[Trial]) -> Any:
-    return answer_of(Posterior(device.spec(), trials))
+    return answer_of(Beliefs(device.spec(), trials))
 
 
 def test_rounds_that_agree_tell_plans_apart_that_the_search_could_not(
@@ -222,7 +222,7 @@ def test_each_round_has_every_finalist_once_and_the_comparison_four_rounds(
     unsteady = {BASE: [100, 300, 90, 200], OTHER: [200, 110, 180, 100]}
     trials = _trials((BASELINE, BASE, 100, 2), (SEARCH, OTHER, 100, 1))
     order: list[Plan] = []
-    while (plan := next_turn(Posterior(device.spec(), trials))) is not None:
+    while (plan := next_turn(Beliefs(device.spec(), trials))) is not None:
         ((_, ms),) = [(p, its[order.count(p)]) for p, its in unsteady.items() if p == plan]
         trials += [replace(t, number=len(trials)) for t in _trials((CONFIRMED, plan, ms, 1))]
         order.append(plan)
@@ -258,7 +258,7 @@ def test_a_search_that_was_cut_short_compares_like_with_like(device: SimulatedDe
         (SEARCH, FAST, 300, 3),
         (CONFIRMED, BASE, 20, 2),
     )
-    best: Any = best_of(Posterior(device.spec(), trials))
+    best: Any = best_of(Beliefs(device.spec(), trials))
     assert best.plan == FAST
 
 
@@ -300,7 +300,7 @@ def test_a_comparison_that_was_cut_short_has_its_winner_so_far(device: Simulated
         (SEARCH, lucky, 198, 3),
         *((CONFIRMED, plan, ms, 2) for plan, ms in ((leader, 300), (BASE, 100))),
     )
-    posterior = Posterior(device.spec(), trials)
-    assert next_turn(posterior) == lucky
-    best: Any = best_of(posterior)
+    beliefs = Beliefs(device.spec(), trials)
+    assert next_turn(beliefs) == lucky
+    best: Any = best_of(beliefs)
     assert best.plan == leader

@@ -11,9 +11,8 @@ import pytest
 
 from autofit.measurement import Outcome, Trial
 from autofit.memory.blocks import LARGE_SEGMENT_BYTES
-from autofit.plan import Dimension, Plan
-from autofit.planning.posterior import Posterior
-from autofit.planning.proposals import oom_cost
+from autofit.plan import CostHint, Dimension, Plan
+from autofit.planning.beliefs import Beliefs
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space
@@ -22,6 +21,11 @@ from autofit.units import GIB
 from tests.simulated import DIMENSIONS, LEVEL, make_trial
 
 FIXED = 8 * GIB
+HINTED = Dimension(
+    range(5),
+    hints={n: CostHint(1 - 0.15 * n, seconds_per_sample=1 + 0.08 * n) for n in range(1, 5)},
+)
+"""Levels of checkpointing, with the hints that the strategy gives."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Training:
 
     @property
     def space(self) -> Space:
-        dimensions = DIMENSIONS if self.has_settings else {}
+        dimensions = {**DIMENSIONS, LEVEL: HINTED} if self.has_settings else {}
         return Space(dimensions, self.samples, global_batch=self.global_batch)
 
     @property
@@ -114,8 +118,8 @@ def test_the_answer_is_near_the_best_of_all_plans_within_15_probes(training: Tra
     assert len(prober.probed) <= 15
 
 
-def _after(resident_bytes: int | None) -> Posterior:
-    """The posterior after one probe of one sample, which held 85 % of the budget."""
+def _after(resident_bytes: int | None) -> Beliefs:
+    """The beliefs after one probe of one sample, which held 85 % of the budget."""
     space = Space({"optimizer.state": Dimension(("default", "8bit"))}, 1)
     held = round(0.85 * GIB)
     trial = make_trial(
@@ -127,14 +131,14 @@ def _after(resident_bytes: int | None) -> Posterior:
         non_torch_bytes=0,
         resident_bytes=resident_bytes,
     )
-    return Posterior(SearchSpec(space, GIB), [trial])
+    return Beliefs(SearchSpec(space, GIB), [trial])
 
 
 def test_what_is_resident_is_no_samples() -> None:
     known, unknown = _after(round(0.8 * GIB)), _after(None)
-    assert np.quantile(known.memory.intercept[:, 0], 0.05) >= math.log(0.76 * GIB)
-    assert np.median(known.memory_limit[:, 0]) >= 2
-    assert np.median(known.memory_limit[:, 0]) > np.median(unknown.memory_limit[:, 0])
+    assert known.held.lines.coefficients[0, 0] >= math.log(0.76 * GIB)
+    assert known.held.limits(0.5)[0] >= 2
+    assert known.held.limits(0.5)[0] > unknown.held.limits(0.5)[0]
 
 
 def test_a_variant_that_holds_less_is_measured_for_itself() -> None:
@@ -148,9 +152,9 @@ def test_a_variant_that_holds_less_is_measured_for_itself() -> None:
         "resident_bytes": round(0.4 * GIB),
     }
     trials: list[Trial] = [*known.measured, make_trial(1, plan, **half)]
-    after = Posterior(known.spec, trials)
-    assert np.median(after.held_bytes(plan)) == pytest.approx(0.45 * GIB, rel=0.05)
-    assert np.quantile(after.memory.intercept[:, 1], 0.95) < math.log(0.5 * GIB)
+    after = Beliefs(known.spec, trials)
+    assert after.held.quantile(plan) == pytest.approx(0.45 * GIB, rel=0.05)
+    assert after.held.lines.coefficients[0, 1] < math.log(0.5 * GIB)
 
 
 def test_the_baselines_oom_makes_no_further_one_dearer() -> None:
@@ -162,8 +166,8 @@ def test_the_baselines_oom_makes_no_further_one_dearer() -> None:
     }
     fits = make_trial(1, Plan(8), **held)
     risk = np.array([0.1])
-    alone = oom_cost(Posterior(spec, [fits]), risk)
-    after = oom_cost(Posterior(spec, [make_trial(0, Plan(64), Outcome.OOM), fits]), risk)
-    chosen = oom_cost(Posterior(spec, [fits, make_trial(2, Plan(64), Outcome.OOM)]), risk)
+    alone = Beliefs(spec, [fits]).oom_cost(risk)
+    after = Beliefs(spec, [make_trial(0, Plan(64), Outcome.OOM), fits]).oom_cost(risk)
+    chosen = Beliefs(spec, [fits, make_trial(2, Plan(64), Outcome.OOM)]).oom_cost(risk)
     assert after == alone
     assert chosen > alone

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from autofit.measurement import Measurement, Outcome, TrialKind
-from autofit.plan import CostHint, Dimension, Plan, variant_key
+from autofit.plan import Dimension, Plan
 from autofit.planning import planner
-from autofit.planning.posterior import Posterior
-from autofit.planning.proposals import oom_cost
+from autofit.planning.beliefs import Beliefs
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space
@@ -33,16 +32,16 @@ def test_a_decision_depends_on_specification_and_trials_alone(
     spec, trials = device.spec(), searched[0].trials[:5]
     again = SearchSpec.from_json(spec.to_json())
     for count in range(1, len(trials)):
-        first = planner.decide(Posterior(spec, trials[:count]))
-        assert planner.decide(Posterior(again, trials[:count])) == first
+        first = planner.decide(Beliefs(spec, trials[:count]))
+        assert planner.decide(Beliefs(again, trials[:count])) == first
 
 
 def test_vetoed_trials_change_no_decision(device: SimulatedDevice, searched: Searched) -> None:
     trials = searched[0].trials[:4]
     vetoed = replace(trials[1], kind=TrialKind.VETOED, measurement=Measurement(Outcome.OVER_BUDGET))
-    before = Posterior(device.spec(), trials)
+    before = Beliefs(device.spec(), trials)
     assert before.updated((*trials, vetoed)) is before
-    assert planner.decide(Posterior(device.spec(), (*trials, vetoed))) == planner.decide(before)
+    assert planner.decide(Beliefs(device.spec(), (*trials, vetoed))) == planner.decide(before)
     assert before.updated(trials[:-1]).probes == list(trials[:-1])
 
 
@@ -55,10 +54,10 @@ def test_it_finds_the_best_plan_with_few_probes_and_no_oom(
     assert result.probes <= 20
 
 
-def test_no_step_is_longer_than_four_times_the_largest_measured(searched: Searched) -> None:
+def test_no_step_is_longer_than_six_times_the_largest_measured(searched: Searched) -> None:
     largest = 0
     for request in searched[1]:
-        assert largest == 0 or request.plan.micro_batch <= 4 * largest
+        assert largest == 0 or request.plan.micro_batch <= 6 * largest
         largest = max(largest, request.plan.micro_batch)
 
 
@@ -126,43 +125,9 @@ def test_with_predicted_lines_the_first_step_is_foreseen(
     other = make_device(sample_batch_size=1)
     spec = with_predicted_lines(other, most_changed=most_changed)
     trials = run_search(other.prober(), spec, max_probes=2).trials[:1]
-    plan: Any = planner.decide(Posterior(spec, trials))
-    expected = planner.forecast(Posterior(spec, ()), plan).peak_bytes
+    plan: Any = planner.decide(Beliefs(spec, trials))
+    expected = planner.forecast(Beliefs(spec, ()), plan).peak_bytes
     assert expected == pytest.approx(other.memory(plan), rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("given", "has_prior_memory"),
-    [
-        ("nothing", False),
-        ("nothing on no settings", False),
-        ("some", False),
-        ("hints", True),
-        ("lines", True),
-    ],
-)
-def test_risks_are_weighed_in_proportion_only_with_a_prior_on_memory(
-    device: SimulatedDevice, given: str, has_prior_memory: bool
-) -> None:
-    spec: SearchSpec = device.spec()
-    if given == "lines":
-        lines = {variant_key(settings): (1e9, 1e8) for settings in spec.space.variants()}
-        spec = replace(spec, predicted_lines=lines)
-    elif given == "nothing on no settings":
-        spec = replace(spec, space=replace(spec.space, dimensions={}))
-    elif given != "nothing":
-        hinted = [*spec.space.dimensions][: None if given == "hints" else 1]
-        dimensions = {
-            name: replace(
-                each, hints=dict.fromkeys(each.values[1:], CostHint(bytes_per_sample=0.9))
-            )
-            if name in hinted
-            else each
-            for name, each in spec.space.dimensions.items()
-        }
-        spec = replace(spec, space=replace(spec.space, dimensions=dimensions))
-    small, large = oom_cost(Posterior(spec, ()), np.array([0.04, 0.36]))
-    assert large / small == pytest.approx(9 if has_prior_memory else 3)
 
 
 @pytest.mark.slow
@@ -208,9 +173,9 @@ def test_no_costly_value_is_tried_that_the_time_does_not_suffice_for(
 ) -> None:
     other = _compiling(make_device, trial_cost_s=30.0)
     spec, cheap = other.spec(), replace(other.spec(), planned_samples=1_000)
-    posterior = Posterior(spec, run_search(other.prober(), cheap).trials)
-    assert isinstance(planner.decide(posterior, seconds_left=29.0), planner.NothingLeft)
-    plan: Any = planner.decide(posterior, seconds_left=31.0)
+    beliefs = Beliefs(spec, run_search(other.prober(), cheap).trials)
+    assert isinstance(planner.decide(beliefs, seconds_left=29.0), planner.NothingLeft)
+    plan: Any = planner.decide(beliefs, seconds_left=31.0)
     assert plan.settings["compile.mode"] != "off"
 
 
@@ -224,12 +189,12 @@ def test_the_start_of_a_costly_plan_counts_over_the_training(make_device: MakeDe
         for t in trials
     ]
     plan = next(t.plan for t in started if t.plan.settings["compile.mode"] != "off")
-    unknown = Posterior(other.spec(), started).log_speed(plan)
+    unknown = Beliefs(other.spec(), started).mean_log_speed(plan)
     for samples in (1_000, 1_000_000):
         spec = replace(other.spec(), planned_samples=samples)
-        seconds = samples / np.exp(unknown) + 50.0
-        counted = Posterior(spec, started).log_speed(plan)
-        np.testing.assert_allclose(np.exp(counted), samples / seconds)
+        seconds = samples / math.exp(unknown) + 50.0
+        counted = Beliefs(spec, started).mean_log_speed(plan)
+        assert math.exp(counted) == pytest.approx(samples / seconds)
 
 
 def test_a_warm_start_counts_where_one_was_measured(make_device: MakeDevice) -> None:
@@ -243,8 +208,8 @@ def test_a_warm_start_counts_where_one_was_measured(make_device: MakeDevice) -> 
             replace(compiled.measurement, start_up_s=5.0, start_is_warm=is_warm),
         ]
         starts = [replace(compiled, measurement=each) for each in measured]
-        posterior = Posterior(spec, [*trials, *starts])
-        assert posterior.start_up_s[posterior.index(compiled.plan)] == counted_s
+        beliefs = Beliefs(spec, [*trials, *starts])
+        assert beliefs.start_up_s[beliefs.index(compiled.plan)] == counted_s
 
 
 def test_settings_that_forbid_accumulation_are_probed_in_one_micro_batch(

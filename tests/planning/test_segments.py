@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind, probes_of
 from autofit.plan import CostHint, Dimension, Plan
-from autofit.planning.posterior import Posterior
+from autofit.planning.beliefs import Beliefs
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space
@@ -74,8 +73,8 @@ def test_what_is_allocated_tells_how_much_fits_where_segments_hide_it() -> None:
             Trial(at, TrialKind.SEARCH, space.plan(size, {}), _measured(size, allocated=allocated))
             for at, size in enumerate(sizes)
         ]
-        posterior = Posterior(spec, trials)
-        return float(np.median(posterior.held_bytes(space.plan(20, {})))) / MIB
+        beliefs = Beliefs(spec, trials)
+        return beliefs.held.quantile(space.plan(20, {})) / MIB
 
     expected = 22 + 2 * 20 + 20 / 2  # MiB: as it allocates, and half a segment
     sizes = (4, 7, 11)
@@ -92,9 +91,10 @@ def test_one_probe_does_not_tell_what_its_segments_hide() -> None:
         Trial(at, TrialKind.SEARCH, space.plan(size, {}), _measured(size, allocated=True))
         for at, size in enumerate((4, 7, 11))
     ]
-    first, all_of_them = Posterior(spec, trials[:1]), Posterior(spec, trials)
-    assert first.reading_error(BUDGET) == pytest.approx(first.memory_error(BUDGET))
-    assert all_of_them.reading_error(BUDGET) < 0.8 * all_of_them.memory_error(BUDGET)
+    first, all_of_them = Beliefs(spec, trials[:1]), Beliefs(spec, trials)
+    of_first, of_all = (each.held.weigh(BUDGET)[1] for each in (first, all_of_them))
+    assert of_first == pytest.approx(first.held.error(BUDGET))
+    assert of_all < 0.8 * all_of_them.held.error(BUDGET)
 
 
 def _measured(size: int, *, allocated: bool) -> Measurement:

@@ -159,7 +159,7 @@ def test_valid_arguments_pass() -> None:
         ("max_probes", 0),
         ("max_probes", 1.5),
         ("max_probes", True),
-        ("planned_steps", 0),
+        ("planned_steps", -1),
         ("planned_steps", 2.5),
         ("timeout", 0),
         ("timeout", "3"),

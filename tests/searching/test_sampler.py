@@ -12,7 +12,7 @@ from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Dimension, Plan
 from autofit.planning import planner
-from autofit.planning.posterior import Posterior
+from autofit.planning.beliefs import Beliefs
 from autofit.searching import trial_codec
 from autofit.searching.engine import run_search
 from autofit.searching.sampler import GivenPlan, Sampler
@@ -25,7 +25,7 @@ def test_any_process_with_the_study_asks_for_the_planners_plan(device: Simulated
         run_search(device.prober(), device.spec(), store=store, max_probes=4)
         store.study.sampler = Sampler()
         asked = store.study.ask(trial_codec.distributions(device.space))
-        decided = planner.decide(Posterior(device.spec(), store.trials))
+        decided = planner.decide(Beliefs(device.spec(), store.trials))
         assert isinstance(decided, Plan)
     assert asked.params == trial_codec.params_of(decided)
 
@@ -34,7 +34,7 @@ def test_a_finished_planner_repeats_the_best_plan(make_device: MakeDevice) -> No
     small = make_device(dimensions={}, max_micro_batch=4)
     with Store.open(None, {}) as store:
         result = run_search(small.prober(), small.spec(), store=store)
-        decided = planner.decide(Posterior(small.spec(), store.trials))
+        decided = planner.decide(Beliefs(small.spec(), store.trials))
         assert isinstance(decided, planner.NothingLeft)
         store.study.sampler = Sampler()
         asked = store.study.ask(trial_codec.distributions(small.space))

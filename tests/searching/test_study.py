@@ -104,7 +104,7 @@ def test_a_search_that_ended_is_answered_from_its_study(
 
 def _searched(device: SimulatedDevice, path: Path) -> str:
     with Store.open(path, IDENTITY) as store:
-        run_search(device.prober(), device.spec(), store=store, max_probes=4)
+        run_search(device.prober(), device.spec(), store=store, max_probes=8)
     return path.read_text()
 
 

@@ -1,0 +1,16 @@
+"""Dimensions of simulated worlds, with the values that the strategies name as levers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autofit.plan import Dimension, Scalar
+
+LEVERS = ("bfloat16", "float16", "channels_last", "fused", "foreach")
+
+
+def dimension_of(values: Sequence[Scalar], **known: Any) -> Dimension:
+    """Return the dimension of these values, with the first lever among those that are not plain."""
+    offered = [value for value in LEVERS if value in values[1:]]
+    return Dimension(values, lever=next(iter(offered), None), **known)
