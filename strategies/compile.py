@@ -391,8 +391,8 @@ def _refuse_second_derivatives(output: Any) -> None:
     the block too, it fails at once, with an error that names no cause.
     """
     for each in output if isinstance(output, tuple | list) else [output]:
-        node = getattr(each, "grad_fn", None)
-        if node is not None and type(node).__name__ == _COMPILED_BACKWARD:
+        node: Any = getattr(each, "grad_fn", None)
+        if type(node).__name__ == _COMPILED_BACKWARD:
             node.register_prehook(_check_first)
 
 
