@@ -279,12 +279,13 @@ def _costly_candidates(
     """
     beside = _beside_fastest(beliefs, allowed)
     ran = {beliefs.index(trial.plan) for trial in beliefs.probes}
-    new = np.array([variant for variant in beside if variant not in ran], dtype=np.intp)
+    bare = beliefs.known.without_recomputation
+    new = np.array([v for v in beside if v not in ran and bare[v] == v], dtype=np.intp)
     sizes = np.array([beside[variant] for variant in new.tolist()], dtype=np.int64)
     fits = beliefs.held.chance(new, sizes) >= 1 - RISKS[-1]
     sizes = np.where(fits & (sizes <= beliefs.reach[new]), sizes, beliefs.cautious[new])
-    kept = (sizes >= 1) & ~_is_needless(beliefs, new, sizes)
-    known = [v for v in beside if {v, int(beliefs.known.without_recomputation[v])} & ran]
+    kept = sizes >= 1
+    known = [v for v in beside if {v, int(bare[v])} & ran]
     may = np.zeros(len(allowed), dtype=bool)
     may[known] = True
     return (new[kept], sizes[kept]), _candidates(beliefs, may)[:2]

@@ -18,7 +18,7 @@ QUICK, THOROUGH = 10.0, 0.25  # times the least worth; a promise of `effort`
 NOISE_WORTH = 0.05  # of the noise of the incumbent's probes: no gain below it is looked for
 MAX_WITHOUT_FIT = 12  # probes while nothing fits; not measured
 # The fewest and the most that a search without a limit usually takes, final comparison included.
-USUAL_PROBES = (13, 30)  # probes
+USUAL_PROBES = (11, 24)  # probes
 USUAL_PROBES_WITH_LINES = (10, 21)  # probes
 USUAL_PROBES_OF_SIZES = (2, 8)  # probes, where no setting has a second value
 

@@ -82,7 +82,10 @@ class EventWords:
                 self._plain = event.plan.settings
             if self._probing_since is None:
                 self._probing_since = event.progress.elapsed_s
-        self._finished += isinstance(event, ProbeFinished)
+        if isinstance(event, ProbeFinished):
+            self._finished += 1
+            if event.trial.kind is TrialKind.BASELINE:  # it may begin before settings are known
+                self._plain = event.trial.plan.settings
 
     def doing(self, event: Event) -> str:
         """Describe what runs after the event."""

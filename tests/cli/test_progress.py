@@ -301,3 +301,17 @@ def test_text_is_as_wide_as_the_terminal_up_to_100_columns(
     unbroken = ("    ", "Apply:", "More:", "Page:")  # code and commands
     bare = [line for line in lines if not line.startswith(unbroken)]
     assert most - 12 <= max(map(len, bare)) <= most
+
+
+def test_plans_are_shown_without_the_settings_of_the_baseline_that_ran_first() -> None:
+    """The baseline begins before it is known which settings it leaves at their first values."""
+    words, progress = EventWords(), Progress(1, 0, None, 1.0, None, None)
+    bare = Plan(4)
+    full = Plan(4, settings={"precision.dtype": "default", "compile.mode": "off"})
+    words.learn(ProbeStarted(bare, TrialKind.BASELINE, None, progress))
+    measured = Measurement(Outcome.OK, step_times_s=[0.1] * 3)
+    words.learn(ProbeFinished(Trial(0, TrialKind.BASELINE, full, measured), progress))
+    half = Plan(8, settings={**full.settings, "precision.dtype": "bfloat16"})
+    assert words.doing(ProbeStarted(half, TrialKind.SEARCH, None, progress)) == (
+        "running 8 x 1, precision.dtype=bfloat16"
+    )
