@@ -21,7 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autofit.errors import InvalidArgument, release_exception, with_type
-from autofit.plan import Dimension
+from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView, calls_watched
 
 from .calls import run_step
@@ -34,10 +34,11 @@ from .deferred_logits import (
 from .one_setting import OneSetting
 
 SETTING = "head_loss.rows"
-ROWS = (2048, 256)
-"""Rows of logits that a chunk has. In bfloat16 with 50,000 classes 2,048 hold 1.2 GiB with their
-gradient and its float32 copies, and 256 hold 150 MiB. On an H100 a training took 5 % and 21 %
-longer with them than with all at once (benchmarks/results/gpu-h100-2026-11-27.md)."""
+SLOWER = {2048: 0.05, 256: 0.21}
+"""Rows of logits that a chunk has, and by how much longer a training took with them on an H100 than
+with all at once (benchmarks/results/gpu-h100-2026-11-27.md). In bfloat16 with 50,000 classes 2,048
+hold 1.2 GiB with their gradient and its float32 copies, and 256 hold 150 MiB."""
+ROWS = tuple(SLOWER)
 
 FEWEST_CLASSES = 4096
 """Smaller rows of logits are not worth a probe."""
@@ -85,6 +86,7 @@ class HeadLoss(OneSetting):
         dimension = Dimension(
             [0, *ROWS],
             payloads=dict.fromkeys(ROWS, payload),
+            hints={} if share is None else _hints(share),
             when={
                 "compile.mode": ("off", None),  # compiled heads return their logits
                 "parallel.mode": ("ddp", "ddp_view", "zero1", None),  # others free the weight
@@ -126,6 +128,14 @@ class HeadLoss(OneSetting):
             f"heads = [model.get_submodule(name) for name in {payload['heads']}]",
             f"with deferred(heads, rows={value}):  # around the training",
         ]
+
+
+def _hints(share: float) -> dict[Scalar, CostHint]:
+    """Return what chunks hold and take, of this share of the logits in a sample's bytes."""
+    return {
+        rows: CostHint(bytes_per_sample=max(1 - share, LEAST_SHARE), seconds_per_sample=1 + slower)
+        for rows, slower in SLOWER.items()
+    }
 
 
 def _candidates(model: nn.Module) -> dict[str, nn.Linear]:

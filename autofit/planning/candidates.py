@@ -13,6 +13,7 @@ faster there.
 from __future__ import annotations
 
 import math
+from itertools import islice
 
 import numpy as np
 
@@ -294,18 +295,22 @@ def _costly_candidates(
 def _beside_fastest(beliefs: Beliefs, allowed: Mask) -> dict[int, int]:
     """Return costly variant -> the size of the plan beside which it is tried.
 
-    Those are the fastest plans of the fastest variants without costly values.
+    Those are the fastest plans of the fastest variants without costly values, of those that go with
+    any.
     """
     cheap = [t.plan for t in beliefs.fitting if not _is_costly(beliefs, t.plan)]
     cheap.sort(key=beliefs.mean_log_speed, reverse=True)
     fastest: dict[int, Plan] = {}
     for plan in cheap:
         fastest.setdefault(beliefs.index(plan), plan)
+    beside = (
+        ([each for each in beliefs.known.costly_beside(variant) if allowed[each]], plan)
+        for variant, plan in fastest.items()
+    )
     found: dict[int, int] = {}
-    for variant, plan in list(fastest.items())[:COSTLY_INCUMBENTS]:
-        for costly in beliefs.known.costly_beside(variant):
-            if allowed[costly]:
-                found.setdefault(costly, plan.micro_batch)
+    for costly, plan in islice((each for each in beside if each[0]), COSTLY_INCUMBENTS):
+        for variant in costly:
+            found.setdefault(variant, plan.micro_batch)
     if not fastest:  # nothing fits without
         found = {each: int(beliefs.cautious[each]) for each in np.flatnonzero(allowed).tolist()}
     return found
