@@ -74,8 +74,11 @@ class Training:
 
     def budget_bytes(self) -> int:
         """Return the bytes of the budget; one sample is run to see that they are enough."""
-        with open_prober(self.make(), (), Target("cpu", UNLIMITED)) as prober:
-            one = prober.probe(ProbeRequest(ResolvedPlan(Plan(1)))).measurement
+        workload = self.make()
+        batch = workload.global_batch  # with accumulation gradients stay from one to the next
+        smallest = Plan(1) if batch is None else Plan.split(batch, 1)
+        with open_prober(workload, (), Target("cpu", UNLIMITED)) as prober:
+            one = prober.probe(ProbeRequest(ResolvedPlan(smallest))).measurement
         return round(max(self.fixed_bytes / self.share, LEAST_ROOM * (one.held_bytes or 0)))
 
 

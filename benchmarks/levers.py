@@ -7,7 +7,7 @@ from typing import Any
 
 from autofit.plan import Dimension, Scalar
 
-LEVERS = ("bfloat16", "float16", "channels_last", "fused", "foreach")
+LEVERS = ("bfloat16", "float16", "tf32", "channels_last", "fused", "foreach")
 
 
 def dimension_of(values: Sequence[Scalar], **known: Any) -> Dimension:

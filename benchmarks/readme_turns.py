@@ -33,7 +33,10 @@ from autofit.units import parse_bytes
 from benchmarks.versus.__main__ import Bench
 
 WORKLOAD, BUDGET = "small_cnn", "64MiB"
-ASKED = ("--device", "cpu", "--vram-budget", BUDGET, "--out", "report.json")
+ASKED = (
+    *("--device", "cpu", "--vram-budget", BUDGET),
+    *("--planned-steps", "1000", "--out", "report.json"),
+)
 COMMAND = ("autofit", "search", f"benchmarks/workloads.py:{WORKLOAD}", *ASKED)
 FIRST_TRIALS = 5
 FINDER = "finder"

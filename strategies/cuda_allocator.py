@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from autofit.errors import Unsupported
-from autofit.plan import Dimension
+from autofit.plan import CostHint, Dimension
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 from .one_setting import OneSetting
@@ -48,7 +48,12 @@ class ExpandableSegments(OneSetting):
             return {SETTING: Dimension([False])}
         if torch.cuda.get_allocator_backend() != "native":
             return {}
-        dimension = Dimension([False, True], trial_cost_s=_TRIAL_COST_S, fresh_worker=True)
+        dimension = Dimension(
+            [False, True],
+            hints={True: CostHint(bytes_per_sample=1.0, seconds_per_sample=1.0)},
+            trial_cost_s=_TRIAL_COST_S,
+            fresh_worker=True,
+        )
         return {SETTING: dimension}
 
     def applied(

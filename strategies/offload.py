@@ -28,7 +28,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from autofit.errors import release_exception, with_type
-from autofit.plan import Dimension
+from autofit.plan import CostHint, Dimension
 from autofit.strategy import Context, Numerics, Phase, TrainingView, undone
 
 from .calls import run_step
@@ -78,6 +78,7 @@ class Offload(OneSetting):
                 [False, True],
                 when={"compile.mode": ("off", None)},  # compiled code saves by itself
                 trial_cost_s=round(_TRIAL_COST_S + moved * _PIN_S_PER_BYTE, 1),
+                hints={True: CostHint(seconds_per_sample=1.0)},  # copies beside kernels, at best
                 opt_in=context.device.type == "cpu",  # there it frees no memory of the machine
             )
         }

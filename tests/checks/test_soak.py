@@ -97,7 +97,7 @@ def test_the_command_line_soaks_a_report_also_of_a_changed_accumulation(
     assert soaked.returncode == (0 if said["passed"] else 1)
     assert said["steps"] == 36
     assert said["measurement"]["outcome"] == "ok"
-    assert said["plan"] == json.loads((tmp_path / "r.json").read_text())["best"]["plan"]
+    assert said["plan"] == json.loads((tmp_path / "r.json").read_text())["recommended"]["plan"]
 
 
 class LateLeak(nn.Module):

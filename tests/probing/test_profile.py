@@ -47,7 +47,7 @@ class Sleeps(Products):
     """Between its operators Python does something else."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.1)
+        time.sleep(0.5)
         return rows.sum() * self.scale
 
 

@@ -117,7 +117,7 @@ def ran(on_two_ranks: Run, folder: Path, script: str) -> list[dict[str, Any]]:
     data["workload"]["sample_shapes"] = {"[0]": "int64[4, 6]", "[1]": "int64[4, 6]"}
     data["workload"]["batched"] = ["[0]", "[1]"]
     for mode in ("ddp", "zero1", "fsdp2", "fsdp2_keep"):
-        dimension = {**data["dimensions"]["precision.dtype"], "values": [mode]}
+        dimension = {**data["dimensions"]["precision.dtype"], "values": [mode], "lever": None}
         payload: dict[str, Any] | None = {"modules": []} if mode.startswith("fsdp2") else None
         plan = {**data["best"]["plan"], "settings": {"parallel.mode": mode}}
         plan.update(micro_batch=4, accumulation_steps=1, global_batch=8, world_size=2)
