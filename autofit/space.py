@@ -9,7 +9,7 @@ from math import prod
 
 from autofit.codec import Count
 from autofit.errors import InvalidArgument
-from autofit.plan import Dimension, Plan, Scalar, Settings, check_count
+from autofit.plan import MOST_ACCUMULATION_STEPS, Dimension, Plan, Scalar, Settings, check_count
 
 MOST_VARIANTS_TO_PLAN = 50_000
 """Of a space: with 32,768 a decision took 0.8 s and 600 MiB, and all built-in strategies together
@@ -114,8 +114,11 @@ class Space:
 
     def smallest_micro_batch_of(self, settings: Settings) -> int:
         """Return the smallest micro-batch of a variant's plans: the largest if it may not split."""
-        is_whole = self.global_batch is not None and False in self._accumulation(settings)
-        return self.largest_micro_batch if is_whole else 1
+        if self.samples_per_rank is None:
+            return 1
+        if False in self._accumulation(settings):
+            return self.largest_micro_batch
+        return -(-self.samples_per_rank // MOST_ACCUMULATION_STEPS)
 
     def _accumulation(self, settings: Settings) -> set[bool]:
         """Return whether the values accumulate, of those that do not go with both."""

@@ -120,6 +120,21 @@ class Known:
             found.append(self.index.get(variant_key(bare), at))
         return np.array(found, dtype=np.intp)
 
+    @cached_property
+    def plainest_costly(self) -> Indices:
+        """(variants): the same without recomputation by settings that go with costly ones alone."""
+        dimensions = self._spec.space.dimensions
+        found = []
+        for at, settings in enumerate(self.variants):
+            plain = {
+                name: dimensions[name].values[0]
+                if name in self._costly and dimensions[name].recomputes(value)
+                else value
+                for name, value in settings.items()
+            }
+            found.append(self.index.get(variant_key(plain), at))
+        return np.array(found, dtype=np.intp)
+
     def costly_beside(self, variant: int) -> Sequence[int]:
         """Return the costly variants that differ from one in costly values alone."""
         return self._costly_by_rest.get(self._rest(self.variants[variant]), ())
@@ -218,17 +233,18 @@ class Beliefs:
         """Exclusions that follow from faults of earlier probes.
 
         What ran out of memory below a size that ran is an oddity of the allocator and bounds
-        nothing, unless the final comparison shows it.
+        nothing, unless the final comparison shows it. A pending probe shows no value to work.
         """
+        known = [*self.measured, *(trial for trial in self.pending if not trial.ok)]
         ran: dict[VariantKey, int] = {}
-        for trial in self.probes:
+        for trial in known:
             if trial.ok:
                 ran[trial.plan.variant] = max(
                     ran.get(trial.plan.variant, 0), trial.plan.micro_batch
                 )
         kept = [
             trial
-            for trial in self.probes
+            for trial in known
             if trial.kind is TrialKind.CONFIRMATION
             or not trial.measurement.outcome.about_memory
             or trial.plan.micro_batch >= ran.get(trial.plan.variant, 0)
@@ -352,7 +368,7 @@ class Beliefs:
         limit, most = self.held.limits(0.5), int(self.largest.max(initial=1))
         for trial in self.probes:
             index, failed = self.index(trial.plan), trial.plan.micro_batch
-            if failed != self.bound[index] + 1:
+            if self.exclusions.largest.get(trial.plan.variant) != failed - 1:
                 continue
             fits = int(self.largest[index])
             middle = math.isqrt(max(1, fits) * failed)

@@ -280,11 +280,12 @@ def _costly_candidates(
     """
     beside = _beside_fastest(beliefs, allowed)
     ran = {beliefs.index(trial.plan) for trial in beliefs.probes}
-    bare = beliefs.known.without_recomputation
+    bare, smallest = beliefs.known.plainest_costly, beliefs.sizes.smallest
     new = np.array([v for v in beside if v not in ran and bare[v] == v], dtype=np.intp)
     sizes = np.array([beside[variant] for variant in new.tolist()], dtype=np.int64)
     fits = beliefs.held.chance(new, sizes) >= 1 - RISKS[-1]
-    sizes = np.where(fits & (sizes <= beliefs.reach[new]), sizes, beliefs.cautious[new])
+    fits &= (sizes <= beliefs.reach[new]) & (sizes >= smallest[new])
+    sizes = np.where(fits, sizes, beliefs.cautious[new])
     kept = sizes >= 1
     known = [v for v in beside if {v, int(bare[v])} & ran]
     may = np.zeros(len(allowed), dtype=bool)

@@ -30,7 +30,6 @@ from autofit.measurement import Trial, TrialKind, by_plan, middle_of
 from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.constants import (
-    CAUTIOUS,
     HEADROOM,
     MOST_GIVEN_UP,
     MOST_LOST,
@@ -284,7 +283,7 @@ def left_out(beliefs: Beliefs) -> list[tuple[Settings, str]]:
     First those that faults exclude, then each value of a setting that was never run.
     """
     excluded = [(dict(pairs), why) for pairs, why in beliefs.exclusions.blamed.items()]
-    sizes = beliefs.largest_at(CAUTIOUS)
+    sizes = beliefs.cautious
     run = {pair for trial in beliefs.probes for pair in trial.plan.variant}
     never = [
         ({name: value}, why)
@@ -342,7 +341,8 @@ def _why_costly(beliefs: Beliefs, best: float, start_up_s: float, cost_s: float)
     takes = f"takes about {cost_s:.0f} s to try"
     if saved_s <= 0:
         return f"expected to save nothing over {steps:,} steps, and {takes}"
-    return f"expected to save about {saved_s:.0f} s over {steps:,} steps, and {takes}"
+    early = "not tried before the search stopped: " if saved_s > cost_s else ""
+    return f"{early}expected to save about {saved_s:,.0f} s over {steps:,} steps, and {takes}"
 
 
 def _rate(log_speed: float, deviation: float) -> str:

@@ -68,7 +68,7 @@ class Experts:
 
 def expert_plan(beliefs: Beliefs, allowed: Mask) -> Plan | None:
     """Return the next plan that an expert would try; None: no such plan can win."""
-    second = _second_size(beliefs)
+    second = _second_size(beliefs, allowed)
     if second is not None:
         return second
     experts = Experts.of(beliefs.spec)
@@ -115,7 +115,8 @@ def _at_largest(beliefs: Beliefs, variant: int, *, is_new: bool) -> Plan | None:
         return None
     size = handy_size(beliefs, min(top, reach), variant)
     even = size // MULTIPLE * MULTIPLE
-    if even > NEAR * size and beliefs.spec.space.samples_per_rank is None:
+    is_near = even > NEAR * size and even >= beliefs.sizes.smallest[variant]
+    if is_near and beliefs.spec.space.samples_per_rank is None:
         size = even
     return plan_of(beliefs, size, variant) if size > largest else None
 
@@ -127,7 +128,7 @@ def _is_new_value(beliefs: Beliefs, settings: Settings, leading: str | None) -> 
     return settings[leading] not in ran
 
 
-def _second_size(beliefs: Beliefs) -> Plan | None:
+def _second_size(beliefs: Beliefs, allowed: Mask) -> Plan | None:
     """Return a second size where nothing yet tells fixed bytes from growing ones.
 
     Twice the first, as far as that surely fits by bytes in proportion to the samples; of the
@@ -145,7 +146,7 @@ def _second_size(beliefs: Beliefs) -> Plan | None:
         wanted = min(wanted, size * room * math.exp(-2 * MEMORY_ERROR))
     variant = beliefs.index(plan)
     second = int(beliefs.sizes.down(np.full(len(beliefs.variants), wanted))[variant])
-    is_apart = 1.2 * size <= second <= beliefs.bound[variant]
+    is_apart = allowed[variant] and 1.2 * size <= second <= beliefs.bound[variant]
     return plan_of(beliefs, second, variant) if is_apart else None
 
 

@@ -219,8 +219,9 @@ class Lines:
         plain, mean = self.family.plain, self.family.mean
         if not len(self.variants) or (plain is not None and not self.family.prior.is_relative):
             return np.array(plain or (0.0, 0.0))
-        first = int(np.argmin(self._at_least))  # an exact one, if there is one
-        log, log_size = self._logs[first], math.log(self._sizes[first])
+        # An exact one of whole samples, if there is one
+        first = int(np.argmin(2 * (self._sizes < 1) + self._at_least))
+        log, log_size = self._logs[first], math.log(max(self._sizes[first], 1.0))
         fixed, slope = log - mean[:, self.variants[first]]
         half = math.log(2)  # without a prediction, each is half of the first reading
         return np.array([fixed - half, slope - log_size - (half if plain is None else 0.0)])

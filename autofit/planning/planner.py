@@ -91,7 +91,7 @@ def decide(
     )
     if plan is not None:
         return plan
-    why, noise = "no plan left is expected to gain enough to be worth a probe", 0.0
+    why = "no plan left is expected to gain enough to be worth a probe"
     noise = beliefs.errors.of(incumbent)
     if noise > NOISY:  # which bounds the gains that are looked for
         why += f", where measurements scatter by {noise:.0%}"
@@ -171,6 +171,8 @@ def _forecast(beliefs: Beliefs, plan: Plan) -> Measurement:
     if incumbent is None:
         return Measurement(Outcome.OOM, detail="pending")
     measured = incumbent.measurement
+    costs_s = beliefs.known.trial_costs_s
+    cost_s = float(costs_s[beliefs.index(plan)] - costs_s[beliefs.index(incumbent.plan)])
     step_time_s = plan.samples_per_step / math.exp(beliefs.mean_log_speed(plan))
     factor = step_time_s / (measured.step_time_s or step_time_s)
     held = beliefs.spec.vram_budget_bytes
@@ -183,5 +185,5 @@ def _forecast(beliefs: Beliefs, plan: Plan) -> Measurement:
         peak_reserved_bytes=held,
         non_torch_bytes=0,
         allocator_retries=0,
-        seconds=measured.seconds,
+        seconds=measured.seconds and measured.seconds + cost_s,
     )

@@ -410,14 +410,15 @@ class Search:
             return foreign
         if self._store.ended is not None:
             return Stop(self._store.ended)
-        decided = planner.decide(
-            self._believed(),
-            may_repeat=foreign is None,
-            seconds_left=self._seconds_left(TrialKind.SEARCH),
-        )
+        choose = partial(planner.decide, self._believed(), may_repeat=foreign is None)
+        decided = choose(seconds_left=self._seconds_left(TrialKind.SEARCH))
         if isinstance(decided, Plan):
             return foreign or decided
-        return None if self._flights else Stop(decided.because, is_exhausted=foreign is None)
+        if self._flights:
+            return None
+        if self._allowance.timeout_s is not None and isinstance(choose(), Plan):
+            return Stop(self._allowance.time_is_over)  # for what takes longer than is left
+        return Stop(decided.because, is_exhausted=foreign is None)
 
     def confirm(self, stopped_because: str, *, may_return: bool) -> bool:
         """Run the leading plans again, in fresh workers, at their full accumulation.

@@ -122,7 +122,11 @@ def test_a_log_gets_a_line_at_a_slow_rhythm_and_the_first_probe_at_once(
             "| nothing fits yet |",
         ),
         (BASELINE, Progress(1, 0, BASELINE, 5.0, None, None), "samples/s | 1 probe"),
-        (replace(BASELINE, kind=TrialKind.SEARCH), progress(4, BASELINE), "folding.level=0, precision.dtype=default"),
+        (
+            replace(BASELINE, kind=TrialKind.SEARCH),
+            progress(4, BASELINE),
+            "folding.level=0, precision.dtype=default",
+        ),
     ],
     ids=["all", "out of memory", "nothing fits", "no limits", "resumed"],
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autofit.measurement import Trial, TrialKind
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import CostHint, Dimension, Plan, variant_key
 from autofit.planning import planner
 from autofit.planning.beliefs import Beliefs
@@ -157,3 +157,61 @@ def test_the_cost_of_a_risk_grows_with_every_oom_that_was_chosen() -> None:
     trials = run_search(prober, spec, max_probes=3).trials
     cost, twice = (Beliefs(spec, trials).oom_cost(np.array([risk])) for risk in (0.1, 0.2))
     assert twice == pytest.approx(2 * cost)
+
+
+def test_a_costly_value_is_tried_beside_a_plan_that_recomputes() -> None:
+    """Where nothing fits without recomputation but a plan that is slow."""
+    dimensions = {
+        LEVEL: Dimension(
+            (0, 1, 2),
+            hints={n: CostHint(1 - 0.4 * n, seconds_per_sample=1 + 0.05 * n) for n in (1, 2)},
+        ),
+        MODE: Dimension(("off", "whole"), trial_cost_s=60.0),
+    }
+    spec = SearchSpec(Space(dimensions, 1, global_batch=64), 2 * GIB, planned_samples=10**8)
+
+    def seconds(plan: Plan) -> float:
+        faster = 1.7 if plan.settings[MODE] == "whole" else 1.0
+        slower = 1 + 0.05 * int(plan.settings[LEVEL])
+        return (plan.accumulation_steps * 0.2 + 0.005 * slower * plan.samples_per_step) / faster
+
+    def held(plan: Plan) -> float:
+        return GIB + 64 * MIB * (1 - 0.4 * int(plan.settings[LEVEL])) * plan.micro_batch
+
+    prober = SimulatedProber(2 * GIB, held, seconds, time_noise=0.002)
+    best = run_search(prober, spec).best.plan
+    assert (best.settings[MODE], best.settings[LEVEL], best.micro_batch) == ("whole", 2, 64)
+
+
+def test_a_costly_value_that_takes_no_accumulation_is_tried_at_the_whole_batch() -> None:
+    graphs = Dimension(("off", "graphs"), trial_cost_s=20.0, accumulation={"graphs": False})
+    spec = SearchSpec(Space({MODE: graphs}, 8, global_batch=64), 2 * GIB, planned_samples=10**8)
+
+    def seconds(plan: Plan) -> float:
+        each = 0.01 + 2e-3 * plan.micro_batch + 2e-5 * plan.micro_batch**2
+        return plan.accumulation_steps * each / (2.5 if plan.settings[MODE] == "graphs" else 1.0)
+
+    prober = SimulatedProber(2 * GIB, lambda plan: GIB + 8 * MIB * plan.micro_batch, seconds)
+    trials = run_search(prober, spec).trials
+    assert any(trial.plan.settings[MODE] == "graphs" and trial.ok for trial in trials)
+
+
+def test_a_global_batch_of_more_samples_than_a_step_may_have_micro_batches_is_searched() -> None:
+    def seconds(plan: Plan) -> float:
+        return plan.accumulation_steps * (0.01 + 1e-4 * plan.micro_batch)
+
+    spec = SearchSpec(Space({}, 8, global_batch=2**17), GIB)
+    prober = SimulatedProber(GIB, lambda plan: 14 * MIB * plan.micro_batch, seconds)
+    assert run_search(prober, spec).best.plan.micro_batch > 8
+
+
+def test_several_in_flight_show_no_value_to_work() -> None:
+    """A value that failed stays excluded while plans without it are pending."""
+    spec, prober = _large()
+    beliefs = Beliefs(spec, run_search(prober, spec, max_probes=3).trials)
+    harmful = spec.space.plan(8, {**spec.space.default_settings, HARMFUL: True})
+    failed = Trial(9, TrialKind.SEARCH, harmful, Measurement(Outcome.UNSUPPORTED))
+    after = Beliefs(spec, [*beliefs.measured, failed])
+    pending = believing(after, [(harmful, TrialKind.SEARCH)])
+    assert pending.exclusions.why(harmful.settings) == after.exclusions.why(harmful.settings)
+    assert after.exclusions.why(harmful.settings) is not None
