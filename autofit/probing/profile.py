@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autofit.probing.session import Session
 
 ARITHMETIC, TRAFFIC, LAUNCHES, OPTIMIZER = BOUNDS
-_UPDATE = "autofit: update"
+_STEP, _UPDATE = "autofit: step", "autofit: update"
 _UPDATES = (_UPDATE, "Optimizer.step#")  # the second is torch's own mark
 _PRODUCT = re.compile(
     r"conv|gem[mv]|(add|\bb?|baddb|scaled_|grouped_|group_|triton_)mm\b|matmul|einsum|attention|"
@@ -111,7 +111,8 @@ def _profiled(
             device.synchronize()
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
         with profile(activities=activities) as profiler:
-            _step(training, batch)
+            with record_function(_STEP):  # what it takes itself is launches
+                _step(training, batch)
             device.synchronize()
         if trace is not None:
             profiler.export_chrome_trace(trace)
