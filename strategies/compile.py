@@ -117,8 +117,8 @@ class Compile:
     def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
         """Return the mode, where the model is compiled as a whole and keeps all activations."""
         mode = settings.get(MODE, OFF)
-        is_whole = settings.get("compile.region", "whole") == "whole"
-        keeps_all = settings.get("compile.memory_budget", 1.0) == 1.0
+        is_whole = settings.get(REGION, WHOLE) == WHOLE
+        keeps_all = settings.get(BUDGET, 1.0) == 1.0
         return {"compilation": mode} if mode != OFF and is_whole and keeps_all else {}
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:

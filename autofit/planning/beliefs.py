@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TypeAlias
 
@@ -110,29 +110,20 @@ class Known:
     @cached_property
     def without_recomputation(self) -> Indices:
         """(variants): the same variant without values that recompute; itself where it has none."""
-        dimensions = self._spec.space.dimensions
-        found = []
-        for at, settings in enumerate(self.variants):
-            bare = {
-                name: dimensions[name].values[0] if dimensions[name].recomputes(value) else value
-                for name, value in settings.items()
-            }
-            found.append(self.index.get(variant_key(bare), at))
-        return np.array(found, dtype=np.intp)
+        return self._without_recomputation_by(self._spec.space.dimensions)
 
     @cached_property
     def plainest_costly(self) -> Indices:
         """(variants): the same without recomputation by settings that go with costly ones alone."""
-        dimensions = self._spec.space.dimensions
-        found = []
+        return self._without_recomputation_by(self._costly)
+
+    def _without_recomputation_by(self, names: Collection[str]) -> Indices:
+        """Return (variants): the same without values of these settings that recompute."""
+        dimensions, found = self._spec.space.dimensions, []
         for at, settings in enumerate(self.variants):
-            plain = {
-                name: dimensions[name].values[0]
-                if name in self._costly and dimensions[name].recomputes(value)
-                else value
-                for name, value in settings.items()
-            }
-            found.append(self.index.get(variant_key(plain), at))
+            saving = [n for n in names if dimensions[n].recomputes(settings[n])]
+            without = {**settings, **{name: dimensions[name].values[0] for name in saving}}
+            found.append(self.index.get(variant_key(without), at))
         return np.array(found, dtype=np.intp)
 
     def costly_beside(self, variant: int) -> Sequence[int]:
@@ -445,6 +436,14 @@ class Beliefs:
         variants = np.array([self.index(plan) for plan in plans], dtype=np.intp)
         mean, _ = self.speeds(variants, np.array([plan.micro_batch for plan in plans]))
         return dict(zip(plans, mean.tolist(), strict=True))
+
+    @cached_property
+    def speeds_by_size(self) -> Mapping[int, Mapping[int, float]]:
+        """Variant -> micro-batch -> log speed of what fits."""
+        found: dict[int, dict[int, float]] = {}
+        for plan, log_speed in self._fitting_speeds.items():
+            found.setdefault(self.index(plan), {})[plan.micro_batch] = log_speed
+        return found
 
     @cached_property
     def incumbent(self) -> Trial | None:

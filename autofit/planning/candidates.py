@@ -55,9 +55,7 @@ def best_candidate(beliefs: Beliefs, allowed: Mask) -> Plan | None:
     """Return the plan of the largest acquisition value, if that is worth a probe."""
     variants, sizes, tells = _candidates(beliefs, allowed)
     values = _values(beliefs, variants, sizes, tells)
-    ordered = np.argsort(-values, kind="stable")
-    enough = ordered[values[ordered] > _least_worth(beliefs)]
-    return _first_new(beliefs, variants[enough], sizes[enough])
+    return _best_new(beliefs, variants, sizes, values, values > _least_worth(beliefs))
 
 
 def best_costly(beliefs: Beliefs, allowed: Mask, seconds_left: float | None) -> Plan | None:
@@ -74,10 +72,7 @@ def best_costly(beliefs: Beliefs, allowed: Mask, seconds_left: float | None) -> 
     values = _values(beliefs, variants, sizes, np.ones(len(variants), dtype=bool))
     took_s = seconds[variants]
     pays = values > np.maximum(took_s / planned_seconds(beliefs), _least_worth(beliefs))
-    rates = np.where(pays, values / took_s, -math.inf)
-    ordered = np.argsort(-rates, kind="stable")
-    enough = ordered[rates[ordered] > -math.inf]
-    return _first_new(beliefs, variants[enough], sizes[enough])
+    return _best_new(beliefs, variants, sizes, values / took_s, pays)
 
 
 def without_recomputation(beliefs: Beliefs, allowed: Mask) -> Plan | None:
@@ -138,11 +133,12 @@ def _is_costly(beliefs: Beliefs, plan: Plan) -> bool:
     return bool(beliefs.known.trial_costs_s[beliefs.index(plan)] > 0)
 
 
-def _first_new(beliefs: Beliefs, variants: Indices, sizes: MicroBatches) -> Plan | None:
-    found = (
-        plan_of(beliefs, size, variant)
-        for variant, size in zip(variants.tolist(), sizes.tolist(), strict=True)
-    )
+def _best_new(
+    beliefs: Beliefs, variants: Indices, sizes: MicroBatches, scores: Array, enough: Mask
+) -> Plan | None:
+    """Return the plan of the highest score that is enough, and that neither ran nor runs."""
+    ordered = [at for at in np.argsort(-scores, kind="stable").tolist() if enough[at]]
+    found = (plan_of(beliefs, int(sizes[at]), int(variants[at])) for at in ordered)
     return next(filter(None, found), None)
 
 
@@ -196,7 +192,7 @@ def _around_fastest(beliefs: Beliefs) -> list[MicroBatches]:
     assert beliefs.incumbent is not None
     between = np.zeros((4, len(beliefs.variants)))
     between[3] = beliefs.incumbent.plan.micro_batch
-    for variant, speeds in _speeds_by_size(beliefs).items():
+    for variant, speeds in beliefs.speeds_by_size.items():
         at = max(speeds, key=lambda size: speeds[size])
         below = max((size for size in speeds if size < at), default=at / 4)
         above = min((size for size in speeds if size > at), default=0)
@@ -204,18 +200,9 @@ def _around_fastest(beliefs: Beliefs) -> list[MicroBatches]:
     return [beliefs.sizes.handy(np.minimum(row, beliefs.reach)) for row in between]
 
 
-def _speeds_by_size(beliefs: Beliefs) -> dict[int, dict[int, float]]:
-    """Return variant -> size -> log speed of what fits."""
-    found: dict[int, dict[int, float]] = {}
-    for trial in beliefs.fitting:
-        speeds = found.setdefault(beliefs.index(trial.plan), {})
-        speeds[trial.plan.micro_batch] = beliefs.mean_log_speed(trial.plan)
-    return found
-
-
 def _is_apart(beliefs: Beliefs, variants: Indices, sizes: MicroBatches) -> Mask:
     """Return which sizes are not those that ran, or nearly."""
-    ran = _speeds_by_size(beliefs)
+    ran = beliefs.speeds_by_size
     pairs = zip(variants.tolist(), sizes.tolist(), strict=True)
     return np.array(
         [
@@ -231,14 +218,14 @@ def _is_needless(beliefs: Beliefs, variants: Indices, sizes: MicroBatches) -> Ma
     bare = beliefs.known.without_recomputation[variants]
     fits = beliefs.held.chance(bare, sizes) >= 1 - RISKS[1]
     fits = (fits & (sizes <= beliefs.bound[bare])) | (sizes <= beliefs.largest[bare])
-    helps = np.array([_recomputing_helps(beliefs, variant) for variant in variants.tolist()], bool)
-    needless: Mask = (bare != variants) & beliefs.usable[bare] & fits & ~helps
+    helps = [at for at in beliefs.speeds_by_size if _recomputing_helps(beliefs, at)]
+    needless: Mask = (bare != variants) & beliefs.usable[bare] & fits & ~np.isin(variants, helps)
     return needless
 
 
 def _recomputing_helps(beliefs: Beliefs, variant: int) -> bool:
     """Return whether a variant measured faster than without its recomputation, at some size."""
-    speeds = _speeds_by_size(beliefs)
+    speeds = beliefs.speeds_by_size
     own = speeds.get(variant, {})
     bare = speeds.get(int(beliefs.known.without_recomputation[variant]), {})
     return any(own[size] > bare[size] for size in own.keys() & bare.keys())

@@ -94,8 +94,11 @@ class HeldBytes:
         It is the scatter of what is not known to be fixed, or that of rounding up to segments where
         that is more.
         """
-        scatter = self._scatter * self._growing_share(held_bytes)
-        return max(scatter, math.sqrt(self._rounding(held_bytes)))
+        return self._error(self._scatter, held_bytes)
+
+    def _error(self, scatter: float, held_bytes: float) -> float:
+        growing = scatter * self._growing_share(held_bytes)
+        return max(growing, math.sqrt(self._rounding(held_bytes)))
 
     def _growing_share(self, held_bytes: float) -> float:
         fixed = min(self._fixed_bytes.values(), default=0)
@@ -167,11 +170,9 @@ class HeldBytes:
         needed = held if measured.contended else self._spec.vram_budget_bytes
         if not needed:
             return None
-        return Reading(index, size, math.log(needed), self._own_error(needed), at_least=True)
-
-    def _own_error(self, held_bytes: float) -> float:
-        scatter = MEMORY_ERROR * self._growing_share(held_bytes)
-        return max(scatter, math.sqrt(self._rounding(held_bytes)))
+        return Reading(
+            index, size, math.log(needed), self._error(MEMORY_ERROR, needed), at_least=True
+        )
 
     @cached_property
     def _fixed_bytes(self) -> Mapping[int, int]:

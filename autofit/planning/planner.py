@@ -3,8 +3,8 @@
 In this order:
 
 1. The baseline. While nothing fits, the smallest plan that most likely does.
-2. The plans of an expert (`autofit.planning.experts`).
-   Before, the incumbent again where nothing tells noise from odd step times.
+2. The incumbent again, once, where nothing tells noise from odd step times; then the plans of an
+   expert (`autofit.planning.experts`).
 3. The plan of the largest acquisition value (`autofit.planning.candidates`), while that is enough:
    the more probes there were, the more a further one has to promise.
 4. The incumbent without its recomputation, where that is expected to fit by now; and half its size,

@@ -298,7 +298,7 @@ class Search:
         plain = self._spec.space.baseline
         is_alone = len(ran) == 1 or plain not in ran
         may_be_cut = not stop.may_probe or self._spent() is not None
-        is_open = is_alone or (answer.best.plan == plain and self._has_more_to_try())
+        is_open = is_alone or (answer.best.plan == plain and self._next_plan() is not None)
         is_cut = may_be_cut and is_open and not stop.is_exhausted and self._store.ended is None
         if answer.is_decided and not is_cut:
             return None
@@ -320,11 +320,12 @@ class Search:
         may_probe = unlimited.spent(self._trials) is None
         if self._allowance == unlimited or not may_probe or self._foreign_sampler is not None:
             return None
+        return self._next_plan()
+
+    def _next_plan(self) -> Plan | None:
+        """Return the plan that is most worth a probe, whatever the limits; None: there is none."""
         decided = planner.decide(self._beliefs, may_repeat=False)
         return decided if isinstance(decided, Plan) else None
-
-    def _has_more_to_try(self) -> bool:
-        return isinstance(planner.decide(self._beliefs, may_repeat=False), Plan)
 
     def mark_ended(self, stop: Stop) -> None:
         """Note in the study that the planner came to its own end, not to that of its allowance."""
@@ -459,7 +460,7 @@ class Search:
         self._flights.clear()
 
     def _believed(self) -> Beliefs:
-        """Return the beliefs that believes what is in flight."""
+        """Return what is believed where what is in flight turns out as forecast."""
         running = [(flight.plan, flight.kind) for flight in self._flights.values()]
         return believing(self._beliefs, running)
 
