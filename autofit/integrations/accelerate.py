@@ -10,6 +10,7 @@ The loader makes micro-batches of `report.plan.micro_batch` samples. One device.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator
@@ -58,13 +59,16 @@ def arguments(
     if "autocast" in division.arguments:
         found["mixed_precision"] = _MIXED[str(division.arguments["autocast"])]
     if "compilation" in division.arguments:
-        plugin = library("accelerate").utils.TorchDynamoPlugin
-        found["dynamo_plugin"] = plugin(
-            backend=_INDUCTOR,
-            mode=division.arguments["compilation"],
-            use_regional_compilation=False,
-        )
+        found["dynamo_plugin"] = _whole_model(str(division.arguments["compilation"]))
     return found
+
+
+def _whole_model(mode: str) -> Any:
+    """Return the plugin that compiles the whole model, whatever the environment asks for."""
+    plugin = library("accelerate").utils.TorchDynamoPlugin
+    regional = "use_regional_compilation"  # from accelerate 1.6 on; before, no region is compiled
+    has_regions = regional in (each.name for each in dataclasses.fields(plugin))
+    return plugin(backend=_INDUCTOR, mode=mode, **({regional: False} if has_regions else {}))
 
 
 @contextmanager
