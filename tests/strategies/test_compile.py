@@ -196,6 +196,12 @@ def test_of_several_ranks_blocks_are_compiled_where_each_holds_the_model() -> No
     assert "model.module.get_submodule(name)" in lines[-1]
 
 
+def test_on_a_cpu_blocks_alone_are_tried_only_where_they_are_named() -> None:
+    dimensions = COMPILE.dimensions(PlainContext(of_blocks))
+    assert dimensions[REGION].opt_in
+    assert not dimensions[MODE].opt_in
+
+
 def test_blocks_that_a_model_lacks_are_refused_by_name() -> None:
     payloads = {REGION: {"modules": [["nowhere.0", "nowhere.1"]]}}
     plan = ResolvedPlan(Plan(27, settings=OF_BLOCKS), payloads, (COMPILE,))
