@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from autofit.checks.predict import GpuTable as GpuTable, predict as predict
     from autofit.checks.probe import SoakResult as SoakResult, probe as probe
     from autofit.checks.verdict import Verdict as Verdict
+    from autofit.dimension import CostHint as CostHint, Dimension as Dimension
     from autofit.errors import (
         AutofitError as AutofitError,
         DeviceUnavailable as DeviceUnavailable,
         InvalidArgument as InvalidArgument,
-        NoFeasiblePlan as NoFeasiblePlan,
         PredictionUnavailable as PredictionUnavailable,
         SearchTimedOut as SearchTimedOut,
         StudyError as StudyError,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         Trial as Trial,
         TrialKind as TrialKind,
     )
-    from autofit.plan import CostHint as CostHint, Dimension as Dimension, Plan as Plan
+    from autofit.plan import NoFeasiblePlan as NoFeasiblePlan, Plan as Plan
     from autofit.prediction.predict import Prediction as Prediction
     from autofit.report.report import Report as Report, load as load
     from autofit.searching.batch_size import (
@@ -62,7 +62,6 @@ _HOMES = {
         "PredictionUnavailable",
         "DeviceUnavailable",
         "InvalidArgument",
-        "NoFeasiblePlan",
         "SearchTimedOut",
         "StudyError",
         "WorkerFailed",
@@ -70,7 +69,8 @@ _HOMES = {
     ),
     "autofit.integrations.checkpoint_to_budget": ("checkpoint_to_budget",),
     "autofit.measurement": ("Measurement", "Outcome", "TrialKind", "Trial"),
-    "autofit.plan": ("Dimension", "CostHint", "Plan"),
+    "autofit.dimension": ("CostHint", "Dimension"),
+    "autofit.plan": ("NoFeasiblePlan", "Plan"),
     "autofit.prediction.predict": ("Prediction",),
     "autofit.report.report": ("Report", "load"),
     "autofit.searching.batch_size": ("BatchSize", "find_batch_size"),

@@ -10,9 +10,9 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from autofit.errors import AutofitError, NoFeasiblePlan, SearchTimedOut, WorkloadFailed
+from autofit.errors import AutofitError, SearchTimedOut, WorkloadFailed
 from autofit.measurement import ACT, NOT_TRIED, Outcome, Trial, TrialKind, oom_probes_of, probes_of
-from autofit.plan import Plan, ResolvedPlan
+from autofit.plan import NoFeasiblePlan, Plan, ResolvedPlan
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.messages import ProbeRequest

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from autofit.devices.cpu import load_of_others
-from autofit.errors import NoFeasiblePlan, SearchTimedOut, hides_own_frames
+from autofit.errors import SearchTimedOut, hides_own_frames
 from autofit.interrupts import interrupts_remembered
 from autofit.measurement import Trial, TrialKind
 from autofit.memory.blocks import LARGE_SEGMENT_BYTES
 from autofit.notebook import is_watched
-from autofit.plan import PLANNED_STEPS, ResolvedPlan
+from autofit.plan import PLANNED_STEPS, NoFeasiblePlan, ResolvedPlan
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.probing.prober import Prober, Target, open_prober
@@ -474,7 +474,7 @@ def showing(progress: OnEvent | bool | None) -> Iterator[OnEvent]:
     if callable(progress) or not (is_watched() if progress is None else progress):
         yield logged(progress if callable(progress) else None, slowly=progress is None)
         return
-    from autofit.cli.progress import ProgressLine
+    from autofit.searching.progress import ProgressLine
 
     with ProgressLine() as line:
         yield logged(line)

@@ -23,10 +23,16 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.codec import Amount, check_are_words, from_json, to_json, without_controls
+from autofit.codec import (
+    Amount,
+    from_json,
+    to_json,
+    without_controls,
+)
+from autofit.dimension import check_are_words, forms_of
 from autofit.errors import StudyError
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind, check_ran
-from autofit.plan import Plan, forms_of
+from autofit.plan import Plan
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 

@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autofit.errors import NoFeasiblePlan
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
-from autofit.plan import CostHint, Dimension, Plan, variant_key
+from autofit.plan import CostHint, Dimension, NoFeasiblePlan, Plan, variant_key
 from autofit.planning import planner
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.candidates import _is_needless, planned_seconds

@@ -18,13 +18,12 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autofit.errors import (
     InvalidArgument,
-    NoFeasiblePlan,
     SearchTimedOut,
     WorkerFailed,
     WorkloadFailed,
 )
 from autofit.measurement import Measurement, Outcome, TrialKind
-from autofit.plan import Dimension, Plan, ResolvedPlan
+from autofit.plan import Dimension, NoFeasiblePlan, Plan, ResolvedPlan
 from autofit.planning.constants import (
     MOST_ACCIDENTS,
     USUAL_PROBES,
