@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from autofit.integrations.checkpoint_to_budget import (
         checkpoint_to_budget as checkpoint_to_budget,
     )
+    from autofit.integrations.loader_batches import from_loader as from_loader
     from autofit.measurement import (
         Measurement as Measurement,
         Outcome as Outcome,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
         BatchSize as BatchSize,
         find_batch_size as find_batch_size,
     )
-    from autofit.searching.loader_batches import from_loader as from_loader
     from autofit.searching.options import SearchOptions as SearchOptions
     from autofit.searching.search import search as search
     from autofit.strategy import Numerics as Numerics, Phase as Phase, Strategy as Strategy
@@ -74,7 +74,7 @@ _HOMES = {
     "autofit.prediction.predict": ("Prediction",),
     "autofit.report.report": ("Report", "load"),
     "autofit.searching.batch_size": ("BatchSize", "find_batch_size"),
-    "autofit.searching.loader_batches": ("from_loader",),
+    "autofit.integrations.loader_batches": ("from_loader",),
     "autofit.searching.options": ("SearchOptions",),
     "autofit.searching.search": ("search",),
     "autofit.strategy": ("Numerics", "Phase", "Strategy"),

@@ -48,7 +48,8 @@ from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.probing.prober import SupportsProbing
 from autofit.registry import resolve
 from autofit.report.record import Skipped, Undecided
-from autofit.searching import events, result, trial_codec
+from autofit.searching import events, trial_codec
+from autofit.searching.infeasible import nothing_fits, workload_failure
 from autofit.searching.limits import COMPARED, Allowance
 from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Job, Runner
@@ -250,7 +251,7 @@ class Search:
         if answer is None and self._allowance.seconds_left == 0:
             raise self._allowance.too_short()
         if answer is None:
-            raise result.nothing_fits(self._beliefs, self._trials)
+            raise nothing_fits(self._beliefs, self._trials)
         baseline = self._baseline
         if baseline is None:  # it is the first probe of any study that is whole
             raise StudyError(f"{self._store.name} lacks its baseline's trial: begin another study")
@@ -560,7 +561,7 @@ class Search:
         """Store the trial of a plan that ran; raise as `_land` does."""
         measurement, error = self._blamed(job.plan, probed)
         trial = self._stored(job, measurement)
-        error = error or result.workload_failure(trial)
+        error = error or workload_failure(trial)
         if error is not None:
             mark_users(error)
             raise error

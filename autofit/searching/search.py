@@ -29,19 +29,15 @@ from autofit.registry import load_strategies, numerics_level, numerics_of
 from autofit.report.record import Record
 from autofit.report.report import Report
 from autofit.searching import events
+from autofit.searching.description import memory_of, record_of
 from autofit.searching.engine import run_search
 from autofit.searching.events import Event, OnEvent
 from autofit.searching.faithful import judged
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
+from autofit.searching.infeasible import with_measured_need
 from autofit.searching.options import SearchArguments, SearchOptions
 from autofit.searching.predicted_lines import most_seconds, predicted_lines
-from autofit.searching.result import (
-    INTERRUPTED,
-    SearchResult,
-    memory_of,
-    record_of,
-    with_measured_need,
-)
+from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Places, Runner, open_runner
 from autofit.searching.storage import check_opens
 from autofit.searching.study import Store

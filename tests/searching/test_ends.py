@@ -14,6 +14,7 @@ from autofit.errors import InvalidArgument, WorkerFailed
 from autofit.measurement import ACT, NEVER_UPDATED, Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
 from autofit.searching import events
+from autofit.searching.description import difference_of, memory_of
 from autofit.searching.engine import run_search
 from autofit.searching.limits import (
     COMPARISON_BLOCKS,
@@ -21,7 +22,7 @@ from autofit.searching.limits import (
     Allowance,
 )
 from autofit.searching.options import SearchArguments
-from autofit.searching.result import INTERRUPTED, difference_of, memory_of
+from autofit.searching.result import INTERRUPTED
 from tests.simulated import SimulatedDevice
 
 
