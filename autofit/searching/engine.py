@@ -78,7 +78,7 @@ def run_search(
     veto: bool = True,
     clock: Callable[[], float] = time.monotonic,
     began: float | None = None,
-    kept_s: float = 0.0,
+    after_s: float = 0.0,
     baseline: ProbeResult | None = None,
 ) -> SearchResult:
     """Search for the fastest plan that fits.
@@ -95,7 +95,7 @@ def run_search(
         veto: refuse the proposals of another sampler that are expected not to fit.
         clock: tells the time in seconds.
         began: when the time began to count, by the clock; None: now.
-        kept_s: seconds of `timeout_s` that are left for what comes after.
+        after_s: seconds of `timeout_s` for what comes after the search.
         baseline: of its probe, where that ran before; a study that has one keeps its own.
 
     Returns:
@@ -114,7 +114,7 @@ def run_search(
     """
     spec.space.check_can_be_planned()
     started = clock() if began is None else began
-    allowance = Allowance(max_probes, timeout_s, clock, started, kept_s)
+    allowance = Allowance(max_probes, timeout_s, clock, started, after_s)
     held = nullcontext(store) if store is not None else Store.open(None, spec.identity)
     with held as opened:
         opened.begin(spec)
@@ -620,11 +620,11 @@ class Search:
         )
 
     def _seconds_left(self, kind: TrialKind) -> float | None:
-        """Return the seconds until a probe is ended: all but those kept for the comparison."""
-        left, kept_s = self._allowance.seconds_left, 0.0
+        """Return the seconds until a probe is ended: all but those that the comparison needs."""
+        left, needed_s = self._allowance.seconds_left, 0.0
         if kind is TrialKind.SEARCH:
-            kept_s = self._allowance.seconds_kept(self._trials, self._runner.start_s)
-        return None if left is None else max(0.0, left - kept_s)
+            needed_s = self._allowance.comparison_s(self._trials, self._runner.start_s)
+        return None if left is None else max(0.0, left - needed_s)
 
     def _blamed(self, plan: Plan, probed: ProbeResult) -> tuple[Measurement, BaseException | None]:
         """Return the measurement and the user's error; one that the plan causes is `unsupported`.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optuna
 import torch
@@ -34,9 +34,11 @@ from autofit.probing.messages import (
     ProbeResult,
 )
 from autofit.probing.prober import Prober, SupportsProbing
-from autofit.probing.session import Session
 from autofit.searching.options import SearchOptions
 from autofit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from autofit.probing.session import Session
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ import torch
 from autofit.devices.cpu import load_of_others
 from autofit.errors import SearchTimedOut, hides_own_frames
 from autofit.interrupts import interrupts_remembered
-from autofit.measurement import Trial, TrialKind
+from autofit.measurement import TrialKind
 from autofit.memory.blocks import LARGE_SEGMENT_BYTES
 from autofit.notebook import is_watched
 from autofit.plan import PLANNED_STEPS, NoFeasiblePlan, ResolvedPlan
@@ -31,7 +31,7 @@ from autofit.report.report import Report
 from autofit.searching import events
 from autofit.searching.description import memory_of, record_of
 from autofit.searching.engine import run_search
-from autofit.searching.events import Event, OnEvent
+from autofit.searching.events import OnEvent
 from autofit.searching.faithful import judged
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
 from autofit.searching.infeasible import with_measured_need
@@ -154,7 +154,7 @@ class _Course:
         strategies: that may be used.
         level: how far a plan may change the arithmetic.
         places: where plans run.
-        trials: of the study so far.
+        store: the open study; None before it is opened.
         on_event: is told of each event.
         record: of the report; None until the search itself has ended.
     """
@@ -164,7 +164,7 @@ class _Course:
     strategies: tuple[Strategy, ...]
     level: Numerics
     places: Places
-    trials: Sequence[Trial] = ()
+    store: Store | None = None
     on_event: OnEvent = field(default_factory=lambda: logged(None))
     record: Record | None = None
 
@@ -208,14 +208,14 @@ class _Course:
                         open_runner(prober, self._places, on_others, self._on_stage) as runner,
                         Store.open(
                             self.asked.study, identity, began=self.asked.allowance.began
-                        ) as store,
+                        ) as self.store,
                     ):
                         if prober.vram_budget_bytes != survey.vram_budget_bytes:
                             baseline = None  # it ran within another budget
                         survey = replace(survey, vram_budget_bytes=prober.vram_budget_bytes)
-                        survey, spec = self._specify(prober, survey, store, identity)
-                        result = self._explore(prober, runner, spec, store, baseline)
-                        sessions = store.session_seconds
+                        survey, spec = self._specify(prober, survey, self.store, identity)
+                        result = self._explore(prober, runner, spec, self.store, baseline)
+                        sessions = self.store.session_seconds
                     self._describe(prober, survey, result, sessions, is_alone=ranks == 1)
                     self._on_stage("ending the worker")
             except SearchTimedOut:
@@ -340,9 +340,8 @@ class _Course:
     ) -> tuple[Survey, SearchSpec]:
         """Return the survey with notes of prediction, and the study's specification or one."""
         spec = store.spec
-        self.trials = store.trials
         if spec is not None:
-            self._on_stage(f"resuming {store.name}, with {counted(len(self.trials), 'trial')}")
+            self._on_stage(f"resuming {store.name}, with {counted(len(store.trials), 'trial')}")
             if spec.space.may_change_accumulation and not survey.may_change_accumulation:
                 survey = survey.split_by_function()
         else:
@@ -390,11 +389,6 @@ class _Course:
     ) -> SearchResult:
         """Search; an error that nothing fits says what the smallest plan was measured to need."""
         allowance, has_loader = self.asked.allowance, self.workload.loader is not None
-
-        def on_event(event: Event) -> None:
-            self.trials = store.trials
-            self.on_event(event)
-
         try:
             return run_search(
                 runner,
@@ -403,9 +397,9 @@ class _Course:
                 sampler=self.asked.options.sampler,
                 max_probes=allowance.max_probes,
                 timeout_s=allowance.timeout_s,
-                on_event=on_event,
+                on_event=self.on_event,
                 began=allowance.began,
-                kept_s=SHARE_FOR_LOADER * (allowance.timeout_s or 0.0) if has_loader else 0.0,
+                after_s=SHARE_FOR_LOADER * (allowance.timeout_s or 0.0) if has_loader else 0.0,
                 baseline=baseline,
             )
         except NoFeasiblePlan as error:
@@ -423,7 +417,6 @@ class _Course:
         is_alone: bool,
     ) -> None:
         """Keep the record of a result, and then what is found beside the answer."""
-        self.trials = result.trials
         if survey.environment.gpu is None:
             now = load_of_others(own=os.cpu_count() or 1)
             survey = replace(survey, busy=_busy_words(survey.busy, now))
@@ -456,8 +449,8 @@ class _Course:
             self.record = replace(record, findings=findings)
 
     def _on_stage(self, stage: str) -> None:
-        progress = self.asked.allowance.progress(self.trials)
-        self.on_event(events.StageStarted(stage, progress))
+        trials = () if self.store is None else self.store.trials
+        self.on_event(events.StageStarted(stage, self.asked.allowance.progress(trials)))
 
 
 def _interrupted(record: Record) -> Record:
