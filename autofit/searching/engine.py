@@ -333,7 +333,9 @@ class Search:
         stop: Stop | None = None
         try:
             self._take_measured_baseline()
-            while stop is None or self._flights:
+            while True:
+                if stop is not None and not self._flights:
+                    return replace(stop, with_more_time=self._next_without_timeout())
                 is_full = len(self._flights) == self._runner.slots
                 choice = None if stop or is_full else self._next_choice()
                 if isinstance(choice, Stop):
@@ -342,7 +344,6 @@ class Search:
                     self._land(*self._runner.next_ended())
                 else:
                     self._launch(choice, self._kind_of(choice))
-            return replace(stop, with_more_time=self._next_without_timeout())
         except SearchTimedOut:
             self.abandon()
             if not self.has_ok_trial:
