@@ -67,12 +67,48 @@ class Job:
         return self.proposal.plan
 
 
-class Place:
-    """A prober, and what its worker has run."""
+class Runner:
+    """Runs one job at a time, where its result is waited for.
+
+    Attributes:
+        prober: of the device; it is not closed.
+        in_flight: the jobs whose results were not taken yet, each with its request.
+    """
+
+    slots = 1
+    """How many jobs can be in flight."""
 
     def __init__(self, prober: SupportsProbing) -> None:
         self.prober = prober
+        self.in_flight: dict[Job, ProbeRequest] = {}
         self._replicated: set[Plan] = set()  # by the present worker, which ran nothing else
+
+    @property
+    def strategies(self) -> Sequence[Strategy]:
+        """The strategies that can apply settings of a plan."""
+        return self.prober.strategies
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that a fresh worker takes to start."""
+        return self.prober.start_s
+
+    def submit(self, job: Job, request: ProbeRequest) -> None:
+        """Take a job, which fewer than `slots` may precede."""
+        self.in_flight[job] = request
+
+    def next_ended(self) -> tuple[Job, ProbeResult]:
+        """Wait for a job in flight to end; raise what its prober raised."""
+        job, request = next(iter(self.in_flight.items()))
+        result = self.run(job, request)
+        del self.in_flight[job]
+        return job, result
+
+    def cancel(self) -> list[Job]:
+        """End what is in flight, whose results are lost; return the jobs."""
+        cancelled = [*self.in_flight]
+        self.in_flight.clear()
+        return cancelled
 
     def run(self, job: Job, request: ProbeRequest) -> ProbeResult:
         """Run a job in a worker of the kind that it asks for."""
@@ -94,62 +130,20 @@ class Place:
         self._replicated.clear()
 
 
-class Runner:
-    """Runs one job at a time, where its result is waited for.
-
-    Attributes:
-        in_flight: the jobs whose results were not taken yet, each with its request.
-    """
-
-    slots = 1
-    """How many jobs can be in flight."""
-
-    def __init__(self, prober: SupportsProbing) -> None:
-        self._prober, self._place = prober, Place(prober)
-        self.in_flight: dict[Job, ProbeRequest] = {}
-
-    @property
-    def strategies(self) -> Sequence[Strategy]:
-        """The strategies that can apply settings of a plan."""
-        return self._prober.strategies
-
-    @property
-    def start_s(self) -> float:
-        """Seconds that a fresh worker takes to start."""
-        return self._prober.start_s
-
-    def submit(self, job: Job, request: ProbeRequest) -> None:
-        """Take a job, which fewer than `slots` may precede."""
-        self.in_flight[job] = request
-
-    def next_ended(self) -> tuple[Job, ProbeResult]:
-        """Wait for a job in flight to end; raise what its prober raised."""
-        job, request = next(iter(self.in_flight.items()))
-        result = self._place.run(job, request)
-        del self.in_flight[job]
-        return job, result
-
-    def cancel(self) -> list[Job]:
-        """End what is in flight, whose results are lost; return the jobs."""
-        cancelled = [*self.in_flight]
-        self.in_flight.clear()
-        return cancelled
-
-
 class ParallelRunner(Runner):
     """Runs jobs at several places at once, each in a thread of its own.
 
     Args:
-        places: where jobs run, and their threads; the facts of the first one's prober hold for all.
+        places: each runs one job at a time, in its thread; the facts of the first hold for all.
         on_stage: called with a line of words where nothing has ended for `QUIET_S`.
     """
 
-    def __init__(self, places: Mapping[Place, Executor], on_stage: OnStage) -> None:
+    def __init__(self, places: Mapping[Runner, Executor], on_stage: OnStage) -> None:
         super().__init__(next(iter(places)).prober)
         self.slots = len(places)
         self._threads, self._on_stage = places, on_stage
-        self._running: dict[Future[ProbeResult], tuple[Job, Place]] = {}
-        self._replicates: Counter[tuple[Place, Plan]] = Counter()
+        self._running: dict[Future[ProbeResult], tuple[Job, Runner]] = {}
+        self._replicates: Counter[tuple[Runner, Plan]] = Counter()
 
     def submit(self, job: Job, request: ProbeRequest) -> None:
         """Run a job at a free place; a replicate at the one that ran its plan least often."""
@@ -246,7 +240,7 @@ def open_runner(
         probers = [prober, *_all_opened(opening, held)]
         _check_alike(probers, places.devices)
         prober.vram_budget_bytes = min(each.vram_budget_bytes for each in probers)
-        yield ParallelRunner(dict(zip(map(Place, probers), threads, strict=True)), on_stage)
+        yield ParallelRunner(dict(zip(map(Runner, probers), threads, strict=True)), on_stage)
 
 
 def _all_opened(opening: Sequence[Future[Prober]], held: ExitStack) -> list[Prober]:

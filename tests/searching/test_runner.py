@@ -18,7 +18,7 @@ from autofit.probing.messages import ignore_stage
 from autofit.searching import events
 from autofit.searching.engine import run_search
 from autofit.searching.result import SearchResult
-from autofit.searching.runner import ParallelRunner, Place, Runner
+from autofit.searching.runner import ParallelRunner, Runner
 from autofit.searching.study import Store
 from autofit.testing import SimulatedProber
 from tests.simulated import SimulatedDevice
@@ -32,7 +32,7 @@ def places(*probers: SimulatedProber) -> Iterator[Runner]:
         return
     threads = [ThreadPoolExecutor(1) for _ in probers]
     try:
-        at = dict(zip(map(Place, probers), threads, strict=True))
+        at = dict(zip(map(Runner, probers), threads, strict=True))
         yield ParallelRunner(at, ignore_stage)
     finally:
         for thread in threads:
