@@ -75,7 +75,6 @@ def run_search(
     max_probes: int | None = None,
     timeout_s: float | None = None,
     on_event: events.OnEvent | None = None,
-    veto: bool = True,
     clock: Callable[[], float] = time.monotonic,
     began: float | None = None,
     after_s: float = 0.0,
@@ -92,7 +91,6 @@ def run_search(
         max_probes: the most probes, baseline, confirmations and those of earlier runs counted.
         timeout_s: when to end, in seconds from `began`; a probe that runs by then is ended.
         on_event: called with each event.
-        veto: refuse the proposals of another sampler that are expected not to fit.
         clock: tells the time in seconds.
         began: when the time began to count, by the clock; None: now.
         after_s: seconds of `timeout_s` for what comes after the search.
@@ -125,8 +123,7 @@ def run_search(
             None if isinstance(sampler, Sampler) else sampler,
             allowance,
             on_event or (lambda event: None),
-            may_veto=veto,
-            measured_baseline=baseline,
+            baseline,
         )
         return search.result(_ended(search))
 
@@ -188,13 +185,10 @@ class Search:
         foreign_sampler: BaseSampler | None,
         allowance: Allowance,
         on_event: events.OnEvent,
-        *,
-        may_veto: bool,
-        measured_baseline: ProbeResult | None = None,
+        measured_baseline: ProbeResult | None,
     ) -> None:
         self._runner, self._spec, self._store = runner, spec, store
-        self._foreign_sampler, self._may_veto = foreign_sampler, may_veto
-        self._measured_baseline = measured_baseline
+        self._foreign_sampler, self._measured_baseline = foreign_sampler, measured_baseline
         self._allowance = allowance
         self._on_event = users_code()(on_event)  # what it raises ends the search, as it was raised
         left = allowance.probes_left(store.trials)
@@ -504,8 +498,7 @@ class Search:
         if isinstance(choice, Plan):
             return Proposal.of(self._beliefs, choice)
         plan = trial_codec.plan_of(asked.params, self._spec.space)
-        of = Proposal.of_stranger if self._may_veto else Proposal.of
-        return of(self._beliefs, plan)
+        return Proposal.of_stranger(self._beliefs, plan)
 
     def _submit(self, job: Job) -> None:
         self._runner.submit(job, self._request(job))
