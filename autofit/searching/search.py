@@ -38,7 +38,7 @@ from autofit.searching.infeasible import with_measured_need
 from autofit.searching.options import SearchArguments, SearchOptions
 from autofit.searching.predicted_lines import most_seconds, predicted_lines
 from autofit.searching.result import INTERRUPTED, SearchResult
-from autofit.searching.runner import Places, Runner, open_runner
+from autofit.searching.runner import Places, open_runner
 from autofit.searching.storage import check_opens
 from autofit.searching.study import Store
 from autofit.searching.wording import logged
@@ -195,27 +195,13 @@ class _Course:
             SearchTimedOut: the timeout was over before anything that fits had been measured.
             Exception: as of `search`.
         """
-        sessions: Sequence[float] = ()
         with interrupts_remembered(), showing(self.asked.progress) as self.on_event:
             if self.asked.study is not None:
                 check_opens(self.asked.study)
+            sessions: Sequence[float] = ()
             try:
                 with self.open_prober(0, ranks, on_stage=self._on_stage) as prober:
-                    survey, baseline = self._inspect(prober, is_alone=ranks == 1)
-                    identity = self._identity(survey)
-                    on_others = partial(self.open_prober, ranks=ranks)
-                    with (
-                        open_runner(prober, self._places, on_others, self._on_stage) as runner,
-                        Store.open(
-                            self.asked.study, identity, began=self.asked.allowance.began
-                        ) as self.store,
-                    ):
-                        if prober.vram_budget_bytes != survey.vram_budget_bytes:
-                            baseline = None  # it ran within another budget
-                        survey = replace(survey, vram_budget_bytes=prober.vram_budget_bytes)
-                        survey, spec = self._specify(prober, survey, self.store, identity)
-                        result = self._explore(prober, runner, spec, self.store, baseline)
-                        sessions = self.store.session_seconds
+                    survey, result, sessions = self._searched(prober, ranks)
                     self._describe(prober, survey, result, sessions, is_alone=ranks == 1)
                     self._on_stage("ending the worker")
             except SearchTimedOut:
@@ -228,6 +214,44 @@ class _Course:
             self._on_stage("writing the report")
             seconds = sum(sessions[:-1]) + self.asked.allowance.elapsed_s
             return replace(self.record, search=replace(self.record.search, seconds=seconds))
+
+    def _searched(self, prober: Prober, ranks: int) -> tuple[Survey, SearchResult, Sequence[float]]:
+        """Return the survey, the result, and the seconds of each session of the study.
+
+        Raises:
+            NoFeasiblePlan: nothing fits; it says what the smallest plan was measured to need.
+            Exception: as of `search`.
+        """
+        survey, baseline = self._inspect(prober, is_alone=ranks == 1)
+        identity, limits = self._identity(survey), self.asked.allowance
+        on_others = partial(self.open_prober, ranks=ranks)
+        for_loader = 0.0 if self.workload.loader is None else SHARE_FOR_LOADER
+        with (
+            open_runner(prober, self._places, on_others, self._on_stage) as runner,
+            Store.open(self.asked.study, identity, began=limits.began) as self.store,
+        ):
+            if prober.vram_budget_bytes != survey.vram_budget_bytes:
+                baseline = None  # it ran within another budget
+            survey = replace(survey, vram_budget_bytes=prober.vram_budget_bytes)
+            survey, spec = self._specify(prober, survey, self.store, identity)
+            try:
+                result = run_search(
+                    runner,
+                    spec,
+                    store=self.store,
+                    sampler=self.asked.options.sampler,
+                    max_probes=limits.max_probes,
+                    timeout_s=limits.timeout_s,
+                    on_event=self.on_event,
+                    began=limits.began,
+                    after_s=for_loader * (limits.timeout_s or 0.0),
+                    baseline=baseline,
+                )
+            except NoFeasiblePlan as error:
+                if limits.probes_left(self.store.trials) == 0:
+                    raise
+                raise with_measured_need(error, prober, spec) from None
+            return survey, result, self.store.session_seconds
 
     @property
     def _places(self) -> Places:
@@ -378,34 +402,6 @@ class _Course:
         planned_samples = steps * samples if steps else None
         effort = Effort(self.asked.options.effort)
         return survey, replace(spec, effort=effort, planned_samples=planned_samples)
-
-    def _explore(
-        self,
-        prober: Prober,
-        runner: Runner,
-        spec: SearchSpec,
-        store: Store,
-        baseline: ProbeResult | None,
-    ) -> SearchResult:
-        """Search; an error that nothing fits says what the smallest plan was measured to need."""
-        allowance, has_loader = self.asked.allowance, self.workload.loader is not None
-        try:
-            return run_search(
-                runner,
-                spec,
-                store=store,
-                sampler=self.asked.options.sampler,
-                max_probes=allowance.max_probes,
-                timeout_s=allowance.timeout_s,
-                on_event=self.on_event,
-                began=allowance.began,
-                after_s=SHARE_FOR_LOADER * (allowance.timeout_s or 0.0) if has_loader else 0.0,
-                baseline=baseline,
-            )
-        except NoFeasiblePlan as error:
-            if allowance.probes_left(store.trials) == 0:
-                raise
-            raise with_measured_need(error, prober, spec) from None
 
     def _describe(
         self,
