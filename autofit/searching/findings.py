@@ -97,19 +97,28 @@ def _shares(
     counted = baseline if baseline.ok else trial
     one, other = (resolve(t.plan, spec.space, prober.strategies) for t in (trial, counted))
     is_costly = spec.space.is_costly(counted.plan.settings)
-    look = partial(_look_at_step, plan=one, trace=trace, counted=None if is_costly else other)
-    profiled, flops = prober.run(look, spec.vram_budget_bytes)
+    look = partial(
+        _look_at_step,
+        step_time_s=trial.measurement.step_time_s,
+        plan=one,
+        trace=trace,
+        counted=None if is_costly else other,
+    )
+    shares, flops = prober.run(look, spec.vram_budget_bytes)
     if flops is not None:
         facts["flops"] = {"per_sample": flops, "peak_per_second": _peak_flops_per_s(record)}
-    step_time_s = trial.measurement.step_time_s
-    return None if profiled is None or step_time_s is None else profiled.shares(step_time_s)
+    return shares
 
 
-def _look_at_step(session: Session, **given: Any) -> Any:
-    """Look where the model is; only that process imports what looks."""
+def _look_at_step(
+    session: Session, step_time_s: float | None, **given: Any
+) -> tuple[Mapping[str, float] | None, float | None]:
+    """Look in the process that holds the model, which alone imports what looks."""
     from autofit.probing.profile import look_at_step
 
-    return look_at_step(session, **given)
+    profiled, flops = look_at_step(session, **given)
+    is_known = profiled is not None and step_time_s is not None
+    return profiled.shares(step_time_s) if is_known else None, flops
 
 
 def _peak_flops_per_s(record: Record) -> float | None:
