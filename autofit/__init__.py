@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from autofit.checks.predict import GpuTable as GpuTable, predict as predict
     from autofit.checks.probe import SoakResult as SoakResult, probe as probe
     from autofit.checks.verdict import Verdict as Verdict
+    from autofit.dimension import CostHint as CostHint, Dimension as Dimension
     from autofit.errors import (
         AutofitError as AutofitError,
         DeviceUnavailable as DeviceUnavailable,
         InvalidArgument as InvalidArgument,
-        NoFeasiblePlan as NoFeasiblePlan,
         PredictionUnavailable as PredictionUnavailable,
         SearchTimedOut as SearchTimedOut,
         StudyError as StudyError,
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from autofit.integrations.checkpoint_to_budget import (
         checkpoint_to_budget as checkpoint_to_budget,
     )
+    from autofit.integrations.loader_batches import from_loader as from_loader
     from autofit.measurement import (
         Measurement as Measurement,
         Outcome as Outcome,
         Trial as Trial,
         TrialKind as TrialKind,
     )
-    from autofit.plan import CostHint as CostHint, Dimension as Dimension, Plan as Plan
+    from autofit.plan import NoFeasiblePlan as NoFeasiblePlan, Plan as Plan
     from autofit.prediction.predict import Prediction as Prediction
     from autofit.report.report import Report as Report, load as load
     from autofit.searching.batch_size import (
         BatchSize as BatchSize,
         find_batch_size as find_batch_size,
     )
-    from autofit.searching.loader_batches import from_loader as from_loader
     from autofit.searching.options import SearchOptions as SearchOptions
     from autofit.searching.search import search as search
     from autofit.strategy import Numerics as Numerics, Phase as Phase, Strategy as Strategy
@@ -62,7 +62,6 @@ _HOMES = {
         "PredictionUnavailable",
         "DeviceUnavailable",
         "InvalidArgument",
-        "NoFeasiblePlan",
         "SearchTimedOut",
         "StudyError",
         "WorkerFailed",
@@ -70,11 +69,12 @@ _HOMES = {
     ),
     "autofit.integrations.checkpoint_to_budget": ("checkpoint_to_budget",),
     "autofit.measurement": ("Measurement", "Outcome", "TrialKind", "Trial"),
-    "autofit.plan": ("Dimension", "CostHint", "Plan"),
+    "autofit.dimension": ("CostHint", "Dimension"),
+    "autofit.plan": ("NoFeasiblePlan", "Plan"),
     "autofit.prediction.predict": ("Prediction",),
     "autofit.report.report": ("Report", "load"),
     "autofit.searching.batch_size": ("BatchSize", "find_batch_size"),
-    "autofit.searching.loader_batches": ("from_loader",),
+    "autofit.integrations.loader_batches": ("from_loader",),
     "autofit.searching.options": ("SearchOptions",),
     "autofit.searching.search": ("search",),
     "autofit.strategy": ("Numerics", "Phase", "Strategy"),

@@ -16,18 +16,13 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from autofit.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from autofit.plan import DimensionForm
-
 
 # Bounds also refuse what is not finite: no comparison with nan holds.
 _INT64 = 2**63 - 1  # the largest bound that the library takes
@@ -138,7 +133,6 @@ def _with_names_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_WORD = re.compile(r"[\w.+-]*")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """What moves a cursor or turns the direction of writing; not newlines and tabs."""
 _IN_A_NAME = re.compile(r"[\n\t]")
@@ -149,27 +143,6 @@ _COMMAND = re.compile(r"(?m)^\s*:(?=:)|#(?=#\w*\[)")
 _COLOR = re.compile(r"(\x1b\[[\d;]*m)")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What a spreadsheet takes for the beginning of a formula (OWASP, CSV Injection)."""
-
-
-def check_are_words(
-    dimensions: Mapping[str, DimensionForm], settings: Iterable[Mapping[str, Any]]
-) -> None:
-    """Refuse a name or value that strategies write into code and that is no word.
-
-    Args:
-        dimensions: setting -> a dimension as JSON has it.
-        settings: of plans.
-
-    Raises:
-        InvalidArgument: one is not made of letters, digits, "_", ".", "+" and "-" alone.
-    """
-    values = [(*each.values, *each.payloads) for each in dimensions.values()]
-    for text in _bare([*dimensions, *chain(*values), *settings]):
-        if not _WORD.fullmatch(text):
-            raise InvalidArgument(
-                f"{_shown(text)[:80]!r} is no name or value of a setting, which have letters, "
-                'digits, "_", ".", "+" and "-" alone'
-            )
 
 
 def without_controls(value: Any) -> Any:
@@ -206,15 +179,3 @@ def _shown(text: str) -> str:
 
 def _shown_name(name: str) -> str:
     return _IN_A_NAME.sub(lambda found: repr(found[0])[1:-1], _shown(name))
-
-
-def _bare(values: Iterable[Any]) -> Iterator[str]:
-    """Yield the texts among values and in mappings, but not in lists, such as names of modules.
-
-    A list is written as Python writes it, with its texts in quotes.
-    """
-    for value in values:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _bare(chain(*value.items()))

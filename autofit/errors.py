@@ -16,10 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-
-if TYPE_CHECKING:
-    from autofit.plan import Plan, Scalar
+from typing import Any, ParamSpec, TypeVar
 
 
 class AutofitError(Exception):
@@ -36,35 +33,6 @@ class InvalidArgument(AutofitError, ValueError):
 
 class StudyError(InvalidArgument):
     """A study that belongs to another search, is in use, or cannot be read or written."""
-
-
-class NoFeasiblePlan(AutofitError):
-    """Not one plan fits the VRAM budget.
-
-    Attributes:
-        plan: the plan that came nearest of those that were tried; None where the weights alone are
-            too large, and none was.
-        required_bytes: what it (or the weights) needs, as measured or expected; None: unknown.
-        allowed_bytes: the VRAM budget.
-        sufficient_bytes: the smallest VRAM budget that is expected to work; None: unknown.
-    """
-
-    exit_code = 1
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        plan: Plan | None,
-        required_bytes: int | None,
-        allowed_bytes: int,
-        sufficient_bytes: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.plan = plan
-        self.required_bytes = required_bytes
-        self.allowed_bytes = allowed_bytes
-        self.sufficient_bytes = sufficient_bytes
 
 
 class WorkloadFailed(AutofitError):
@@ -142,14 +110,14 @@ def tried_when(error: BaseException) -> str | None:
     return tried
 
 
-def blame(error: BaseException, setting: str, value: Scalar) -> None:
+def blame(error: BaseException, setting: str, value: bool | float | str) -> None:
     """Note under which value of a setting it was raised, for whoever can do without that value."""
     vars(error)["_raised_under"] = setting, value
 
 
-def blamed(error: BaseException) -> tuple[str, Scalar] | None:
+def blamed(error: BaseException) -> tuple[str, bool | float | str] | None:
     """Return the setting and the value that `blame` noted; None: it did not."""
-    noted: tuple[str, Scalar] | None = vars(error).get("_raised_under")
+    noted: tuple[str, bool | float | str] | None = vars(error).get("_raised_under")
     return noted
 
 

@@ -18,7 +18,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from autofit.codec import Amount, Count, Duration, Number, Wait, to_json
+from autofit.codec import Amount, Count, Duration, Number, Wait, to_json, without_controls
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan
 from autofit.units import format_bytes, format_rate, format_seconds
@@ -183,6 +183,9 @@ class Measurement:
     def __post_init__(self) -> None:
         for name in ("ranks", "step_times_s", "losses", "new_shape_s", "notes"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        # Texts of the user's code, or of a file, that are shown in a terminal
+        object.__setattr__(self, "detail", without_controls(self.detail))
+        object.__setattr__(self, "notes", tuple(map(without_controls, self.notes)))
 
     @property
     def ok(self) -> bool:

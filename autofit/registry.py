@@ -13,16 +13,13 @@ from importlib.metadata import EntryPoint, entry_points
 from itertools import pairwise
 from typing import Any
 
-from autofit.codec import check_are_words, from_json, to_json
+from autofit.codec import from_json, to_json
+from autofit.dimension import DimensionForm, check_are_words, dimensions_of, forms_of, payloads_of
 from autofit.errors import InvalidArgument
 from autofit.plan import (
     Dimension,
-    DimensionForm,
     Plan,
     ResolvedPlan,
-    dimensions_of,
-    forms_of,
-    payloads_of,
     settings_of,
 )
 from autofit.space import Space

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from autofit.dimension import Dimension, Scalar
 from autofit.errors import InvalidArgument
-from autofit.plan import Dimension, Scalar
 
 if TYPE_CHECKING:
     import torch

@@ -27,9 +27,8 @@ from pathlib import Path
 
 import optuna
 
-from autofit.errors import NoFeasiblePlan
 from autofit.measurement import Trial, probes_of
-from autofit.plan import Plan
+from autofit.plan import NoFeasiblePlan, Plan
 from autofit.searching.engine import run_search
 from benchmarks.grids.recorded import WORKLOADS, grid_world
 from benchmarks.irregular_devices import draw_irregular_device

@@ -31,9 +31,8 @@ from typing import Protocol
 
 import optuna
 
-from autofit.errors import NoFeasiblePlan
 from autofit.measurement import probes_of
-from autofit.plan import Dimension, Plan, Scalar, Settings
+from autofit.plan import Dimension, NoFeasiblePlan, Plan, Scalar, Settings
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.searching.options import SearchArguments

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from autofit.devices.cpu import CpuDevice
+from autofit.dimension import payloads_of
 from autofit.equivalence.steps import StrategyContext
-from autofit.plan import Plan, ResolvedPlan, payloads_of
+from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import collect_dimensions, load_strategies
 from autofit.strategy import World
 from autofit.training.training import TrainingBuilder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,22 @@ for name in autofit.__all__:
     assert not isinstance(getattr(autofit, name), types.ModuleType), name
 """
     assert "optuna" in loaded_by(everything)
+
+
+@pytest.mark.slow
+def test_a_search_loads_in_its_caller_little_that_only_its_worker_uses(tmp_path: Path) -> None:
+    """What runs plans, looks at a step and draws is imported where it is used."""
+    program = tmp_path / "search.py"
+    program.write_text(
+        "import json, sys, torch, autofit\n"
+        "autofit.search(torch.nn.Linear(8, 4), torch.randn(4, 8), device='cpu',\n"
+        "    loss_fn=lambda model, batch: model(batch).square().mean(), vram_budget='8MiB',\n"
+        "    max_probes=2, progress=False)\n"
+        "print(json.dumps(sorted(sys.modules)))\n"
+    )
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    loaded = set(json.loads(ran.stdout.splitlines()[-1]))
+    assert "autofit.searching.engine" in loaded
+    only_workers = {"session", "measure", "profile", "flops", "evaluation", "loader"}
+    assert not loaded & {f"autofit.probing.{name}" for name in only_workers}
+    assert not loaded & {"autofit.report.charts", "autofit.cli.main", "rich", "sqlalchemy"}

@@ -182,3 +182,12 @@ def test_a_training_of_ones_own_starts_warm_where_that_was_measured(
         for seconds, is_warm in starts
     )
     assert (found.cold_s, found.warm_s, found.own_s) == (cold_s, warm_s, own_s)
+
+
+def test_a_measurement_has_no_text_that_moves_a_cursor() -> None:
+    """Its detail and notes may be words of the user's code, and a terminal shows them at once."""
+    words = "\x1b]0;a title\x07\nsecond line"
+    measured = Measurement(Outcome.CRASHED, detail=words, notes=[words])
+    assert measured.detail == "\\x1b]0;a title\\x07\nsecond line"
+    assert measured.notes == (measured.detail,)
+    assert Measurement(Outcome.OK).detail is None

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from autofit.codec import from_json, to_json
+from autofit.dimension import DimensionForm
 from autofit.errors import InvalidArgument
 from autofit.plan import (
     MOST_RANKS,
     CostHint,
     Dimension,
-    DimensionForm,
     Plan,
     Scalar,
     split_evenly,

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import autofit
 from autofit.cli.main import app
-from autofit.errors import InvalidArgument, NoFeasiblePlan
+from autofit.errors import InvalidArgument
+from autofit.plan import NoFeasiblePlan
 from autofit.units import MIB
 
 HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "64MiB", "strategies": []}

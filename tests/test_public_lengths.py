@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import autofit
 from autofit.errors import InvalidArgument
-from autofit.searching.loader_batches import longest_samples
+from autofit.integrations.loader_batches import longest_samples
 from autofit.training.lengths import tokens_of_mix
 
 HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "64MiB", "strategies": []}

@@ -75,7 +75,8 @@ def _signature(function: Callable[..., Any]) -> str:
         for parameter in signature.parameters.values()
     ]
     shown = signature.replace(parameters=bare, return_annotation=signature.empty)
-    home = function.__module__.partition("autofit.integrations.")[2]
+    is_exported = getattr(autofit, function.__qualname__, None) is function
+    home = "" if is_exported else function.__module__.partition("autofit.integrations.")[2]
     return f"{home}.{function.__qualname__}{shown}".lstrip(".")
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from autofit.codec import from_json, to_json
+from autofit.dimension import DimensionForm, payloads_of
 from autofit.errors import InvalidArgument
-from autofit.plan import Dimension, DimensionForm, Plan, payloads_of
+from autofit.plan import Dimension, Plan
 from autofit.planning.feasibility import Sizes
 from autofit.registry import resolve
 from autofit.space import UNBOUNDED_MICRO_BATCH, Space

@@ -167,7 +167,7 @@ def _searched(
 ) -> Report:
     """Load a workload and search it, with its progress shown; the report names the target."""
     start_server_ahead()
-    from autofit.cli.progress import ProgressLine
+    from autofit.searching.progress import ProgressLine
 
     with stdout_for_results_only(), ProgressLine() if leads() else nullcontext() as progress:
         if progress is not None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from autofit.dimension import payloads_of
 from autofit.equivalence.comparison import (
     StepTrace,
     accumulated,
@@ -31,7 +32,6 @@ from autofit.plan import (
     Plan,
     ResolvedPlan,
     Scalar,
-    payloads_of,
     settings_of,
     split_evenly,
 )

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from autofit.errors import InvalidArgument, NoFeasiblePlan, hides_own_frames
+from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.integrations.applied import on_model
 from autofit.measurement import Trial, TrialKind
-from autofit.plan import ResolvedPlan
+from autofit.plan import NoFeasiblePlan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit

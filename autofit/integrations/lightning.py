@@ -32,10 +32,10 @@ import torch
 
 from autofit.errors import InvalidArgument
 from autofit.integrations.applied import Division, divide, library, on_model
+from autofit.integrations.loader_batches import MOST_EXAMINED, LoaderBatch
 from autofit.integrations.workloads import longest_of, own_autocast, search_workload
 from autofit.report.report import Report
 from autofit.searching.events import OnEvent
-from autofit.searching.loader_batches import MOST_EXAMINED, LoaderBatch
 from autofit.strategy import Strategy
 from autofit.training.samples import CollateFn
 from autofit.training.workload import Workload

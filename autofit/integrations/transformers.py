@@ -35,11 +35,11 @@ from autofit.integrations.applied import (
     library,
     on_model,
 )
+from autofit.integrations.loader_batches import MOST_EXAMINED, LoaderBatch, longest_samples
 from autofit.integrations.workloads import longest_of, own_autocast, search_workload
 from autofit.plan import Scalar
 from autofit.report.report import Report
 from autofit.searching.events import OnEvent
-from autofit.searching.loader_batches import MOST_EXAMINED, LoaderBatch, longest_samples
 from autofit.strategy import Strategy
 from autofit.training.batch import batch_size, tensors_of
 from autofit.training.evaluation import modes_kept

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autofit.integrations.loader_batches import LoaderBatch, longest_samples
 from autofit.registry import Unnamed, load_strategies
 from autofit.report.report import Report
-from autofit.searching.loader_batches import LoaderBatch, longest_samples
 from autofit.strategy import Strategy
 from autofit.training.batch import tensors_of
 from autofit.training.workload import Workload

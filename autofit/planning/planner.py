@@ -62,10 +62,36 @@ class Forecast:
     seconds: float | None
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """A plan to probe, and what is expected of it.
+
+    Attributes:
+        plan: the plan.
+        forecast: of its probe.
+        veto: the measurement to record in place of a probe; None: it may run. Only what another
+            sampler proposed has one.
+    """
+
+    plan: Plan
+    forecast: Forecast
+    veto: Measurement | None = None
+
+    @classmethod
+    def of(cls, beliefs: Beliefs, plan: Plan) -> Proposal:
+        """Return the proposal of a plan that is to run whatever is expected of it."""
+        return cls(plan, forecast(beliefs, plan))
+
+    @classmethod
+    def of_stranger(cls, beliefs: Beliefs, plan: Plan) -> Proposal:
+        """Return the proposal of a plan that another sampler chose, with its veto if any."""
+        return cls(plan, forecast(beliefs, plan), veto(beliefs, plan))
+
+
 def decide(
     beliefs: Beliefs, *, may_repeat: bool = True, seconds_left: float | None = None
-) -> Plan | NothingLeft:
-    """Return the plan to probe next, or the reason why none can be expected to win.
+) -> Proposal | NothingLeft:
+    """Return the plan to probe next with its forecast, or why none can be expected to win.
 
     Args:
         beliefs: after the search so far. Pending plans are not proposed again.
@@ -74,13 +100,15 @@ def decide(
         seconds_left: costly values are tried only where that is expected to suffice; None: always.
     """
     if not beliefs.probes:
-        return beliefs.spec.space.baseline
+        return Proposal.of(beliefs, beliefs.spec.space.baseline)
     is_costly = beliefs.known.trial_costs_s > 0
     cheap, costly = beliefs.usable & ~is_costly, beliefs.usable & is_costly
     incumbent = beliefs.incumbent
     if incumbent is None:
         plan = likeliest_to_fit(beliefs, cheap) or likeliest_to_fit(beliefs, costly)
-        return plan or NothingLeft("not one plan that was tried fits")
+        return (
+            Proposal.of(beliefs, plan) if plan else NothingLeft("not one plan that was tried fits")
+        )
     plan = (
         (_doubted(beliefs) if may_repeat else None)
         or expert_plan(beliefs, cheap)
@@ -90,7 +118,7 @@ def decide(
         or (best_costly(beliefs, costly, seconds_left) if costly.any() else None)
     )
     if plan is not None:
-        return plan
+        return Proposal.of(beliefs, plan)
     why = "no plan left is expected to gain enough to be worth a probe"
     noise = beliefs.errors.of(incumbent)
     if noise > NOISY:  # which bounds the gains that are looked for
@@ -140,7 +168,9 @@ def forecast(beliefs: Beliefs, plan: Plan) -> Forecast:
     if not overheads:
         return Forecast(peak, None)
     step_time_s = plan.samples_per_step / math.exp(beliefs.mean_log_speed(plan))
-    return Forecast(peak, max(overheads) + max(TIMED_S, FORECAST_STEPS * step_time_s))
+    timed_s = max(TIMED_S, FORECAST_STEPS * step_time_s)
+    cost_s = beliefs.spec.space.trial_cost_s(plan.settings)
+    return Forecast(peak, max(overheads) + timed_s + cost_s)
 
 
 def believing(beliefs: Beliefs, running: Sequence[tuple[Plan, TrialKind]]) -> Beliefs:

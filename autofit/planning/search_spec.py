@@ -14,14 +14,8 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 from autofit.codec import Amount, Count, Number, from_json, to_json
-from autofit.plan import (
-    DimensionForm,
-    Settings,
-    VariantKey,
-    dimensions_of,
-    forms_of,
-    variant_key,
-)
+from autofit.dimension import DimensionForm, dimensions_of, forms_of
+from autofit.plan import Settings, VariantKey, variant_key
 from autofit.planning.constants import (
     QUICK,
     QUICK_TIMED_S,

@@ -24,9 +24,9 @@ import torch
 from autofit.devices.base import Environment
 from autofit.equivalence.accumulation import compare_split_gradients
 from autofit.equivalence.steps import StrategyContext
-from autofit.errors import InvalidArgument, NoFeasiblePlan, release_exception, with_type
+from autofit.errors import InvalidArgument, release_exception, with_type
 from autofit.measurement import ACT, NOT_TRIED
-from autofit.plan import Dimension, Plan, Scalar, settings_of
+from autofit.plan import Dimension, NoFeasiblePlan, Plan, Scalar, settings_of
 from autofit.registry import collect_dimensions, names_of_ranks
 from autofit.snapshot import process
 from autofit.snapshot.snapshot import Snapshot, live_objects

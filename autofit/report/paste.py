@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autofit.errors import InvalidArgument
+from autofit.measurement import Trial
 from autofit.plan import Plan, ResolvedPlan
+from autofit.registry import resolve
 from autofit.report.record import Record, lines_of
+from autofit.space import Space
+from autofit.strategy import Strategy
 
 LINES_OF_TRAINER: Mapping[str, Sequence[str]] = {
     "transformers": (
@@ -42,6 +46,18 @@ def lines_by_hand(record: Record) -> Sequence[str]:
         return ()
     has_loss_weight = "loss_weight" in record.functions_given
     return paste_lines(resolved, has_loss_weight=has_loss_weight)
+
+
+def lines_of_trials(
+    trials: Sequence[Trial], space: Space, strategies: Sequence[Strategy], *, has_loss_weight: bool
+) -> dict[int, list[str]]:
+    """Return trial number -> code that trains as its plan does."""
+    plans = dict.fromkeys(trial.plan for trial in trials)
+    lines = {
+        plan: paste_lines(resolve(plan, space, strategies), has_loss_weight=has_loss_weight)
+        for plan in plans
+    }
+    return {trial.number: lines[trial.plan] for trial in trials}
 
 
 def paste_lines(resolved: ResolvedPlan, *, has_loss_weight: bool = False) -> list[str]:

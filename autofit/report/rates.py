@@ -6,46 +6,10 @@ Each rate is known where its facts are, and left out elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from autofit.measurement import Trial, spread_of
+from autofit.report.record import Record, rates_of
 from autofit.units import format_flops, format_seconds, rounded
-
-if TYPE_CHECKING:
-    from autofit.report.record import Record
-
-
-def rates_of(record: Record, trial: Trial) -> dict[str, float]:
-    """Return what is known of a trial's speed, by the names of a report file.
-
-    MFU, model FLOPs utilization, is the model FLOPs of a second over the peak of the GPU (PaLM,
-    Chowdhery et al. 2022, appendix B): the dense rate in 16 bits of its data sheet, whatever the
-    precision of the plan, so that plans compare.
-    """
-    speed, search = record.speed_of(trial), record.search
-    tokens, flops = record.workload.get("tokens"), record.findings.get("flops")
-    if not speed:
-        return {}
-    known: dict[str, float] = {}
-    if tokens:
-        known["tokens_per_second"] = speed * tokens["per_sample"]
-    if flops:
-        known["model_flops_per_second"] = speed * flops["per_sample"]
-        if flops["peak_per_second"]:
-            known["mfu"] = known["model_flops_per_second"] / flops["peak_per_second"]
-    spans = {"epoch": search.epoch_samples, "training": search.planned_samples}
-    for name, samples in spans.items():
-        if samples:
-            known[f"{name}_seconds"] = samples / speed
-            if search.price_per_hour is not None:
-                known[f"{name}_cost"] = samples / speed / 3600 * search.price_per_hour
-    return known
-
-
-def rates_by_name(record: Record) -> dict[str, dict[str, float]]:
-    """Return the rates of "best" and "baseline" for a report file."""
-    trials = {"best": record.best, "baseline": record.baseline_beside_best}
-    return {name: rates_of(record, trial) for name, trial in trials.items()}
 
 
 def rate_rows(record: Record) -> Iterator[tuple[str, str, str]]:

@@ -20,11 +20,11 @@ from autofit.codec import (
     DescribedTensor,
     DeviceName,
     Number,
-    check_are_words,
     from_json,
     to_json,
     without_controls,
 )
+from autofit.dimension import DimensionForm, check_are_words, dimensions_of, forms_of, payloads_of
 from autofit.errors import InvalidArgument
 from autofit.measurement import (
     Trial,
@@ -36,18 +36,13 @@ from autofit.measurement import (
 )
 from autofit.plan import (
     Dimension,
-    DimensionForm,
     Plan,
     ResolvedPlan,
     Scalar,
     Settings,
-    dimensions_of,
-    forms_of,
-    payloads_of,
     unlike,
 )
 from autofit.registry import resolve, strategies_of
-from autofit.report.rates import rates_by_name
 from autofit.rounds import Estimate, Rounds
 from autofit.space import Space
 from autofit.strategy import Strategy
@@ -403,6 +398,7 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a report file."""
+        compared = {"best": self.best, "baseline": self.baseline_beside_best}
         written: dict[str, Any] = to_json(
             {
                 "schema": SCHEMA,
@@ -424,7 +420,7 @@ class Record:
                 "difference": self.difference,
                 "memory": self.memory,
                 "findings": self.findings,
-                "rates": rates_by_name(self),
+                "rates": {name: rates_of(self, trial) for name, trial in compared.items()},
             }
         )
         return written
@@ -679,3 +675,30 @@ def frontier(
             continue
         kept.append(trial)
     return tuple(kept)
+
+
+def rates_of(record: Record, trial: Trial) -> dict[str, float]:
+    """Return what is known of a trial's speed, by the names of a report file.
+
+    MFU, model FLOPs utilization, is the model FLOPs of a second over the peak of the GPU (PaLM,
+    Chowdhery et al. 2022, appendix B): the dense rate in 16 bits of its data sheet, whatever the
+    precision of the plan, so that plans compare.
+    """
+    speed, search = record.speed_of(trial), record.search
+    tokens, flops = record.workload.get("tokens"), record.findings.get("flops")
+    if not speed:
+        return {}
+    known: dict[str, float] = {}
+    if tokens:
+        known["tokens_per_second"] = speed * tokens["per_sample"]
+    if flops:
+        known["model_flops_per_second"] = speed * flops["per_sample"]
+        if flops["peak_per_second"]:
+            known["mfu"] = known["model_flops_per_second"] / flops["peak_per_second"]
+    spans = {"epoch": search.epoch_samples, "training": search.planned_samples}
+    for name, samples in spans.items():
+        if samples:
+            known[f"{name}_seconds"] = samples / speed
+            if search.price_per_hour is not None:
+                known[f"{name}_cost"] = samples / speed / 3600 * search.price_per_hour
+    return known

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -43,16 +42,17 @@ from autofit.plan import Plan
 from autofit.planning import confirmation, planner
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.constants import COMPARED_LONGER, MOST_ACCIDENTS
-from autofit.planning.planner import believing
+from autofit.planning.planner import Forecast, Proposal, believing
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.probing.prober import SupportsProbing
 from autofit.registry import resolve
 from autofit.report.record import Skipped, Undecided
-from autofit.searching import events, result, trial_codec
+from autofit.searching import events, trial_codec
+from autofit.searching.infeasible import nothing_fits, workload_failure
 from autofit.searching.limits import COMPARED, Allowance
 from autofit.searching.result import INTERRUPTED, SearchResult
-from autofit.searching.runner import Job, Place, Runner
+from autofit.searching.runner import Job, Runner
 from autofit.searching.sampler import Sampler
 from autofit.searching.study import Store
 from autofit.units import format_rate
@@ -75,10 +75,9 @@ def run_search(
     max_probes: int | None = None,
     timeout_s: float | None = None,
     on_event: events.OnEvent | None = None,
-    veto: bool = True,
     clock: Callable[[], float] = time.monotonic,
     began: float | None = None,
-    kept_s: float = 0.0,
+    after_s: float = 0.0,
     baseline: ProbeResult | None = None,
 ) -> SearchResult:
     """Search for the fastest plan that fits.
@@ -92,10 +91,9 @@ def run_search(
         max_probes: the most probes, baseline, confirmations and those of earlier runs counted.
         timeout_s: when to end, in seconds from `began`; a probe that runs by then is ended.
         on_event: called with each event.
-        veto: refuse the proposals of another sampler that are expected not to fit.
         clock: tells the time in seconds.
         began: when the time began to count, by the clock; None: now.
-        kept_s: seconds of `timeout_s` that are left for what comes after.
+        after_s: seconds of `timeout_s` for what comes after the search.
         baseline: of its probe, where that ran before; a study that has one keeps its own.
 
     Returns:
@@ -114,19 +112,18 @@ def run_search(
     """
     spec.space.check_can_be_planned()
     started = clock() if began is None else began
-    allowance = Allowance(max_probes, timeout_s, clock, started, kept_s)
+    allowance = Allowance(max_probes, timeout_s, clock, started, after_s)
     held = nullcontext(store) if store is not None else Store.open(None, spec.identity)
     with held as opened:
         opened.begin(spec)
         search = Search(
-            prober if isinstance(prober, Runner) else Runner([Place(prober)]),
+            prober if isinstance(prober, Runner) else Runner(prober),
             opened.spec or spec,
             opened,
             None if isinstance(sampler, Sampler) else sampler,
             allowance,
             on_event or (lambda event: None),
-            may_veto=veto,
-            measured_baseline=baseline,
+            baseline,
         )
         return search.result(_ended(search))
 
@@ -171,27 +168,11 @@ class Stop:
     may_probe: bool = True
 
 
-@dataclass(frozen=True)
-class _Flight:
-    """A plan in flight.
-
-    Attributes:
-        asked: the Optuna trial that it will finish.
-        plan, kind: what runs, and why.
-        predicted_peak_bytes: as of its trial.
-        has_repeated: whether it ended before, by what may have been an accident.
-    """
-
-    asked: optuna.Trial
-    plan: Plan
-    kind: TrialKind
-    predicted_peak_bytes: int | None
-    has_repeated: bool = False
-
-
 class Search:
     """The state of one call of `run_search`, whose arguments these are.
 
+    One step after the other: choose a plan, run it, store its trial. The runner may take several
+    plans before the first has ended; what is chosen then counts on their forecasts.
     The study may hold trials of earlier searches, so this one's own are known by what `_land`
     returns, never by their place in the study.
     """
@@ -204,23 +185,25 @@ class Search:
         foreign_sampler: BaseSampler | None,
         allowance: Allowance,
         on_event: events.OnEvent,
-        *,
-        may_veto: bool,
-        measured_baseline: ProbeResult | None = None,
+        measured_baseline: ProbeResult | None,
     ) -> None:
         self._runner, self._spec, self._store = runner, spec, store
-        self._foreign_sampler, self._may_veto = foreign_sampler, may_veto
-        self._measured_baseline = measured_baseline
+        self._foreign_sampler, self._measured_baseline = foreign_sampler, measured_baseline
         self._allowance = allowance
         self._on_event = users_code()(on_event)  # what it raises ends the search, as it was raised
-        self._trials = store.trials
-        left = allowance.probes_left(self._trials)
+        left = allowance.probes_left(store.trials)
         if store.ended is None and (left is None or left >= COMPARED):
-            self._trials = store.compare_anew(self._trials)
+            store.compare_anew()
+        self._trials = store.trials
         self._beliefs = Beliefs(spec, self._trials)
-        self._flights: dict[Job, _Flight] = {}
         self._accidents: list[Trial] = []  # the last probes, as far as all ended by accidents
+        self._vetoed: list[Trial] = []  # the last proposals, as far as none of them ran
         self.interrupts = Interrupts()
+
+    @property
+    def _flights(self) -> Collection[Job]:
+        """What runs, and whose trials are not stored yet."""
+        return self._runner.in_flight
 
     @property
     def _baseline(self) -> Trial | None:
@@ -262,7 +245,7 @@ class Search:
         if answer is None and self._allowance.seconds_left == 0:
             raise self._allowance.too_short()
         if answer is None:
-            raise result.nothing_fits(self._beliefs, self._trials)
+            raise nothing_fits(self._beliefs, self._trials)
         baseline = self._baseline
         if baseline is None:  # it is the first probe of any study that is whole
             raise StudyError(f"{self._store.name} lacks its baseline's trial: begin another study")
@@ -325,7 +308,7 @@ class Search:
     def _next_plan(self) -> Plan | None:
         """Return the plan that is most worth a probe, whatever the limits; None: there is none."""
         decided = planner.decide(self._beliefs, may_repeat=False)
-        return decided if isinstance(decided, Plan) else None
+        return decided.plan if isinstance(decided, Proposal) else None
 
     def mark_ended(self, stop: Stop) -> None:
         """Note in the study that the planner came to its own end, not to that of its allowance."""
@@ -345,10 +328,16 @@ class Search:
         try:
             self._take_measured_baseline()
             while True:
-                stop = stop or self._fill()
                 if stop is not None and not self._flights:
                     return replace(stop, with_more_time=self._next_without_timeout())
-                self._land(*self._runner.next_ended())
+                is_full = len(self._flights) == self._runner.slots
+                choice = None if stop or is_full else self._next_choice()
+                if isinstance(choice, Stop):
+                    stop = choice
+                elif choice is None:
+                    self._land(*self._runner.next_ended())
+                else:
+                    self._launch(choice, self._kind_of(choice))
         except SearchTimedOut:
             self.abandon()
             if not self.has_ok_trial:
@@ -358,45 +347,17 @@ class Search:
     def _take_measured_baseline(self) -> None:
         """Store the baseline's trial where it ran before; run it again after an accident."""
         probed, self._measured_baseline = self._measured_baseline, None
-        if probed is None or self._trials:
-            return
-        plan = self._spec.space.baseline
-        flight = _Flight(self._store.ask(plan), plan, TrialKind.BASELINE, None)
-        if self._may_be_accident(plan, probed.measurement):
-            job = Job(self._request(plan, TrialKind.BASELINE, None))
-            self._flights[job] = flight
-            self._repeat(job, probed.measurement)
-        else:
-            self._finish(flight, probed)
+        if probed is not None and not self._trials:
+            plan = self._spec.space.baseline
+            proposal = Proposal(plan, Forecast(None, None))
+            self._land(Job(self._store.ask(plan), TrialKind.BASELINE, proposal), probed)
 
-    def _fill(self) -> Stop | None:
-        """Have a plan run in every free slot, if there is one; return why no further one will."""
-        vetoed: list[Trial] = []
-        while len(self._flights) < self._runner.slots:
-            choice = self._next_choice()
-            if choice is None or isinstance(choice, Stop):
-                return choice
-            is_baseline = self._baseline is None and choice == self._spec.space.baseline
-            kind = TrialKind.BASELINE if is_baseline else TrialKind.SEARCH
-            refused = self._launch(choice, kind)
-            vetoed = [] if refused is None else [*vetoed, refused]
-            if self._store.study.stopped:
-                return Stop("the sampler has no more plans to offer")
-            if len(vetoed) == MOST_VETOES:
-                return Stop(self._why_vetoed(vetoed))
-        return None
-
-    def _why_vetoed(self, vetoed: Sequence[Trial]) -> str:
-        """Return why these proposals of a sampler, the last ones of all, were not run."""
-        ran = {trial.plan for trial in self._beliefs.probes}
-        again = sum(trial.plan in ran for trial in vetoed)
-        rest = len(vetoed) - again
-        whys = [f"{again} had run before"] if again else []
-        whys += [f"{rest} were expected not to fit or not to work"] if rest else []
-        return f"{len(vetoed)} proposals in a row were not run: {' and '.join(whys)}"
-
-    def _next_choice(self) -> Plan | BaseSampler | Stop | None:
+    def _next_choice(self) -> Plan | Proposal | BaseSampler | Stop | None:
         """Return the plan to run next, or who proposes it; None: first what is in flight ends."""
+        if self._store.study.stopped:
+            return Stop("the sampler has no more plans to offer")
+        if len(self._vetoed) == MOST_VETOES:
+            return Stop(self._why_vetoed())
         if (reason := self._spent()) is not None:
             return Stop(reason)
         alone = self._plan_to_suspect_machine()
@@ -413,13 +374,26 @@ class Search:
             return Stop(self._store.ended)
         choose = partial(planner.decide, self._believed(), may_repeat=foreign is None)
         decided = choose(seconds_left=self._seconds_left(TrialKind.SEARCH))
-        if isinstance(decided, Plan):
+        if isinstance(decided, Proposal):
             return foreign or decided
         if self._flights:
             return None
-        if self._allowance.timeout_s is not None and isinstance(choose(), Plan):
+        if self._allowance.timeout_s is not None and isinstance(choose(), Proposal):
             return Stop(self._allowance.time_is_over)  # for what takes longer than is left
         return Stop(decided.because, is_exhausted=foreign is None)
+
+    def _kind_of(self, choice: Plan | Proposal | BaseSampler) -> TrialKind:
+        is_baseline = self._baseline is None and choice == self._spec.space.baseline
+        return TrialKind.BASELINE if is_baseline else TrialKind.SEARCH
+
+    def _why_vetoed(self) -> str:
+        """Return why the last proposals of a sampler were not run."""
+        ran = {trial.plan for trial in self._beliefs.probes}
+        again = sum(trial.plan in ran for trial in self._vetoed)
+        rest = len(self._vetoed) - again
+        whys = [f"{again} had run before"] if again else []
+        whys += [f"{rest} were expected not to fit or not to work"] if rest else []
+        return f"{len(self._vetoed)} proposals in a row were not run: {' and '.join(whys)}"
 
     def confirm(self, stopped_because: str, *, may_return: bool) -> bool:
         """Run the leading plans again, in fresh workers, at their full accumulation.
@@ -454,24 +428,27 @@ class Search:
 
     def abandon(self) -> None:
         """End what is in flight, without a trial of it."""
-        self._runner.cancel()
-        for flight in self._flights.values():
-            self._store.abandon(flight.asked)
-        self._flights.clear()
+        for job in self._runner.cancel():
+            self._store.abandon(job.asked)
+
+    @contextmanager
+    def _abandoned_on_error(self, asked: optuna.Trial) -> Iterator[None]:
+        """End a trial as one without a result where what is to run or to store it fails."""
+        try:
+            yield
+        except BaseException:
+            with suppress(StudyError):  # what is being raised says so already
+                self._store.abandon(asked)
+            raise
 
     def _believed(self) -> Beliefs:
         """Return what is believed where what is in flight turns out as forecast."""
-        running = [(flight.plan, flight.kind) for flight in self._flights.values()]
-        return believing(self._beliefs, running)
+        return believing(self._beliefs, [(job.plan, job.kind) for job in self._flights])
 
     @property
     def _begun(self) -> tuple[Trial, ...]:
         """The trials, and what is in flight as if it had ended."""
-        begun = [
-            Trial(0, flight.kind, flight.plan, Measurement(Outcome.OK))
-            for flight in self._flights.values()
-        ]
-        return (*self._trials, *begun)
+        return (*self._trials, *self._believed().pending)
 
     def _may_not_probe(self) -> bool:
         allowance, kept_s = self._allowance, self._runner.start_s
@@ -497,44 +474,39 @@ class Search:
             raise WorkerFailed(_diagnosis(self._accidents))
         return works.plan
 
-    def _launch(self, choice: Plan | BaseSampler, kind: TrialKind) -> Trial | None:
-        """Have a plan run, or a sampler's; return its stored trial where it is vetoed instead."""
+    def _launch(self, choice: Plan | Proposal | BaseSampler, kind: TrialKind) -> None:
+        """Have a plan run, or a sampler's; store the trial of one that is vetoed instead."""
         self.interrupts.check()
-        asked = self._asked(choice)
-        try:
-            plan = choice
-            if isinstance(plan, BaseSampler):
-                plan = trial_codec.plan_of(asked.params, self._spec.space)
-            forecast = planner.forecast(self._beliefs, plan)
-            veto = None
-            if self._may_veto and isinstance(choice, BaseSampler):
-                veto = planner.veto(self._beliefs, plan)
-            if veto is not None:
-                return self._stored(
-                    asked, Trial(0, TrialKind.VETOED, plan, veto, forecast.peak_bytes)
-                )
-            expected_s = forecast.seconds
-            if expected_s is not None:
-                expected_s += self._spec.space.trial_cost_s(plan.settings)
+        asked = self._asked(choice.plan if isinstance(choice, Proposal) else choice)
+        with self._abandoned_on_error(asked):
+            proposal = self._proposal(choice, asked)
+            if proposal.veto is not None:
+                job = Job(asked, TrialKind.VETOED, proposal)
+                self._vetoed.append(self._stored(job, proposal.veto))
+                return
+            self._vetoed.clear()
+            plan, peak_bytes = proposal.plan, proposal.forecast.peak_bytes
             self._tell_of_costs(plan)
-            told = events.ProbeStarted(plan, kind, forecast.peak_bytes, self._progress())
-            self._on_event(told)
-            job = Job(
-                self._request(plan, kind, expected_s),
-                runs_alone=self._spec.space.needs_fresh_worker(plan.settings),
-                is_replicate=kind is TrialKind.CONFIRMATION,
-            )
-        except BaseException:
-            self._store.abandon(asked)
-            raise
-        self._flights[job] = _Flight(asked, plan, kind, forecast.peak_bytes)
-        self._runner.submit(job)
-        return None
+            self._on_event(events.ProbeStarted(plan, kind, peak_bytes, self._progress()))
+            runs_alone = self._spec.space.needs_fresh_worker(plan.settings)
+            self._submit(Job(asked, kind, proposal, runs_alone))
+
+    def _proposal(self, choice: Plan | Proposal | BaseSampler, asked: optuna.Trial) -> Proposal:
+        """Return what is expected of a plan, that of a sampler's trial where one chose it."""
+        if isinstance(choice, Proposal):
+            return choice
+        if isinstance(choice, Plan):
+            return Proposal.of(self._beliefs, choice)
+        plan = trial_codec.plan_of(asked.params, self._spec.space)
+        return Proposal.of_stranger(self._beliefs, plan)
+
+    def _submit(self, job: Job) -> None:
+        self._runner.submit(job, self._request(job))
 
     def _tell_of_costs(self, plan: Plan) -> None:
         """Show the answer so far before the first plan that takes long to try."""
         space, best = self._spec.space, self._progress().best
-        begun = [*(t.plan for t in self._trials), *(f.plan for f in self._flights.values())]
+        begun = [*(t.plan for t in self._trials), *(job.plan for job in self._flights)]
         is_first = not any(space.is_costly(each.settings) for each in begun)
         if best is None or not is_first or not space.is_costly(plan.settings):
             return
@@ -563,29 +535,27 @@ class Search:
                 f"{type(choice).__name__} had proposed no plan when the time of the search was over"
             ) from error
 
-    def _land(self, job: Job, ended: Future[ProbeResult]) -> Trial | None:
+    def _land(self, job: Job, probed: ProbeResult) -> Trial | None:
         """Store the trial of a job that ended; None: by an accident, and its plan runs again first.
 
         Raises:
-            SearchTimedOut: the time was over before it ended.
+            SearchTimedOut: no time is left to run it again.
             WorkerFailed: the plan that was to show whether the machine is ill ended by an accident.
             Exception: the plain workload itself failed, as its user's code raised it.
         """
-        flight, probed = self._flights[job], ended.result()
-        if not flight.has_repeated and self._may_be_accident(flight.plan, probed.measurement):
-            self._repeat(job, probed.measurement)
+        with self._abandoned_on_error(job.asked):
+            measurement = probed.measurement
+            if job.is_repeated or not self._may_be_accident(job.plan, measurement):
+                return self._finish(job, probed)
+            self._on_event(events.Repeating(job.plan, measurement, self._progress()))
+            self._submit(replace(job, is_repeated=True))
             return None
-        del self._flights[job]
-        return self._finish(flight, probed)
 
-    def _finish(self, flight: _Flight, probed: ProbeResult) -> Trial:
+    def _finish(self, job: Job, probed: ProbeResult) -> Trial:
         """Store the trial of a plan that ran; raise as `_land` does."""
-        measurement, error = self._blamed(flight.plan, probed)
-        trial = self._stored(
-            flight.asked,
-            Trial(0, flight.kind, flight.plan, measurement, flight.predicted_peak_bytes),
-        )
-        error = error or result.workload_failure(trial)
+        measurement, error = self._blamed(job.plan, probed)
+        trial = self._stored(job, measurement)
+        error = error or workload_failure(trial)
         if error is not None:
             mark_users(error)
             raise error
@@ -595,22 +565,11 @@ class Search:
             raise WorkerFailed(_diagnosis(self._accidents))
         return trial
 
-    def _repeat(self, job: Job, first: Measurement) -> None:
-        """Run a plan again in a fresh worker, within the time that is left by now."""
-        flight = self._flights[job]
-        self._on_event(events.Repeating(flight.plan, first, self._progress()))
-        again = replace(
-            job,
-            request=self._request(flight.plan, flight.kind, job.request.expected_seconds),
-            needs_fresh_worker=True,
-        )
-        self._flights[again] = replace(flight, has_repeated=True)
-        del self._flights[job]
-        self._runner.submit(again)
-
-    def _stored(self, asked: optuna.Trial, finished: Trial) -> Trial:
-        """Store a trial; return it with its number."""
-        trial = self._store.record(asked, finished)
+    def _stored(self, job: Job, measurement: Measurement) -> Trial:
+        """Make and store the trial of a job, and tell of it."""
+        expected = job.proposal.forecast.peak_bytes
+        trial = Trial(job.asked.number, job.kind, job.plan, measurement, expected)
+        self._store.record(job.asked, trial)
         self._trials = self._store.trials
         if trial.blames_workload:
             self._trials += (trial,)  # for its event; the study no longer shows it
@@ -632,34 +591,34 @@ class Search:
         has_worked = any(t.ok and t.plan.micro_batch >= plan.micro_batch for t in alike)
         return has_worked or all(t.measurement.outcome is not outcome for t in alike)
 
-    def _request(self, plan: Plan, kind: TrialKind, expected_seconds: float | None) -> ProbeRequest:
-        """Return the request for a plan; a confirmation is run in full, and has no rate to beat.
+    def _request(self, job: Job) -> ProbeRequest:
+        """Return the request of a job; a confirmation is run in full, and has no rate to beat.
 
         Raises:
             SearchTimedOut: no time is left for it.
         """
-        seconds_left = self._seconds_left(kind)
+        seconds_left = self._seconds_left(job.kind)
         if seconds_left == 0:
             raise SearchTimedOut("no time is left for another probe")
-        is_confirmation = kind is TrialKind.CONFIRMATION
+        is_confirmation = job.kind is TrialKind.CONFIRMATION
         leader = None if is_confirmation else fastest_of(self._trials)
         return ProbeRequest(
-            resolve(plan, self._spec.space, self._runner.strategies),
+            resolve(job.plan, self._spec.space, self._runner.strategies),
             self._spec.vram_budget_bytes,
             incumbent_samples_per_second=leader.samples_per_second if leader else None,
             full_accumulation=is_confirmation,
-            expected_seconds=expected_seconds,
+            expected_seconds=job.proposal.forecast.seconds,
             seconds_left=seconds_left,
             most_timed_seconds=self._spec.effort.most_timed_seconds
             * (COMPARED_LONGER if is_confirmation else 1.0),
         )
 
     def _seconds_left(self, kind: TrialKind) -> float | None:
-        """Return the seconds until a probe is ended: all but those kept for the comparison."""
-        left, kept_s = self._allowance.seconds_left, 0.0
+        """Return the seconds until a probe is ended: all but those that the comparison needs."""
+        left, needed_s = self._allowance.seconds_left, 0.0
         if kind is TrialKind.SEARCH:
-            kept_s = self._allowance.seconds_kept(self._trials, self._runner.start_s)
-        return None if left is None else max(0.0, left - kept_s)
+            needed_s = self._allowance.comparison_s(self._trials, self._runner.start_s)
+        return None if left is None else max(0.0, left - needed_s)
 
     def _blamed(self, plan: Plan, probed: ProbeResult) -> tuple[Measurement, BaseException | None]:
         """Return the measurement and the user's error; one that the plan causes is `unsupported`.

@@ -21,7 +21,8 @@ from autofit.planning.confirmation import answer_of
 from autofit.probing.prober import Prober
 from autofit.registry import resolve
 from autofit.report.record import Skipped, Undecided
-from autofit.searching.result import SearchResult, difference_of
+from autofit.searching.description import difference_of
+from autofit.searching.result import SearchResult
 
 if TYPE_CHECKING:
     from autofit.plan import ResolvedPlan

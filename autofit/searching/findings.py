@@ -11,20 +11,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autofit.devices.cpu import host_memory
-from autofit.devices.gpu_catalogue import find_gpu
 from autofit.errors import InvalidArgument, SearchTimedOut, release_exception
 from autofit.measurement import Trial
 from autofit.plan import Plan
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.messages import OnStage
 from autofit.probing.prober import Prober
-from autofit.probing.profile import look_at_step
 from autofit.registry import resolve
 from autofit.report.record import Record
 from autofit.training.loader import Loader, own_settings
+
+if TYPE_CHECKING:
+    from autofit.probing.session import Session
 
 # Of the timeout, kept back for measuring a loader.
 SHARE_FOR_LOADER = 0.15
@@ -96,18 +97,37 @@ def _shares(
     counted = baseline if baseline.ok else trial
     one, other = (resolve(t.plan, spec.space, prober.strategies) for t in (trial, counted))
     is_costly = spec.space.is_costly(counted.plan.settings)
-    look = partial(look_at_step, plan=one, trace=trace, counted=None if is_costly else other)
-    profiled, flops = prober.run(look, spec.vram_budget_bytes)
+    look = partial(
+        _look_at_step,
+        step_time_s=trial.measurement.step_time_s,
+        plan=one,
+        trace=trace,
+        counted=None if is_costly else other,
+    )
+    shares, flops = prober.run(look, spec.vram_budget_bytes)
     if flops is not None:
         facts["flops"] = {"per_sample": flops, "peak_per_second": _peak_flops_per_s(record)}
-    step_time_s = trial.measurement.step_time_s
-    return None if profiled is None or step_time_s is None else profiled.shares(step_time_s)
+    return shares
+
+
+def _look_at_step(
+    session: Session, step_time_s: float | None, **given: Any
+) -> tuple[Mapping[str, float] | None, float | None]:
+    """Look in the process that holds the model, which alone imports what looks."""
+    from autofit.probing.profile import look_at_step
+
+    profiled, flops = look_at_step(session, **given)
+    is_known = profiled is not None and step_time_s is not None
+    return profiled.shares(step_time_s) if is_known else None, flops
 
 
 def _peak_flops_per_s(record: Record) -> float | None:
-    with suppress(InvalidArgument):  # of a GPU that the table does not have
-        name = record.environment.get("gpu")
-        return None if name is None else find_gpu(name).peak_flops_per_s
+    name = record.environment.get("gpu")
+    if name is not None:
+        from autofit.devices.gpu_catalogue import find_gpu
+
+        with suppress(InvalidArgument):  # of a GPU that the table does not have
+            return find_gpu(name).peak_flops_per_s
     return None
 
 

@@ -14,14 +14,14 @@ from autofit.measurement import Trial, TrialKind, fastest_of, oom_probes_of, pro
 from autofit.searching.events import Progress
 
 _LARGEST_TIMEOUT_S = 1e9  # about as long as a system call waits
-# Probes in fresh workers that time is kept back for: two plans twice, and their gradients.
+# Probes in fresh workers that time is left for: two plans twice, and their gradients.
 COMPARISON_BLOCKS = 5
 
 # Probes that the final comparison takes at least: the leading plan and the baseline.
 COMPARED = 2
 
-# The largest share of the timeout that is kept back for the final comparison.
-MOST_KEPT = 0.4
+# The largest share of the timeout that is left for the final comparison.
+MAX_COMPARISON_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Allowance:
         timeout_s: seconds from `began`; None: unlimited.
         clock: tells the time in seconds.
         began: when the run began, by the clock.
-        kept_s: seconds of `timeout_s` that it leaves for what comes after it.
+        after_s: seconds of `timeout_s` for what comes after the search.
     """
 
     max_probes: int | None
     timeout_s: float | None
     clock: Callable[[], float] = time.monotonic
     began: float = field(default_factory=time.monotonic)
-    kept_s: float = 0.0
+    after_s: float = 0.0
 
     @property
     def elapsed_s(self) -> float:
@@ -49,10 +49,10 @@ class Allowance:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the timeout, less those kept; None: unlimited."""
+        """Seconds until the timeout, less `after_s`; None: unlimited."""
         if self.timeout_s is None:
             return None
-        return max(0.0, self.timeout_s - self.kept_s - self.elapsed_s)
+        return max(0.0, self.timeout_s - self.after_s - self.elapsed_s)
 
     def probes_left(self, trials: Sequence[Trial]) -> int | None:
         """Return the probes left after those trials; None: unlimited."""
@@ -60,13 +60,13 @@ class Allowance:
             return None
         return max(0, self.max_probes - len(probes_of(trials)))
 
-    def time_is_short(self, trials: Sequence[Trial], kept_s: float) -> bool:
-        """Return whether less than `kept_s` would be left after one more probe of mean duration."""
+    def time_is_short(self, trials: Sequence[Trial], least_s: float) -> bool:
+        """Return whether one more probe of mean duration would leave less than `least_s`."""
         left = self.seconds_left
-        return left is not None and left <= _mean_seconds(trials) + kept_s
+        return left is not None and left <= _mean_seconds(trials) + least_s
 
-    def seconds_kept(self, trials: Sequence[Trial], start_s: float) -> float:
-        """Return the seconds that are kept back for the final comparison; 0 if nothing fits yet.
+    def comparison_s(self, trials: Sequence[Trial], start_s: float) -> float:
+        """Return the seconds that the final comparison needs; 0 if nothing fits yet.
 
         Args:
             trials: so far.
@@ -76,23 +76,22 @@ class Allowance:
             return 0.0
         in_full = [_seconds_in_full(trial) for trial in trials if trial.ok]
         blocks = COMPARISON_BLOCKS * (start_s + statistics.fmean(in_full))
-        return min(blocks, MOST_KEPT * self.timeout_s)
+        return min(blocks, MAX_COMPARISON_SHARE * self.timeout_s)
 
     def spent(self, trials: Sequence[Trial], start_s: float = 0.0) -> str | None:
         """Return why no further plan may be tried; None: it may.
 
-        Probes and `seconds_kept` are kept back for the final comparison.
+        The final comparison needs probes, and `comparison_s`.
         """
         if not trials:
             return None
         left = self.probes_left(trials)
-        # All that the final comparison takes, or what the baseline and a plan to compare it with
-        # leave of the probes; one after an earlier comparison
+        # The comparison needs two probes, fewer if max_probes < 4, one when there was one before
         has_compared = any(trial.kind is TrialKind.CONFIRMATION for trial in trials)
-        kept = 1 if has_compared else min(COMPARED, max(0, (self.max_probes or 0) - 2))
-        if left is not None and left <= kept:
+        needed = 1 if has_compared else min(COMPARED, max(0, (self.max_probes or 0) - 2))
+        if left is not None and left <= needed:
             return self._probes_are_over
-        if self.time_is_short(trials, self.seconds_kept(trials, start_s)):
+        if self.time_is_short(trials, self.comparison_s(trials, start_s)):
             return self.time_is_over
         return None
 

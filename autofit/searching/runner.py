@@ -1,82 +1,126 @@
 """Whoever runs the plans of a search: one device, several of them, or the machines of an executor.
 
+A search chooses a plan, runs it and stores its trial, one after the other; `Runner` runs it where
+its result is waited for. `ParallelRunner` takes as many jobs as it has places, and the search
+chooses beside those in flight, of which it believes what is expected of them.
+
 Promises: the one process that searches submits every job and hears how each ended. The devices are
 alike, so that their times can be compared, and each may be filled as far as the one with the least
-memory. A thread of its own uses each prober, so that they run side by side.
-
-In: jobs, as many at once as there are places. Out: each job with the result of its probe.
+memory.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import optuna
 import torch
 
 from autofit.devices.request import device_names
 from autofit.errors import InvalidArgument
+from autofit.measurement import TrialKind
 from autofit.plan import Plan
+from autofit.planning.planner import Proposal
 from autofit.probing.messages import (
     QUIET_S,
     STILL_RUNNING,
     OnStage,
     ProbeRequest,
     ProbeResult,
-    ignore_stage,
 )
 from autofit.probing.prober import Prober, SupportsProbing
-from autofit.probing.session import Session
 from autofit.searching.options import SearchOptions
 from autofit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from autofit.probing.session import Session
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A plan to run, and in which worker.
+    """A plan that runs for a trial.
 
     Attributes:
-        request: of the plan.
-        needs_fresh_worker: whether it runs in a fresh worker.
-        runs_alone: whether that worker runs nothing before or after it.
-        is_replicate: whether it is one of a plan's replicates: each of them runs in a worker that
-            has run replicates alone, and none of the same plan.
+        asked: the Optuna trial that it will finish.
+        kind: why it runs. Each replicate of a plan, a confirmation, runs in a worker that has run
+            replicates alone, and none of the same plan.
+        proposal: the plan, and what is expected of its probe.
+        runs_alone: whether its worker runs nothing before or after it.
+        is_repeated: whether it ended before, by what may have been an accident: then it runs in a
+            fresh worker.
     """
 
-    request: ProbeRequest
-    needs_fresh_worker: bool = False
+    asked: optuna.Trial
+    kind: TrialKind
+    proposal: Proposal
     runs_alone: bool = False
-    is_replicate: bool = False
+    is_repeated: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs."""
+        return self.proposal.plan
 
 
-class Place:
-    """One place where a job can run: a prober, its thread, and what its worker has run.
+class Runner:
+    """Runs one job at a time, where its result is waited for.
 
-    Args:
-        prober: of the place's device.
-        thread: that runs the jobs, and has opened the prober; None: the one that waits for them.
+    Attributes:
+        prober: of the device; it is not closed.
+        in_flight: the jobs whose results were not taken yet, each with its request.
     """
 
-    def __init__(self, prober: SupportsProbing, thread: Executor | None = None) -> None:
-        self.prober, self.thread = prober, thread
-        self.replicates: Counter[Plan] = Counter()
+    slots = 1
+    """How many jobs can be in flight."""
+
+    def __init__(self, prober: SupportsProbing) -> None:
+        self.prober = prober
+        self.in_flight: dict[Job, ProbeRequest] = {}
         self._replicated: set[Plan] = set()  # by the present worker, which ran nothing else
 
-    def run(self, job: Job) -> ProbeResult:
+    @property
+    def strategies(self) -> Sequence[Strategy]:
+        """The strategies that can apply settings of a plan."""
+        return self.prober.strategies
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that a fresh worker takes to start."""
+        return self.prober.start_s
+
+    def submit(self, job: Job, request: ProbeRequest) -> None:
+        """Take a job, which fewer than `slots` may precede."""
+        self.in_flight[job] = request
+
+    def next_ended(self) -> tuple[Job, ProbeResult]:
+        """Wait for a job in flight to end; raise what its prober raised."""
+        job, request = next(iter(self.in_flight.items()))
+        result = self.run(job, request)
+        del self.in_flight[job]
+        return job, result
+
+    def cancel(self) -> list[Job]:
+        """End what is in flight, whose results are lost; return the jobs."""
+        cancelled = [*self.in_flight]
+        self.in_flight.clear()
+        return cancelled
+
+    def run(self, job: Job, request: ProbeRequest) -> ProbeResult:
         """Run a job in a worker of the kind that it asks for."""
-        plan = job.request.plan
-        is_used = job.is_replicate and (not self._replicated or plan in self._replicated)
-        if job.needs_fresh_worker or job.runs_alone or is_used:
+        is_replicate = job.kind is TrialKind.CONFIRMATION
+        is_used = is_replicate and (not self._replicated or job.plan in self._replicated)
+        if job.is_repeated or job.runs_alone or is_used:
             self._renew()
-        result = self.prober.probe(job.request)
+        result = self.prober.probe(request)
         if job.runs_alone:
             self._renew()
-        elif job.is_replicate:
-            self._replicated.add(plan)
+        elif is_replicate:
+            self._replicated.add(job.plan)
         else:
             self._replicated.clear()
         return result
@@ -86,64 +130,47 @@ class Place:
         self._replicated.clear()
 
 
-class Runner:
-    """Runs jobs at places, one at each at a time.
+class ParallelRunner(Runner):
+    """Runs jobs at several places at once, each in a thread of its own.
 
     Args:
-        places: where jobs run; the facts of the first one's prober hold for all.
+        places: each runs one job at a time, in its thread; the facts of the first hold for all.
         on_stage: called with a line of words where nothing has ended for `QUIET_S`.
     """
 
-    def __init__(self, places: Sequence[Place], on_stage: OnStage = ignore_stage) -> None:
-        self._places, self._prober, self._on_stage = places, places[0].prober, on_stage
-        self._in_flight: dict[Future[ProbeResult], tuple[Job, Place]] = {}
+    def __init__(self, places: Mapping[Runner, Executor], on_stage: OnStage) -> None:
+        super().__init__(next(iter(places)).prober)
+        self.slots = len(places)
+        self._threads, self._on_stage = places, on_stage
+        self._running: dict[Future[ProbeResult], tuple[Job, Runner]] = {}
+        self._replicates: Counter[tuple[Runner, Plan]] = Counter()
 
-    @property
-    def slots(self) -> int:
-        """How many jobs can be in flight."""
-        return len(self._places)
-
-    @property
-    def strategies(self) -> Sequence[Strategy]:
-        """The strategies that can apply settings of a plan."""
-        return self._prober.strategies
-
-    @property
-    def start_s(self) -> float:
-        """Seconds that a fresh worker takes to start."""
-        return self._prober.start_s
-
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, request: ProbeRequest) -> None:
         """Run a job at a free place; a replicate at the one that ran its plan least often."""
-        busy = {place for _, place in self._in_flight.values()}
-        free = [place for place in self._places if place not in busy]
-        place = min(free, key=lambda place: place.replicates[job.request.plan])
-        place.replicates[job.request.plan] += job.is_replicate
-        future = Future() if place.thread is None else place.thread.submit(place.run, job)
-        self._in_flight[future] = job, place
+        super().submit(job, request)
+        busy = {place for _, place in self._running.values()}
+        free = [place for place in self._threads if place not in busy]
+        place = min(free, key=lambda place: self._replicates[place, job.plan])
+        self._replicates[place, job.plan] += job.kind is TrialKind.CONFIRMATION
+        self._running[self._threads[place].submit(place.run, job, request)] = job, place
 
-    def next_ended(self) -> tuple[Job, Future[ProbeResult]]:
-        """Wait for a job in flight to end; return it with its ended future, the oldest first."""
-        for future, (job, place) in self._in_flight.items():
-            if place.thread is None:
-                try:
-                    future.set_result(place.run(job))
-                except Exception as error:
-                    future.set_exception(error)
-        while True:
-            ended, _ = wait(self._in_flight, QUIET_S, FIRST_COMPLETED)
-            if ended:
-                future = next(each for each in self._in_flight if each in ended)
-                return self._in_flight.pop(future)[0], future
-            plans = ", ".join(str(job.request.plan) for job, _ in self._in_flight.values())
+    def next_ended(self) -> tuple[Job, ProbeResult]:
+        """Wait for a job in flight to end; of several the oldest is first."""
+        while not (ended := wait(self._running, QUIET_S, FIRST_COMPLETED).done):
+            plans = ", ".join(str(job.plan) for job in self.in_flight)
             self._on_stage(f"{STILL_RUNNING} {plans}")
+        future = next(each for each in self._running if each in ended)
+        (job, _), result = self._running.pop(future), future.result()
+        del self.in_flight[job]
+        return job, result
 
-    def cancel(self) -> None:
-        """End what is in flight; its results are lost."""
-        for future, (_, place) in self._in_flight.items():
+    def cancel(self) -> list[Job]:
+        """End what is in flight: a worker that runs by ending it."""
+        for future, (_, place) in self._running.items():
             if not future.cancel():
                 place.prober.renew()
-        self._in_flight.clear()
+        self._running.clear()
+        return super().cancel()
 
 
 @dataclass(frozen=True)
@@ -204,7 +231,7 @@ def open_runner(
     """
     others = places.devices[1:]
     if not others:
-        yield Runner([Place(prober)], on_stage)
+        yield Runner(prober)
         return
     on_stage(f"starting workers on {len(others)} more")
     with ExitStack() as held:
@@ -213,7 +240,7 @@ def open_runner(
         probers = [prober, *_all_opened(opening, held)]
         _check_alike(probers, places.devices)
         prober.vram_budget_bytes = min(each.vram_budget_bytes for each in probers)
-        yield Runner(list(map(Place, probers, threads)), on_stage)
+        yield ParallelRunner(dict(zip(map(Runner, probers), threads, strict=True)), on_stage)
 
 
 def _all_opened(opening: Sequence[Future[Prober]], held: ExitStack) -> list[Prober]:

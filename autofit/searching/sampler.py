@@ -20,7 +20,7 @@ from autofit.measurement import TrialKind
 from autofit.plan import Dimension, Plan, Scalar
 from autofit.planning import confirmation, planner
 from autofit.planning.beliefs import Beliefs
-from autofit.planning.planner import believing
+from autofit.planning.planner import Proposal, believing
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching import trial_codec
 from autofit.space import Space
@@ -107,8 +107,8 @@ class Sampler(BaseSampler):
             )
         beliefs = self._beliefs(study, trial)
         decided = planner.decide(beliefs)
-        if isinstance(decided, Plan):
-            return trial_codec.params_of(decided)
+        if isinstance(decided, Proposal):
+            return trial_codec.params_of(decided.plan)
         with suppress(RuntimeError):  # of a study that is asked and told, whose owner decides
             study.stop()
         best = confirmation.best_of(beliefs)

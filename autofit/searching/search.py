@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from autofit.devices.cpu import load_of_others
-from autofit.errors import NoFeasiblePlan, SearchTimedOut, hides_own_frames
+from autofit.errors import SearchTimedOut, hides_own_frames
 from autofit.interrupts import interrupts_remembered
-from autofit.measurement import Trial, TrialKind
+from autofit.measurement import TrialKind
 from autofit.memory.blocks import LARGE_SEGMENT_BYTES
 from autofit.notebook import is_watched
-from autofit.plan import PLANNED_STEPS, ResolvedPlan
+from autofit.plan import PLANNED_STEPS, NoFeasiblePlan, ResolvedPlan
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.probing.prober import Prober, Target, open_prober
@@ -29,20 +29,16 @@ from autofit.registry import load_strategies, numerics_level, numerics_of
 from autofit.report.record import Record
 from autofit.report.report import Report
 from autofit.searching import events
+from autofit.searching.description import memory_of, record_of
 from autofit.searching.engine import run_search
-from autofit.searching.events import Event, OnEvent
+from autofit.searching.events import OnEvent
 from autofit.searching.faithful import judged
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
+from autofit.searching.infeasible import with_measured_need
 from autofit.searching.options import SearchArguments, SearchOptions
 from autofit.searching.predicted_lines import most_seconds, predicted_lines
-from autofit.searching.result import (
-    INTERRUPTED,
-    SearchResult,
-    memory_of,
-    record_of,
-    with_measured_need,
-)
-from autofit.searching.runner import Places, Runner, open_runner
+from autofit.searching.result import INTERRUPTED, SearchResult
+from autofit.searching.runner import Places, open_runner
 from autofit.searching.storage import check_opens
 from autofit.searching.study import Store
 from autofit.searching.wording import logged
@@ -158,7 +154,7 @@ class _Course:
         strategies: that may be used.
         level: how far a plan may change the arithmetic.
         places: where plans run.
-        trials: of the study so far.
+        store: the open study; None before it is opened.
         on_event: is told of each event.
         record: of the report; None until the search itself has ended.
     """
@@ -168,7 +164,7 @@ class _Course:
     strategies: tuple[Strategy, ...]
     level: Numerics
     places: Places
-    trials: Sequence[Trial] = ()
+    store: Store | None = None
     on_event: OnEvent = field(default_factory=lambda: logged(None))
     record: Record | None = None
 
@@ -199,27 +195,13 @@ class _Course:
             SearchTimedOut: the timeout was over before anything that fits had been measured.
             Exception: as of `search`.
         """
-        sessions: Sequence[float] = ()
         with interrupts_remembered(), showing(self.asked.progress) as self.on_event:
             if self.asked.study is not None:
                 check_opens(self.asked.study)
+            sessions: Sequence[float] = ()
             try:
                 with self.open_prober(0, ranks, on_stage=self._on_stage) as prober:
-                    survey, baseline = self._inspect(prober, is_alone=ranks == 1)
-                    identity = self._identity(survey)
-                    on_others = partial(self.open_prober, ranks=ranks)
-                    with (
-                        open_runner(prober, self._places, on_others, self._on_stage) as runner,
-                        Store.open(
-                            self.asked.study, identity, began=self.asked.allowance.began
-                        ) as store,
-                    ):
-                        if prober.vram_budget_bytes != survey.vram_budget_bytes:
-                            baseline = None  # it ran within another budget
-                        survey = replace(survey, vram_budget_bytes=prober.vram_budget_bytes)
-                        survey, spec = self._specify(prober, survey, store, identity)
-                        result = self._explore(prober, runner, spec, store, baseline)
-                        sessions = store.session_seconds
+                    survey, result, sessions = self._searched(prober, ranks)
                     self._describe(prober, survey, result, sessions, is_alone=ranks == 1)
                     self._on_stage("ending the worker")
             except SearchTimedOut:
@@ -232,6 +214,44 @@ class _Course:
             self._on_stage("writing the report")
             seconds = sum(sessions[:-1]) + self.asked.allowance.elapsed_s
             return replace(self.record, search=replace(self.record.search, seconds=seconds))
+
+    def _searched(self, prober: Prober, ranks: int) -> tuple[Survey, SearchResult, Sequence[float]]:
+        """Return the survey, the result, and the seconds of each session of the study.
+
+        Raises:
+            NoFeasiblePlan: nothing fits; it says what the smallest plan was measured to need.
+            Exception: as of `search`.
+        """
+        survey, baseline = self._inspect(prober, is_alone=ranks == 1)
+        identity, limits = self._identity(survey), self.asked.allowance
+        on_others = partial(self.open_prober, ranks=ranks)
+        for_loader = 0.0 if self.workload.loader is None else SHARE_FOR_LOADER
+        with (
+            open_runner(prober, self._places, on_others, self._on_stage) as runner,
+            Store.open(self.asked.study, identity, began=limits.began) as self.store,
+        ):
+            if prober.vram_budget_bytes != survey.vram_budget_bytes:
+                baseline = None  # it ran within another budget
+            survey = replace(survey, vram_budget_bytes=prober.vram_budget_bytes)
+            survey, spec = self._specify(prober, survey, self.store, identity)
+            try:
+                result = run_search(
+                    runner,
+                    spec,
+                    store=self.store,
+                    sampler=self.asked.options.sampler,
+                    max_probes=limits.max_probes,
+                    timeout_s=limits.timeout_s,
+                    on_event=self.on_event,
+                    began=limits.began,
+                    after_s=for_loader * (limits.timeout_s or 0.0),
+                    baseline=baseline,
+                )
+            except NoFeasiblePlan as error:
+                if limits.probes_left(self.store.trials) == 0:
+                    raise
+                raise with_measured_need(error, prober, spec) from None
+            return survey, result, self.store.session_seconds
 
     @property
     def _places(self) -> Places:
@@ -344,9 +364,8 @@ class _Course:
     ) -> tuple[Survey, SearchSpec]:
         """Return the survey with notes of prediction, and the study's specification or one."""
         spec = store.spec
-        self.trials = store.trials
         if spec is not None:
-            self._on_stage(f"resuming {store.name}, with {counted(len(self.trials), 'trial')}")
+            self._on_stage(f"resuming {store.name}, with {counted(len(store.trials), 'trial')}")
             if spec.space.may_change_accumulation and not survey.may_change_accumulation:
                 survey = survey.split_by_function()
         else:
@@ -384,39 +403,6 @@ class _Course:
         effort = Effort(self.asked.options.effort)
         return survey, replace(spec, effort=effort, planned_samples=planned_samples)
 
-    def _explore(
-        self,
-        prober: Prober,
-        runner: Runner,
-        spec: SearchSpec,
-        store: Store,
-        baseline: ProbeResult | None,
-    ) -> SearchResult:
-        """Search; an error that nothing fits says what the smallest plan was measured to need."""
-        allowance, has_loader = self.asked.allowance, self.workload.loader is not None
-
-        def on_event(event: Event) -> None:
-            self.trials = store.trials
-            self.on_event(event)
-
-        try:
-            return run_search(
-                runner,
-                spec,
-                store=store,
-                sampler=self.asked.options.sampler,
-                max_probes=allowance.max_probes,
-                timeout_s=allowance.timeout_s,
-                on_event=on_event,
-                began=allowance.began,
-                kept_s=SHARE_FOR_LOADER * (allowance.timeout_s or 0.0) if has_loader else 0.0,
-                baseline=baseline,
-            )
-        except NoFeasiblePlan as error:
-            if allowance.probes_left(store.trials) == 0:
-                raise
-            raise with_measured_need(error, prober, spec) from None
-
     def _describe(
         self,
         prober: Prober,
@@ -427,7 +413,6 @@ class _Course:
         is_alone: bool,
     ) -> None:
         """Keep the record of a result, and then what is found beside the answer."""
-        self.trials = result.trials
         if survey.environment.gpu is None:
             now = load_of_others(own=os.cpu_count() or 1)
             survey = replace(survey, busy=_busy_words(survey.busy, now))
@@ -460,8 +445,8 @@ class _Course:
             self.record = replace(record, findings=findings)
 
     def _on_stage(self, stage: str) -> None:
-        progress = self.asked.allowance.progress(self.trials)
-        self.on_event(events.StageStarted(stage, progress))
+        trials = () if self.store is None else self.store.trials
+        self.on_event(events.StageStarted(stage, self.asked.allowance.progress(trials)))
 
 
 def _interrupted(record: Record) -> Record:
@@ -474,7 +459,7 @@ def showing(progress: OnEvent | bool | None) -> Iterator[OnEvent]:
     if callable(progress) or not (is_watched() if progress is None else progress):
         yield logged(progress if callable(progress) else None, slowly=progress is None)
         return
-    from autofit.cli.progress import ProgressLine
+    from autofit.searching.progress import ProgressLine
 
     with ProgressLine() as line:
         yield logged(line)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
@@ -56,6 +55,8 @@ class Store(AbstractContextManager["Store"]):
         study: the Optuna study; its `stopped` is true once a sampler has nothing else to propose.
         name: of the study in messages.
         spec: the specification that the study was made for; None until `begin`.
+        trials: every finished trial, in order, but those in which the workload itself failed. Read
+            once: this search is the study's only writer.
     """
 
     def __init__(
@@ -69,14 +70,13 @@ class Store(AbstractContextManager["Store"]):
         self.study, self.name = study, name
         self._claim, self._held = claim, held
         self._began = time.monotonic() if began is None else began
-        with checked(name):
-            attrs, trials = study.user_attrs, study.get_trials(deepcopy=False)
+        self.trials: tuple[Trial, ...] = ()
+        with self._access("read"):
+            attrs = study.user_attrs
             self._earlier_seconds = from_json(
                 attrs.get(_SESSIONS, []), list[Number], "the earlier searches' seconds"
             )
             self.spec = trial_codec.spec_of(study) if trial_codec.SPEC in attrs else None
-            if self.spec is not None:  # the file may be anybody's
-                trial_codec.check_words(self.spec, trials)
 
     @classmethod
     def open(
@@ -98,12 +98,11 @@ class Store(AbstractContextManager["Store"]):
         with ExitStack() as held:
             opened, claim = open_study(study, held)
             store = cls(opened, name_of(study), claim, held, began)
+            if store.spec is not None:
+                store._check_identity(store.spec.identity, identity)
+            store._end_abandoned_trials()
+            store._read_trials()
             store._held = held.pop_all()
-        with ExitStack() as closed_on_error:
-            closed_on_error.push(store)
-            store._check_identity(identity)
-            store._close_abandoned_trials()
-            closed_on_error.pop_all()
         return store
 
     def begin(self, spec: SearchSpec) -> None:
@@ -124,23 +123,12 @@ class Store(AbstractContextManager["Store"]):
                     f"the study {self.name} was made with another space, budget or seed: search "
                     "with those, or use another study"
                 )
-        with self._writing():
+        with self._access("write"):
             if stored is None or stored.to_json() != spec.to_json():
                 self.study.set_user_attr(trial_codec.SPEC, spec.to_json())
             if stored is not None and stored.planned_samples != spec.planned_samples:
                 self.study.set_user_attr(_ENDED, None)
         self.spec = spec
-
-    @cached_property
-    def trials(self) -> tuple[Trial, ...]:
-        """Every finished trial, in order, but those in which the workload itself failed.
-
-        Read once: this search is the study's only writer.
-        """
-        with self._reading():
-            trials = self.study.get_trials(deepcopy=False)
-            compared_from = self.study.user_attrs.get(trial_codec.COMPARED_FROM, 0)
-            return trial_codec.trials_in(trials, compared_from)
 
     @property
     def session_seconds(self) -> tuple[float, ...]:
@@ -150,31 +138,27 @@ class Store(AbstractContextManager["Store"]):
     @property
     def ended(self) -> str | None:
         """Why an earlier run had nothing left to try; None if cut short, or of less effort."""
-        with self._reading():
+        with self._access("read"):
             attrs = self.study.user_attrs
             at = from_json(attrs.get(_ENDED_AT, "normal"), Effort, "the earlier search's effort")
             reason: str | None = from_json(attrs.get(_ENDED), _Reason, "the earlier search's end")
         is_enough = self.spec is None or at.covers(self.spec.effort)
         return without_controls(reason) if is_enough else None
 
-    def compare_anew(self, trials: tuple[Trial, ...]) -> tuple[Trial, ...]:
-        """Take the trials of an earlier final comparison for those of the search; return all.
+    def compare_anew(self) -> None:
+        """Take the trials of an earlier final comparison for those of the search.
 
         The machine may have become faster or slower since, and a comparison takes turns.
-
-        Args:
-            trials: of the study, as `trials` has them.
         """
-        if all(trial.kind is not TrialKind.CONFIRMATION for trial in trials):
-            return trials
-        with self._writing(), checked(self.name):
-            self.study.set_user_attr(trial_codec.COMPARED_FROM, trials[-1].number + 1)
-        self.__dict__.pop("trials", None)
-        return self.trials
+        if any(trial.kind is TrialKind.CONFIRMATION for trial in self.trials):
+            compared_from = self.trials[-1].number + 1
+            with self._access("write"):
+                self.study.set_user_attr(trial_codec.COMPARED_FROM, compared_from)
+            self.trials = trial_codec.compared_before(self.trials, compared_from)
 
     def mark_ended(self, reason: str) -> None:
         """Store that the search ended because nothing was left to try."""
-        with self._writing(), checked(self.name):
+        with self._access("write"):
             if self.spec is not None:
                 self.study.set_user_attr(_ENDED_AT, self.spec.effort.value)
             self.study.set_user_attr(_ENDED, reason)
@@ -182,9 +166,9 @@ class Store(AbstractContextManager["Store"]):
     def ask(self, choice: Plan | optuna.samplers.BaseSampler) -> optuna.Trial:
         """Return a new trial of a plan, or of a sampler's choice; `record` or `abandon` ends it."""
         assert self.spec is not None, "begin() comes before the first trial"
-        with self._reading():  # damage shows here, and not as an error of the sampler
+        with self._access("read"):  # damage shows here, and not as an error of the sampler
             self.study.get_trials(deepcopy=False)
-        with self._writing():
+        with self._access("write", is_checked=False):
             self.study.sampler = GivenPlan(choice) if isinstance(choice, Plan) else choice
             if self._claim is not None:
                 self._claim.renew()
@@ -192,71 +176,70 @@ class Store(AbstractContextManager["Store"]):
 
     def abandon(self, asked: optuna.Trial) -> None:
         """End a trial that has no result as FAIL."""
-        with self._writing(), checked(self.name):
+        with self._access("write"):
             self.study.tell(asked, state=TrialState.FAIL, skip_if_finished=True)
 
-    def record(self, asked: optuna.Trial, trial: Trial) -> Trial:
-        """Store a finished trial and return it as stored: with its number in this study.
+    def record(self, asked: optuna.Trial, trial: Trial) -> None:
+        """Store a finished trial.
 
         Args:
             asked: the Optuna trial that it finishes.
-            trial: the trial; its own number is not used.
+            trial: has its number.
         """
         assert self.spec is not None, "begin() comes before the first trial"
-        earlier = self.trials
-        with self._writing(), checked(self.name):
-            written = trial_codec.record(self.study, asked, trial, self.spec)
+        with self._access("write"):
+            trial_codec.record(self.study, asked, trial, self.spec)
             # With every trial, so that a killed session counts up to that.
             self.study.set_user_attr(_SESSIONS, list(self.session_seconds))
-        with checked(self.name):
-            stored = trial_codec.trial_in(asked.number, written)
-        if not stored.blames_workload:
+        if not trial.blames_workload:
             # Of several plans in flight the one that was asked for last may end first
-            self.trials = tuple(sorted((*earlier, stored), key=lambda each: each.number))
-        return stored
+            self.trials = tuple(sorted((*self.trials, trial), key=lambda each: each.number))
 
     def close(self) -> None:
         """Let other searches use the study; every trial is in it, or its refusal was raised."""
-        with suppress(StudyError), self._writing(), checked(self.name):
+        with suppress(StudyError), self._access("write"):
             self._held.close()
 
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def _check_identity(self, identity: Mapping[str, str]) -> None:
-        if self.spec is None:
-            return
-        stored = self.spec.identity
-        parts = sorted(
-            part for part in {*stored, *identity} if stored.get(part) != identity.get(part)
-        )
+    def _check_identity(self, stored: Mapping[str, str], here: Mapping[str, str]) -> None:
+        parts = sorted(part for part in {*stored, *here} if stored.get(part) != here.get(part))
         if parts:
-            differences = [
-                _difference(part, stored.get(part), identity.get(part)) for part in parts
-            ]
+            differences = [_difference(part, stored.get(part), here.get(part)) for part in parts]
             changes = "; ".join(dict.fromkeys(differences))
             raise StudyError(
                 f"the study {self.name} belongs to another search ({changes}): give another study, "
                 "or search as before"
             )
 
-    def _close_abandoned_trials(self) -> None:
-        with self._writing(), checked(self.name):
+    def _end_abandoned_trials(self) -> None:
+        """End what a process that died was running, or had recorded and not yet ended."""
+        with self._access("write"):
             for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
                 self.study.tell(trial.number, *trial_codec.end_of(trial))
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            with checked(self.name):
-                yield
-        except errors_of_storages() as error:
-            raise StudyError(f"cannot read the study {self.name}: {cause_of(error)}") from error
+    def _read_trials(self) -> None:
+        with self._access("read"):
+            frozen = self.study.get_trials(deepcopy=False)
+            compared_from = self.study.user_attrs.get(trial_codec.COMPARED_FROM, 0)
+            self.trials = trial_codec.trials_in(frozen, compared_from)
+            if self.spec is not None:  # the file may be anybody's
+                trial_codec.check_words(self.spec, self.trials)
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _access(
+        self, doing: Literal["read", "write"], *, is_checked: bool = True
+    ) -> Iterator[None]:
+        """Raise what a storage refuses, or a damaged study, as a `StudyError`.
+
+        Args:
+            doing: what is done with the study.
+            is_checked: whether any error inside is one of the study; not where code of a user's is.
+        """
         try:
-            yield
+            with checked(self.name) if is_checked else nullcontext():
+                yield
         except UpdateFinishedTrialError as error:
             if self._claim is not None:
                 self._claim.renew()  # raises where another search has the study now
@@ -265,13 +248,11 @@ class Store(AbstractContextManager["Store"]):
                 "running: use a study in only one search at a time"
             ) from error
         except errors_of_storages() as error:
+            kept = (
+                f"; the {len(self.trials)} finished trials in it stay readable, and the search can "
+                "be resumed from them"
+            )
             raise StudyError(
-                f"cannot write the study {self.name}: {cause_of(error)}; the {self._readable()} "
-                "finished trials in it stay readable, and the search can be resumed from them"
+                f"cannot {doing} the study {self.name}: {cause_of(error)}"
+                f"{kept if doing == 'write' else ''}"
             ) from error
-
-    def _readable(self) -> int | str:
-        try:
-            return len(self.trials)
-        except Exception:  # a broken storage may raise anything; report the first error instead
-            return "already"

@@ -23,10 +23,16 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.codec import Amount, check_are_words, from_json, to_json, without_controls
+from autofit.codec import (
+    Amount,
+    from_json,
+    to_json,
+    without_controls,
+)
+from autofit.dimension import check_are_words, forms_of
 from autofit.errors import StudyError
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind, check_ran
-from autofit.plan import Plan, forms_of
+from autofit.plan import Plan
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 
@@ -52,13 +58,13 @@ def spec_of(study: optuna.Study) -> SearchSpec:
     return SearchSpec.from_json(study.user_attrs[SPEC])
 
 
-def check_words(spec: SearchSpec, trials: Sequence[FrozenTrial]) -> None:
+def check_words(spec: SearchSpec, trials: Sequence[Trial]) -> None:
     """Refuse a study in whose settings something else than words would become code.
 
     Raises:
-        InvalidArgument: there is such a name or value, or a trial is none of autofit's.
+        InvalidArgument: there is such a name or value.
     """
-    settings = (trial.plan.settings for trial in trials_in(trials, 0))
+    settings = (trial.plan.settings for trial in trials)
     check_are_words(forms_of(spec.space.dimensions), [spec.space.fixed, *settings])
 
 
@@ -92,15 +98,11 @@ def plan_of(params: dict[str, Any], space: Space) -> Plan:
     return space.plan(params[MICRO_BATCH], settings)
 
 
-def record(
-    study: optuna.Study, asked: optuna.Trial, trial: Trial, spec: SearchSpec
-) -> dict[str, Any]:
-    """Store a finished trial, tell Optuna its state, and return what was written."""
-    written: dict[str, Any] = to_json(trial)
+def record(study: optuna.Study, asked: optuna.Trial, trial: Trial, spec: SearchSpec) -> None:
+    """Store a finished trial, and tell Optuna its value and state."""
     asked.set_constraint(_CONSTRAINT, _excess(trial, spec))
-    asked.set_user_attr(_RECORD, written)
+    asked.set_user_attr(_RECORD, to_json(trial))
     study.tell(asked, *_value_and_state(trial))
-    return written
 
 
 def end_of(unfinished: FrozenTrial) -> tuple[float | None, TrialState]:
@@ -132,12 +134,16 @@ def trials_in(
             found.append(trial_in(each.number, each.user_attrs[_RECORD]))
         elif spec is not None and (trial := _observed(each, spec)) is not None:
             found.append(trial)
+    return compared_before([each for each in found if not each.blames_workload], compared_from)
+
+
+def compared_before(trials: Sequence[Trial], number: int) -> tuple[Trial, ...]:
+    """Return trials; those of a final comparison before that number as ones of the search."""
     return tuple(
         replace(trial, kind=TrialKind.SEARCH)
-        if trial.kind is TrialKind.CONFIRMATION and trial.number < compared_from
+        if trial.kind is TrialKind.CONFIRMATION and trial.number < number
         else trial
-        for trial in found
-        if not trial.blames_workload
+        for trial in trials
     )
 
 
@@ -187,7 +193,7 @@ def _excess(trial: Trial, spec: SearchSpec) -> float:
 
 
 def trial_in(number: int, data: dict[str, Any]) -> Trial:
-    """Return the trial of a record, which was written before Optuna had given its number."""
+    """Return the trial of a record, which has Optuna's number whatever the record says."""
     trial = from_json(without_controls(data) | {"number": number}, Trial, "the trial")
     if trial.ok and trial.kind is not TrialKind.VETOED:
         check_ran(trial)

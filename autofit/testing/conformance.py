@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autofit.dimension import payloads_of
 from autofit.equivalence.comparison import MOST_NOISE, NoiseFloor, StepTrace, compare
 from autofit.equivalence.steps import PlainContext, gradients_noted, one_thread
 from autofit.errors import InvalidArgument
@@ -33,7 +34,6 @@ from autofit.plan import (
     ResolvedPlan,
     Scalar,
     Settings,
-    payloads_of,
     thinned,
 )
 from autofit.registry import collect_dimensions, load_strategies, numerics_of

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -18,9 +18,10 @@ from autofit.errors import InvalidArgument
 from autofit.training.batch import Batch, tensors_of
 from autofit.units import kind_of
 
-if TYPE_CHECKING:
-    from autofit.training.training import Training
-
+# (training, batch) -> loss, and (model, batch) -> anything, which is dropped. Batches lie on the
+# device. `Training` is made of these functions, so they cannot name it.
+TrainingStep: TypeAlias = Callable[[Any, Batch], torch.Tensor]
+EvalStep: TypeAlias = Callable[[torch.nn.Module, Batch], Any]
 
 _UNPACKED = (
     "the batch was passed as model(*batch): if it is (input, target), pass "
@@ -65,7 +66,7 @@ class Recipe:
     loss_weight: Callable[[Batch], float] | None = None
     before_step: Callable[[torch.nn.Module, Any], None] | None = None
     clip_grad_norm: float | None = None
-    training_step: Callable[[Training, Batch], torch.Tensor] | None = None
+    training_step: TrainingStep | None = None
 
     def __post_init__(self) -> None:
         if self.loss_fn is not None and self.criterion is not None:

@@ -32,7 +32,7 @@ from autofit.plan import Plan, ResolvedPlan, split_evenly, steps_for
 from autofit.strategy import ALONE, Phase, World
 from autofit.training.autocast import Autocast, Leave, left_beside_forwards
 from autofit.training.batch import Batch, placed
-from autofit.training.loss import LossSource, Recipe, scalar
+from autofit.training.loss import LossSource, Recipe, TrainingStep, scalar
 from autofit.training.optimizers import (
     FactoryWrapper,
     LossScale,
@@ -595,9 +595,7 @@ class Training(AbstractContextManager["Training"]):
         """Return whether a step was given what `micro_batches` makes batches of."""
         return isinstance(samples_in(given, self._samples), Collated) or is_maker(given)
 
-    def _users_step(
-        self, training_step: Callable[[Training, Batch], torch.Tensor], batch: Batch
-    ) -> torch.Tensor:
+    def _users_step(self, training_step: TrainingStep, batch: Batch) -> torch.Tensor:
         self._loss_scale.was_used = False
         self._is_in_training_step = True
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,10 +21,9 @@ from autofit.training.batch import (
     tensors_of,
 )
 from autofit.training.contradictions import contradiction
-from autofit.training.evaluation import EvalStep, check_evaluation
 from autofit.training.lengths import Lengths
 from autofit.training.loader import Loader, check_loader
-from autofit.training.loss import Recipe
+from autofit.training.loss import EvalStep, Recipe, TrainingStep
 from autofit.training.optimizers import (
     FactoryWrapper,
     OptimizerChoice,
@@ -48,10 +47,6 @@ from autofit.training.samples import (
     taken_from,
 )
 from autofit.units import kind_of
-
-if TYPE_CHECKING:
-    from autofit.training.training import Training
-
 
 _WAYS = (
     "Pass samples and collate_fn= to the Workload, or a function n -> batch of n samples as the "
@@ -100,7 +95,7 @@ class Workload:
     optimizer: OptimizerChoice = torch.optim.AdamW
     clip_grad_norm: float | None = None
     before_step: Callable[[torch.nn.Module, Any], None] | None = None
-    training_step: Callable[[Training, Batch], torch.Tensor] | None = None
+    training_step: TrainingStep | None = None
     global_batch: int | None = None
     loader: Loader | None = None
     eval_step: EvalStep | None = None
@@ -121,7 +116,7 @@ class Workload:
             Plan.split(self.global_batch, self.sample_batch_size)  # refuses a zero too many
         if self.loader is not None:
             check_loader(self.loader)
-        check_evaluation(self.eval_step, self.eval_batch)
+        _check_evaluation(self.eval_step, self.eval_batch)
         if self._eval_samples_given:
             object.__setattr__(self, "eval_batch", taken_from(self.eval_batch, None))
         elif self.eval_batch is not None and not tensors_of(self.eval_batch):
@@ -508,3 +503,19 @@ def compiled_part(model: torch.nn.Module) -> str | None:
 def compiled_in_place(model: torch.nn.Module) -> bool:
     """Return whether a call of the model is compiled that a pickled copy does not have."""
     return any(vars(module).get(COMPILED_CALL) is not None for module in model.modules())
+
+
+def _check_evaluation(eval_step: object, eval_batch: object) -> None:
+    """Refuse one without the other.
+
+    Raises:
+        InvalidArgument: only one is given, or the step is no function.
+    """
+    if (eval_step is None) != (eval_batch is None):
+        given, missing = ("eval_step", "eval_batch")[:: 1 if eval_batch is None else -1]
+        raise InvalidArgument(
+            f"{given} was given without {missing}: an evaluation takes both, "
+            "eval_step=(model, batch) -> anything and eval_batch= a batch, or its samples"
+        )
+    if eval_step is not None and not callable(eval_step):
+        raise InvalidArgument(f"eval_step must be a function, got {eval_step!r}")

@@ -12,8 +12,8 @@ from torch import nn
 
 from autofit.errors import InvalidArgument
 from autofit.integrations.applied import library, on_model, replaced
+from autofit.integrations.loader_batches import longest_samples
 from autofit.plan import Plan, ResolvedPlan
-from autofit.searching.loader_batches import longest_samples
 from autofit.strategy import TrainingView
 from tests.plugin import Plugin
 

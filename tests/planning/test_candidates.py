@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from autofit.errors import NoFeasiblePlan
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
-from autofit.plan import CostHint, Dimension, Plan, variant_key
+from autofit.plan import CostHint, Dimension, NoFeasiblePlan, Plan, variant_key
 from autofit.planning import planner
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.candidates import _is_needless, planned_seconds
@@ -145,12 +145,12 @@ def test_any_plan_of_a_large_space_is_judged() -> None:
     ran = {trial.plan.variant for trial in beliefs.probes}
     settings = next(v for v in spec.space.variants() if variant_key(v) not in ran)
     plan, large = spec.space.plan(8, settings), spec.space.plan(1000, settings)
-    assert planner.veto(beliefs, plan) is None
-    assert planner.veto(beliefs, large) is not None
-    assert planner.forecast(beliefs, plan).peak_bytes == pytest.approx(
-        _bytes_of_large(plan), rel=0.3
-    )
-    assert planner.decide(believing(beliefs, [(plan, TrialKind.SEARCH)])) != plan
+    judged = planner.Proposal.of_stranger(beliefs, plan)
+    assert judged.veto is None
+    assert judged.forecast.peak_bytes == pytest.approx(_bytes_of_large(plan), rel=0.3)
+    assert planner.Proposal.of_stranger(beliefs, large).veto is not None
+    decided: Any = planner.decide(believing(beliefs, [(plan, TrialKind.SEARCH)]))
+    assert decided.plan != plan
 
 
 def test_the_cost_of_a_risk_grows_with_every_oom_that_was_chosen() -> None:

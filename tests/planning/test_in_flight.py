@@ -9,7 +9,7 @@ from autofit.measurement import Outcome, TrialKind
 from autofit.plan import Plan
 from autofit.planning import planner
 from autofit.planning.beliefs import Beliefs
-from autofit.planning.planner import NothingLeft, believing
+from autofit.planning.planner import NothingLeft, Proposal, believing
 from tests.simulated import MakeDevice, SimulatedDevice, make_trial, measured
 
 
@@ -22,9 +22,9 @@ def test_a_plan_in_flight_is_not_proposed_again(device: SimulatedDevice) -> None
     in_flight: list[Plan] = []
     for _ in range(4):
         decided = planner.decide(believing(beliefs, searched(in_flight)))
-        assert isinstance(decided, Plan)
-        assert decided not in in_flight
-        in_flight.append(decided)
+        assert isinstance(decided, Proposal)
+        assert decided.plan not in in_flight
+        in_flight.append(decided.plan)
 
 
 def test_a_belief_opens_no_larger_stride(make_device: MakeDevice) -> None:
@@ -35,7 +35,7 @@ def test_a_belief_opens_no_larger_stride(make_device: MakeDevice) -> None:
     believed = believing(beliefs, searched([larger]))
     assert believed.largest.tolist() == [16]
     decided = planner.decide(believed)
-    assert isinstance(decided, NothingLeft) or decided.micro_batch <= 24
+    assert isinstance(decided, NothingLeft) or decided.plan.micro_batch <= 24
     both = Beliefs(device.spec(), measured(device, [device.space.baseline, larger]))
     assert beliefs.reach.tolist() == believed.reach.tolist() == [24]
     assert Beliefs(device.spec(), both.measured).reach.tolist() > [24]
@@ -46,8 +46,8 @@ def test_while_nothing_fits_workers_try_different_variants(make_device: MakeDevi
     failed = (make_trial(0, device.space.baseline, Outcome.OOM),)
     beliefs = Beliefs(device.spec(), failed)
     first: Any = planner.decide(beliefs)
-    second: Any = planner.decide(believing(beliefs, searched([first])))
-    assert second.variant != first.variant
+    second: Any = planner.decide(believing(beliefs, searched([first.plan])))
+    assert second.plan.variant != first.plan.variant
 
 
 def test_a_plan_in_flight_is_believed_to_fit(make_device: MakeDevice) -> None:

@@ -125,9 +125,9 @@ def test_with_predicted_lines_the_first_step_is_foreseen(
     other = make_device(sample_batch_size=1)
     spec = with_predicted_lines(other, most_changed=most_changed)
     trials = run_search(other.prober(), spec, max_probes=2).trials[:1]
-    plan: Any = planner.decide(Beliefs(spec, trials))
-    expected = planner.forecast(Beliefs(spec, ()), plan).peak_bytes
-    assert expected == pytest.approx(other.memory(plan), rel=0.05)
+    decided: Any = planner.decide(Beliefs(spec, trials))
+    expected = planner.forecast(Beliefs(spec, ()), decided.plan).peak_bytes
+    assert expected == pytest.approx(other.memory(decided.plan), rel=0.05)
 
 
 @pytest.mark.slow
@@ -175,8 +175,8 @@ def test_no_costly_value_is_tried_that_the_time_does_not_suffice_for(
     spec, cheap = other.spec(), replace(other.spec(), planned_samples=1_000)
     beliefs = Beliefs(spec, run_search(other.prober(), cheap).trials)
     assert isinstance(planner.decide(beliefs, seconds_left=29.0), planner.NothingLeft)
-    plan: Any = planner.decide(beliefs, seconds_left=31.0)
-    assert plan.settings["compile.mode"] != "off"
+    decided: Any = planner.decide(beliefs, seconds_left=31.0)
+    assert decided.plan.settings["compile.mode"] != "off"
 
 
 def test_the_start_of_a_costly_plan_counts_over_the_training(make_device: MakeDevice) -> None:

@@ -13,9 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from autofit.errors import InvalidArgument, NoFeasiblePlan, WorkloadFailed, is_users, mark_users
+from autofit.errors import (
+    InvalidArgument,
+    WorkloadFailed,
+    is_users,
+    mark_users,
+)
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Plan, ResolvedPlan
+from autofit.plan import NoFeasiblePlan, Plan, ResolvedPlan
 from autofit.probing.messages import (
     Call,
     ProbeRequest,

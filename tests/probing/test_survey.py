@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from autofit.equivalence.comparison import compare_plans
-from autofit.errors import InvalidArgument, NoFeasiblePlan
-from autofit.plan import Dimension, Plan, ResolvedPlan
+from autofit.errors import InvalidArgument
+from autofit.plan import Dimension, NoFeasiblePlan, Plan, ResolvedPlan
 from autofit.probing.messages import Call, ProbeRequest
 from autofit.probing.session import Session
 from autofit.probing.survey import check_weights_fit, take_survey

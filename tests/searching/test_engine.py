@@ -18,13 +18,12 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autofit.errors import (
     InvalidArgument,
-    NoFeasiblePlan,
     SearchTimedOut,
     WorkerFailed,
     WorkloadFailed,
 )
 from autofit.measurement import Measurement, Outcome, TrialKind
-from autofit.plan import Dimension, Plan, ResolvedPlan
+from autofit.plan import Dimension, NoFeasiblePlan, Plan, ResolvedPlan
 from autofit.planning.constants import (
     MOST_ACCIDENTS,
     USUAL_PROBES,
@@ -504,13 +503,14 @@ def test_a_plan_that_no_longer_fits_when_confirmed_is_not_returned(device: Simul
 def test_proposals_of_another_sampler_over_the_budget_are_vetoed(
     device: SimulatedDevice,
 ) -> None:
-    prober, free = device.prober(), device.prober()
+    prober = device.prober()
     result = run_search(prober, device.spec(), sampler=TPESampler(seed=1), max_probes=12)
-    vetoed = [trial for trial in result.trials if trial.kind is TrialKind.VETOED]
-    assert vetoed
+    ran = {request.plan for request in prober.probed}
+    vetoed = [trial.plan for trial in result.trials if trial.kind is TrialKind.VETOED]
+    over = [plan for plan in vetoed if device.memory(plan) > device.budget]
+    assert len(over) > result.oom_probes
+    assert ran.isdisjoint(over)
     assert len(prober.probed) == result.probes <= 12
-    without = run_search(free, device.spec(), sampler=TPESampler(seed=1), max_probes=12, veto=False)
-    assert result.oom_probes < without.oom_probes
 
 
 def test_proposals_that_never_fit_end_the_search(make_device: MakeDevice) -> None:
@@ -541,7 +541,7 @@ class _Foreign(RandomSampler):
 def test_without_max_probes_the_planner_ends_another_samplers_search(
     device: SimulatedDevice,
 ) -> None:
-    result = run_search(device.prober(), device.spec(), sampler=_Foreign(seed=0), veto=False)
+    result = run_search(device.prober(), device.spec(), sampler=_Foreign(seed=0))
     assert result.stopped_because == "no plan left is expected to gain enough to be worth a probe"
 
 

@@ -26,8 +26,8 @@ def test_any_process_with_the_study_asks_for_the_planners_plan(device: Simulated
         store.study.sampler = Sampler()
         asked = store.study.ask(trial_codec.distributions(device.space))
         decided = planner.decide(Beliefs(device.spec(), store.trials))
-        assert isinstance(decided, Plan)
-    assert asked.params == trial_codec.params_of(decided)
+        assert isinstance(decided, planner.Proposal)
+    assert asked.params == trial_codec.params_of(decided.plan)
 
 
 def test_a_finished_planner_repeats_the_best_plan(make_device: MakeDevice) -> None:
@@ -73,9 +73,11 @@ def test_each_outcome_has_its_state_and_constraint(
     plan = Plan(4, settings=device.space.default_settings)
     with Store.open(None, {}) as store:
         store.begin(device.spec())
-        stored = store.record(store.ask(plan), Trial(7, TrialKind.BASELINE, plan, measurement))
+        asked = store.ask(plan)
+        trial = Trial(asked.number, TrialKind.BASELINE, plan, measurement)
+        store.record(asked, trial)
         frozen: optuna.trial.FrozenTrial = store.study.trials[0]
-        assert store.trials == (stored,) == (Trial(0, TrialKind.BASELINE, plan, measurement),)
+        assert store.trials == (trial,) == trial_codec.trials_in([frozen], 0)
     assert frozen.state is TrialState[state]
     assert [value <= 0 for value in frozen.constraints.values()] == [feasible]
 
@@ -86,9 +88,11 @@ def test_a_trial_keeps_its_number_when_another_finishes_first(device: SimulatedD
     with Store.open(None, {}) as store:
         store.begin(device.spec())
         first, second = store.ask(plan), store.ask(plan)
-        later = store.record(second, Trial(0, TrialKind.SEARCH, plan, ok))
-        assert [trial.number for trial in store.trials] == [later.number]
-        earlier = store.record(first, Trial(0, TrialKind.BASELINE, plan, ok))
+        later = Trial(second.number, TrialKind.SEARCH, plan, ok)
+        earlier = Trial(first.number, TrialKind.BASELINE, plan, ok)
+        store.record(second, later)
+        assert store.trials == (later,)
+        store.record(first, earlier)
         assert store.trials == (earlier, later)
     assert (earlier.number, later.number) == (0, 1)
 

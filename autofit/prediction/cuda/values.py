@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch.optim import lbfgs
 
-import autofit
 from autofit.memory.tracer import tensors_in
 from autofit.torch_private import pytree
 
@@ -215,7 +214,7 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
-_TORCH, _OURS = (f"{Path(str(module.__file__)).parent}/" for module in (torch, autofit))
+_TORCH, _OURS = f"{Path(str(torch.__file__)).parent}/", f"{Path(__file__).parents[2]}/"
 _OPTIMIZERS = f"{_TORCH}optim/"
 _CALLS = "torch/nn/modules/module.py"
 _UTILITIES = tuple(

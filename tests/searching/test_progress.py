@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.cli.progress import ProgressLine
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan, Settings
 from autofit.searching import wording
@@ -35,6 +34,7 @@ from autofit.searching.events import (
     StageStarted,
     Vetoed,
 )
+from autofit.searching.progress import ProgressLine
 from autofit.searching.wording import EventWords, logged
 
 PLAIN: Settings = {"folding.level": 0, "precision.dtype": "default"}
