@@ -1,18 +1,15 @@
-"""The result of a probe as plain data: its outcome, step times and memory; how far speeds stray.
+"""The result of a probe as plain data: its outcome, step times and memory.
 
 Raw step times are kept; every statistic is derived from them. A probe has the standard error of its
-median step; and from one probe to the next, step times differ by more than that, because the
-machine does. The variance between probes is learned from plans that were probed more than once. The
-scatter of single steps is no part of it: a host that takes some steps of a probe away moves those
-far and their median hardly at all.
+median step, of which the scatter of single steps is no part: a host that takes some steps of a
+probe away moves those far and their median hardly at all.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -432,8 +429,7 @@ def fastest_of(trials: Sequence[Trial]) -> Trial | None:
 
     By the median of the plan's probes, not by its luckiest. It is what there is to beat while a
     search runs: what is expected of plans (`autofit.planning.beliefs.Beliefs.incumbent`) and how
-    they came out side by side (`autofit.planning.confirmation.finalists`) decide what is tried and
-    returned.
+    they came out side by side (`autofit.planning.confirmation`) decide what is tried and returned.
     """
     fits = by_plan(trial for trial in probes_of(trials) if trial.ok)
     return max(
@@ -463,82 +459,3 @@ def compared_log_speed(trials: Sequence[Trial]) -> float:
     Of an even number it is the log of the geometric mean of the middle two.
     """
     return statistics.median(math.log(trial.samples_per_second or 0.0) for trial in trials)
-
-
-BETWEEN = 0.01
-"""Standard deviation of the log of a probe's step time from one probe to the next before any plan
-was repeated. It counts as one repetition."""
-
-_SIMILAR = 1.5  # step times within this factor of each other are assumed to be equally noisy
-
-
-class Noise:
-    """The errors of probes; all are standard deviations of logs of step times.
-
-    Args:
-        probes: of a search; those without step times are left out.
-
-    Attributes:
-        repeated: the timed probes of each plan that was timed more than once.
-    """
-
-    def __init__(self, probes: Sequence[Trial]) -> None:
-        timed = [trial for trial in probes if trial.measurement.step_times_s]
-        self._usual = _of_similar(
-            [(seconds_of(trial), trial.measurement.step_error) for trial in timed]
-        )
-        self.repeated = _repeated(timed)
-        self._between = self._learned(self.repeated)
-
-    def of(self, trial: Trial) -> float:
-        """Return the error of a timed probe.
-
-        That of its steps is the larger of its own and the median of all probes with similar step
-        times: a few steps alone tell little.
-        """
-        return math.hypot(self._of_steps(trial), self._between)
-
-    def _learned(self, repeated: Iterable[Sequence[Trial]]) -> float:
-        """Return the deviation between probes of one plan, beyond that of their steps."""
-        squares, degrees = BETWEEN**2, 1
-        for trials in repeated:
-            logs = [math.log(seconds_of(trial)) for trial in trials]
-            explained = statistics.fmean(self._of_steps(trial) ** 2 for trial in trials)
-            mean = statistics.fmean(logs)
-            squares += sum((log - mean) ** 2 for log in logs) - explained * (len(logs) - 1)
-            degrees += len(logs) - 1
-        return math.sqrt(max(squares, BETWEEN**2) / degrees)
-
-    def _of_steps(self, trial: Trial) -> float:
-        return max(trial.measurement.step_error, self._usual[seconds_of(trial)])
-
-
-def seconds_of(trial: Trial) -> float:
-    """Return the median seconds of one micro-batch of a timed probe."""
-    return (trial.measurement.step_time_s or 0.0) / trial.plan.accumulation_steps
-
-
-def _repeated(timed: Iterable[Trial]) -> list[list[Trial]]:
-    return [trials for trials in by_plan(timed).values() if len(trials) > 1]
-
-
-def _of_similar(timed: Sequence[tuple[float, float]]) -> Mapping[float, float]:
-    """Return seconds -> the median error of all probes with similar seconds.
-
-    Args:
-        timed: (seconds, error) of each probe.
-    """
-    ordered = sorted(timed)
-    within: list[float] = []  # the errors of ordered[low:high], sorted
-    low = high = 0
-    found: dict[float, float] = {}
-    for seconds, _ in ordered:
-        while high < len(ordered) and ordered[high][0] / seconds < _SIMILAR:
-            insort(within, ordered[high][1])
-            high += 1
-        while ordered[low][0] / seconds <= 1 / _SIMILAR:
-            del within[bisect_left(within, ordered[low][1])]
-            low += 1
-        count = len(within)
-        found[seconds] = (within[(count - 1) // 2] + within[count // 2]) / 2
-    return found

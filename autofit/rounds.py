@@ -76,6 +76,10 @@ def steady_log_speed(trial: Trial) -> float:
     return math.log(trial.plan.samples_per_step / _step_s(trial, _QUANTILE))
 
 
+def _is_timed(trial: Trial) -> bool:
+    return trial.ok and bool(trial.measurement.step_times_s)
+
+
 def _step_s(trial: Trial, quantile: float) -> float:
     """Return that quantile of the step times, between two of them in proportion."""
     ordered = sorted(trial.measurement.step_times_s)
@@ -112,9 +116,10 @@ class Rounds:
     """
 
     def __init__(self, trials: Sequence[Trial], log_speed: LogSpeed = steady_log_speed) -> None:
-        ran = [trial for trial in trials if trial.ok and trial.measurement.step_times_s]
+        ran = [trial for trial in trials if _is_timed(trial)]
         self._rounds = [
-            {plan: log_speed(trial) for plan, trial in each.items()} for each in rounds_of(ran)
+            {plan: log_speed(trial) for plan, trial in each.items() if _is_timed(trial)}
+            for each in rounds_of(trials)
         ]
         searched = by_plan(trial for trial in ran if trial.kind is not TrialKind.CONFIRMATION)
         self._searched = {plan: median(map(log_speed, its)) for plan, its in searched.items()}
@@ -126,6 +131,8 @@ class Rounds:
 
     def ahead(self, plan: Plan, other: Plan) -> Estimate:
         """Return the log by which a plan is faster than another, both of which ran."""
+        if plan == other:
+            return Estimate(0.0, 0.0, 0.0)
         if (plan, other) not in self._known:
             both = self._probes(plan), self._probes(other)
             self._known[plan, other] = _ahead(*both, self._noises)

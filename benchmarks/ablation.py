@@ -54,7 +54,6 @@ CONSTANTS = (
     "constants.LEAST_SPREAD",
     "constants.SURE",
     "constants.ALIKE",
-    "constants.TIE",
     "constants.MOST_GIVEN_UP",
     "constants.MOST_LOST",
     "constants.MOST_ROUNDS",

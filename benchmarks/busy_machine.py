@@ -1,12 +1,13 @@
-"""How often a search beside busy loops decides, and whether what it decides is right.
+"""How often the README's search beside busy loops decides, and whether what it decides is right.
 
-Runs a search of a real training on the CPU beside 0, 1 and 2 loops that keep a core busy, some
-times each. When the loops have been stopped, the answer (or where nothing was decided, the best
-candidate) and the baseline are timed in turns, each in fresh probes, by which the decided direction
-is judged. Prints a line a search and a Markdown table.
+    python -m benchmarks.busy_machine --json FILE --loops 1,2 --minutes 12
 
-    python -m benchmarks.busy_machine --runs 10         (an hour on an idle machine of two cores)
-    python -m benchmarks.busy_machine --runs 1 --loops 1 --rounds 1
+Runs the search beside loops that keep a core busy each, some times for each number of loops. Where
+nothing was decided, the best candidate is looked at. When the loops have been stopped, each plan
+that came out is timed beside the baseline, in turns and in fresh probes, the first time that it
+does: by that the decided direction is judged. Prints a line a search and a Markdown table. Searches
+that the file has are not run again, so a run that `--minutes` cut can be continued: each of ten
+seeds beside one and two loops takes about half an hour on an idle machine of two cores.
 """
 
 from __future__ import annotations
@@ -17,19 +18,24 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import autofit
 from autofit.measurement import Trial
 from autofit.planning.constants import MOST_LOST
 from autofit.report.report import Report
 from autofit.report.summary import describe, next_best
+from autofit.rounds import rounds_of
 from benchmarks import workloads
+from benchmarks.readme_turns import BUDGET
 
-BUDGET = "64MiB"
+PLANNED_STEPS = 1000
 _BUSY = "while True: pass"
+_STEPS = 12  # that the judge times in a turn
 
 
 @dataclass(frozen=True)
@@ -37,17 +43,19 @@ class Run:
     """A search and its judgement.
 
     Attributes:
-        loops: busy loops beside the search.
+        seed: of the search.
+        loops: busy loops beside it.
         decided: whether the best plan was told from the baseline.
         why_not: the reason, where it was not.
         plan: the recommended plan.
         best: the plan that measured fastest, or the next best one where that is the baseline.
         claimed, low, high: the factor of `best` over the baseline by the search, and its interval.
         judged: the same factor on the idle machine.
-        probes: of the search.
+        probes, rounds: of the search, and of its final comparison.
         seconds: of the search.
     """
 
+    seed: int
     loops: int
     decided: bool
     why_not: str | None
@@ -58,6 +66,7 @@ class Run:
     high: float
     judged: float
     probes: int
+    rounds: int
     seconds: float
 
     @property
@@ -83,80 +92,121 @@ def searched(seed: int, loops: int) -> Report:
     """Search beside the loops."""
     with busy_loops(loops):
         return autofit.search(
-            workloads.small_cnn(), device="cpu", vram_budget=BUDGET, seed=seed, progress=False
+            workloads.small_cnn(),
+            device="cpu",
+            vram_budget=BUDGET,
+            planned_steps=PLANNED_STEPS,
+            seed=seed,
+            progress=False,
         )
 
 
-def speed(report: Report, trial: Trial, steps: int) -> float:
+def speed(report: Report, trial: Trial) -> float:
     """Return the samples/s of a trial's plan, as the report has it, in a fresh probe."""
     record = replace(report.record, recommended_number=trial.number)
     found = autofit.probe(
-        workloads.small_cnn(), plan=replace(report, record=record), steps=steps, device="cpu"
+        workloads.small_cnn(), plan=replace(report, record=record), steps=_STEPS, device="cpu"
     )
     return found.samples_per_second or math.nan
 
 
-def judged(report: Report, trial: Trial, rounds: int, steps: int = 12) -> float:
+def judged(report: Report, trial: Trial, turns: int) -> float:
     """Return how many times as fast as the baseline a trial's plan is, by turns."""
     ratios = []
-    for turn in range(rounds):
+    for turn in range(turns):
         order = [trial, report.baseline][:: 1 if turn % 2 else -1]
-        speeds = {each.number: speed(report, each, steps) for each in order}
+        speeds = {each.number: speed(report, each) for each in order}
         ratios.append(speeds[trial.number] / speeds[report.baseline.number])
     return statistics.median(ratios)
 
 
-def run(seed: int, loops: int, rounds: int) -> Run | None:
-    """Search and judge; None: no other plan than the baseline ran."""
+def run(seed: int, loops: int, turns: int, known: Mapping[str, float]) -> Run | None:
+    """Search and judge; None: no other plan than the baseline ran.
+
+    Args:
+        seed, loops: of the search.
+        turns: of the judge.
+        known: what it found of plans that came out before.
+    """
     report = searched(seed, loops)
     record = report.record
     beside = record.best if record.best.plan != report.baseline.plan else next_best(record)
     if beside is None:
         return None
-    ahead = record.ahead(beside.plan, report.baseline.plan)
+    ahead, best = record.ahead(beside.plan, report.baseline.plan), describe(beside.plan, record)
     claimed, low, high = map(math.exp, (ahead.log, ahead.low, ahead.high))
     return Run(
+        seed,
         loops,
         report.is_decided,
         record.search.undecided_because,
         describe(report.plan, record),
-        describe(beside.plan, record),
+        best,
         claimed,
         low,
         high,
-        judged(report, beside, rounds),
+        known[best] if best in known else judged(report, beside, turns),
         record.search.probes,
+        len(rounds_of(record.trials)),
         record.search.seconds,
     )
 
 
+def rows_of(path: Path) -> list[Run]:
+    """Return the runs that a file has."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Run(**json.loads(line)) for line in lines]
+
+
 def table(runs: Sequence[Run]) -> Iterator[str]:
     """Yield the lines of a table by the number of loops."""
-    yield "| busy loops | searches | decided | right where decided | probes | seconds |"
-    yield "|---|---|---|---|---|---|"
+    yield "| busy loops | searches | decided | wrong | rounds | probes | seconds |"
+    yield "|---|---|---|---|---|---|---|"
     for loops in sorted({each.loops for each in runs}):
         own = [each for each in runs if each.loops == loops]
         decided = [each for each in own if each.decided]
         yield (
-            f"| {loops} | {len(own)} | {len(decided)} | {sum(each.is_right for each in decided)} "
+            f"| {loops} | {len(own)} | {len(decided)} "
+            f"| {sum(not each.is_right for each in decided)} "
+            f"| {statistics.mean(each.rounds for each in own):.1f} "
             f"| {statistics.mean(each.probes for each in own):.1f} "
             f"| {statistics.mean(each.seconds for each in own):.0f} |"
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=10, help="searches for each number of loops")
-    parser.add_argument("--loops", default="0,1,2", help="busy loops, separated by commas")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of the judge")
-    parser.add_argument("--seed", type=int, default=0, help="of the first search")
-    asked = parser.parse_args()
-    runs = []
+def runs_of(asked: argparse.Namespace) -> Iterator[Run]:
+    """Yield the runs that the file has, and then further ones while there is time."""
+    began, longest_s, runs = time.monotonic(), 0.0, rows_of(asked.json)
+    yield from runs
+    done = {(each.seed, each.loops) for each in runs}
     for seed in range(asked.seed, asked.seed + asked.runs):
         for loops in map(int, asked.loops.split(",")):
-            found = run(seed, loops, asked.rounds)
-            print(json.dumps(None if found is None else asdict(found)), flush=True)
-            runs += [] if found is None else [found]
+            run_began = time.monotonic()
+            if (seed, loops) in done or run_began + longest_s > began + 60 * asked.minutes:
+                continue
+            found = run(seed, loops, asked.turns, {each.best: each.judged for each in runs})
+            longest_s = max(longest_s, time.monotonic() - run_began)
+            if found is not None:
+                runs.append(found)
+                with asked.json.open("a") as file:
+                    file.write(json.dumps(asdict(found)) + "\n")
+                yield found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, required=True, help="JSON lines")
+    parser.add_argument("--runs", type=int, default=10, help="searches for each number of loops")
+    parser.add_argument("--loops", default="0,1,2", help="busy loops, separated by commas")
+    parser.add_argument("--turns", type=int, default=5, help="of the judge, for each plan")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no run that may end later"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the first search")
+    runs = []
+    for found in runs_of(parser.parse_args()):
+        print(json.dumps(asdict(found)), flush=True)
+        runs.append(found)
     print("\n".join(table(runs)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -42,6 +43,16 @@ def test_a_plan_that_has_its_turn_again_begins_another_round() -> None:
     order = [FIRST, SECOND, SECOND, THIRD, FIRST, FIRST]
     rounds = rounds_of(trials(*((CONFIRMED, plan, 1.0) for plan in order)))
     assert [list(each) for each in rounds] == [[FIRST, SECOND], [SECOND, THIRD, FIRST], [FIRST]]
+
+
+def test_a_turn_that_failed_leaves_the_rounds_as_they_were() -> None:
+    """Each round is slower than the one before, and what failed began the second."""
+    failed = replace(trials((CONFIRMED, FIRST, 1.0))[0], measurement=Measurement(Outcome.OOM))
+    first = trials((CONFIRMED, FIRST, 1.0), (CONFIRMED, SECOND, 1.0))
+    later = trials(*((CONFIRMED, p, by) for by in (2.0, 4.0, 8.0) for p in (THIRD, SECOND)))
+    in_order = [replace(t, number=at) for at, t in enumerate([*first, failed, *later])]
+    ahead = Rounds(in_order).ahead(THIRD, SECOND)
+    assert ahead.log == pytest.approx(0.0, abs=0.01)
 
 
 def test_steps_that_others_delay_do_not_move_the_speed_of_a_probe() -> None:

@@ -16,15 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.measurement import (
-    Measurement,
-    Noise,
-    StartUp,
-    Trial,
-    TrialKind,
-    oom_probes_of,
-    seconds_of,
-)
+from autofit.measurement import Measurement, StartUp, Trial, TrialKind, oom_probes_of
 from autofit.plan import Plan, Settings, VariantKey, variant_key
 from autofit.planning.constants import (
     CAUTIOUS,
@@ -51,6 +43,7 @@ from autofit.planning.lines import (
     LogValues,
     Reading,
 )
+from autofit.planning.noise import Noise, log_seconds_of
 from autofit.planning.search_spec import SearchSpec
 
 Mask: TypeAlias = NDArray[np.bool_]
@@ -385,7 +378,7 @@ class Beliefs:
             Reading(
                 self.index(trial.plan),
                 trial.plan.mean_micro_batch,
-                math.log(seconds_of(trial)),
+                log_seconds_of(trial),
                 self.errors.of(trial),
             )
             for trial in self.probes

@@ -1,16 +1,19 @@
 """The end of a search: the final comparison, the answer, and why values were left out.
 
-The comparison has rounds. In each one the finalists run once, in fresh workers, at their full
-accumulation, in random order: first the plan that is expected to be the fastest, the baseline, and
-the plans that the search cannot tell from it; later those that may still change the answer.
-`autofit.rounds` says what the rounds tell of each pair of plans. A round is the last one when the
-best plan is told from the baseline and no other plan is likely to be faster by `MOST_LOST`, or when
-it is the fourth; one alone does not decide where the steps show that others disturb the machine.
+1. Finalists are the incumbent, the baseline, the plan that measured fastest, and the plans that the
+   search cannot tell from the incumbent.
+2. In each round every plan that is left runs once, in random order, in a worker that this round
+   alone uses: what is faster or slower with its process or its hour is so for the whole round.
+3. `autofit.rounds` says from all rounds by how much each plan is ahead of another, and how sure
+   that is. The plan ahead of all others is the best; plans within `MOST_GIVEN_UP` of it tie.
+4. A plan is left for another round while it may change the answer: the baseline until the best plan
+   is told from it with 95 %, others while they may well be faster than the best by `MOST_LOST`.
+   Where none is left, the comparison ends; at the latest after `MOST_ROUNDS`. One round alone does
+   not end it where the steps show that others disturb the machine.
 
-Measured speeds decide, never a line: the plan that is ahead of all others is the best. Plans within
-`MOST_GIVEN_UP` of it are tied with it. A tie goes to the plans with headroom, then to the baseline,
-then to the plan that changes the arithmetic least, has the fewest settings that are not plain, and
-holds the fewest bytes.
+A tie goes to the plans with headroom, then to the baseline, then to the plan that changes the
+arithmetic least, to one without recomputation, to the fewest settings that are not plain, and to
+the fewest bytes.
 
 What cannot be told from the baseline with 95 % is not recommended: then the baseline is. Where the
 baseline does not fit there is nothing to tell a plan from, and the best one is recommended. A
@@ -21,8 +24,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -31,16 +35,16 @@ from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.constants import (
     HEADROOM,
+    MIN_WORTH,
     MOST_GIVEN_UP,
     MOST_LOST,
     MOST_RIVALS,
     MOST_ROUNDS,
-    TIE,
     TINY,
 )
 from autofit.planning.feasibility import MicroBatches
 from autofit.planning.held_bytes import expected_gain
-from autofit.rounds import Estimate, Rounds, rounds_of, steady_log_speed
+from autofit.rounds import Rounds, rounds_of, steady_log_speed
 from autofit.units import format_bytes, format_rate
 
 
@@ -67,10 +71,10 @@ def next_turn(beliefs: Beliefs) -> Plan | None:
     rounds = rounds_of(beliefs.probes)
     for done in range(max(0, len(rounds) - 1), min(len(rounds) + 1, MOST_ROUNDS)):
         had_turn = rounds[done] if done < len(rounds) else {}
-        members = _in_order(_members(beliefs, rounds[:done]), beliefs.spec.seed + done)
-        left = [plan for plan in members if plan not in had_turn]
-        if left:
-            return left[0]
+        members = _finalists(beliefs) if done == 0 else _Comparison(beliefs, done).left
+        for plan in _in_order(members, beliefs.spec.seed, done):
+            if plan not in had_turn:
+                return plan
     return None
 
 
@@ -82,69 +86,32 @@ def best_of(beliefs: Beliefs) -> Trial | None:
 
 def answer_of(beliefs: Beliefs) -> Answer | None:
     """Return the answer as far as it was measured; None: nothing fits."""
-    probes, baseline = by_plan(beliefs.fitting), beliefs.spec.space.baseline
-    if not probes:
+    if not beliefs.fitting:
         return None
-    comparison = _Comparison(beliefs, beliefs.fitting)
-    compared = [plan for plan in comparison.turns if plan in probes]
-    if not compared or (baseline in probes and not {baseline} < set(compared)):
-        compared = _finalists(beliefs)
-    best = comparison.winner(compared)
-
-    def trial_of(plan: Plan) -> Trial:
-        turns = [trial for trial in probes[plan] if trial.kind is TrialKind.CONFIRMATION]
-        return max(turns, key=steady_log_speed) if turns else middle_of(probes[plan])
-
-    has_baseline = baseline in compared
-    if has_baseline and best != baseline:
-        told = [plan for plan in compared if comparison.is_told_from(plan, baseline)]
-        is_decided = bool(told)
-        if told and best not in told:  # it won a tie, with fewer turns
-            best = comparison.winner(told)
-        if not is_decided and not comparison.may_be_faster(baseline, compared):
-            best, is_decided = baseline, True
-    else:
-        is_decided = not comparison.may_be_faster(best, compared)
-    is_safe = is_decided or not has_baseline
-    return Answer(trial_of(best), trial_of(best if is_safe else baseline), is_decided)
+    compared = _Comparison(beliefs)
+    is_open = compared.baseline in compared.plans and bool(compared.open)
+    recommended = compared.baseline if is_open else compared.best
+    return Answer(_shown(beliefs, compared.best), _shown(beliefs, recommended), not compared.open)
 
 
-def _members(beliefs: Beliefs, rounds: Sequence[Mapping[Plan, Trial]]) -> list[Plan]:
-    """Return the plans of the round after these, the two that matter most first.
+def _shown(beliefs: Beliefs, plan: Plan) -> Trial:
+    """Return the plan's fastest turn, which others disturbed least; without, its middle probe."""
+    probes = [trial for trial in beliefs.fitting if trial.plan == plan]
+    turns = list(filter(_is_turn, probes))
+    return max(turns, key=steady_log_speed) if turns else middle_of(probes)
 
-    Of the first round, all finalists, one alone too, since it has to fit again. Later the plan
-    ahead and those that may change the answer; and finalists that had no turn, such as those that a
-    search found to which it returned.
+
+def _is_turn(trial: Trial) -> bool:
+    return trial.kind is TrialKind.CONFIRMATION
+
+
+def _in_order(members: Sequence[Plan], seed: int, done: int) -> list[Plan]:
+    """Return plans in random order; in the first round those that the answer needs most begin.
+
+    These are the incumbent and the baseline: a limit may cut that round.
     """
-    finalists = _finalists(beliefs)
-    if not rounds:
-        return finalists
-    before = [trial for each in rounds for trial in each.values()]
-    searched = [trial for trial in beliefs.fitting if trial.kind is not TrialKind.CONFIRMATION]
-    fits = {trial.plan for trial in beliefs.fitting}
-    comparison = _Comparison(beliefs, [*searched, *(t for t in before if t.plan in fits)])
-    compared = [plan for plan in comparison.turns if plan in fits]
-    if not compared:
-        return finalists
-    ahead, baseline = comparison.winner(compared), beliefs.spec.space.baseline
-    if baseline in compared and ahead != baseline:
-        is_told = comparison.is_told_from(ahead, baseline)
-        is_last = is_told and not (comparison.is_disturbed and len(rounds) < 2)
-        still = [] if is_last else [baseline]
-        still += comparison.gains(ahead, [plan for plan in compared if plan != baseline])
-    else:
-        still = comparison.may_be_faster(ahead, compared)
-    still += [plan for plan in finalists if plan not in comparison.turns]
-    return [ahead, *still] if still else []
-
-
-def _in_order(members: Sequence[Plan], seed: int) -> list[Plan]:
-    """Return plans in random order, but for the first two, which a short comparison needs most."""
-    draw = random.Random(seed)
-    first, others = list(members[:2]), list(members[2:])
-    draw.shuffle(first)
-    draw.shuffle(others)
-    return [*first, *others]
+    shuffled = random.Random(seed + done).sample(members, len(members))
+    return shuffled if done else sorted(shuffled, key=lambda plan: plan not in members[:2])
 
 
 def _finalists(beliefs: Beliefs) -> list[Plan]:
@@ -161,7 +128,7 @@ def _finalists(beliefs: Beliefs) -> list[Plan]:
     }
     if not speeds:
         return list(fits)
-    had_turn = {trial.plan for trial in beliefs.fitting if trial.kind is TrialKind.CONFIRMATION}
+    had_turn = {trial.plan for trial in beliefs.fitting if _is_turn(trial)}
 
     def belief(plan: Plan) -> float:
         risk = 0.0 if plan in had_turn else beliefs.oom_risk(plan)
@@ -170,7 +137,7 @@ def _finalists(beliefs: Beliefs) -> list[Plan]:
     ordered = sorted(speeds, key=belief, reverse=True)
     incumbent, baseline = ordered[0], beliefs.spec.space.baseline
     fastest = max(speeds, key=lambda plan: speeds[plan])
-    rivals = [plan for plan in ordered[1:] if _gain_of_turn(search, plan, incumbent) > TIE]
+    rivals = [p for p in ordered[1:] if _gain_of_turn(search, p, incumbent) > MIN_WORTH]
     wanted = [
         incumbent,
         *([baseline] if baseline in speeds else []),
@@ -181,53 +148,87 @@ def _finalists(beliefs: Beliefs) -> list[Plan]:
 
 
 class _Comparison:
-    """Plans beside one another, their start over the whole training included.
+    """What some rounds tell, and the search before them; a start counts over the whole training.
 
     Args:
         beliefs: of the search.
-        trials: that tell of their speeds.
+        rounds: how many of the rounds; None: all.
 
     Attributes:
-        turns: the plans that had a turn.
-        is_disturbed: whether work of others shows in the steps of the probes.
+        baseline: the plan that others are told from.
+        plans: that are compared: those that had a turn and fit. While the baseline and another one
+            had none, the finalists, by their probes in the search.
     """
 
-    def __init__(self, beliefs: Beliefs, trials: Sequence[Trial]) -> None:
-        self._beliefs, self._trials = beliefs, by_plan(trials)
-        self._rounds = Rounds(trials, self._log_speed)
-        self.turns, self.is_disturbed = self._rounds.plans, self._rounds.is_disturbed
+    def __init__(self, beliefs: Beliefs, rounds: int | None = None) -> None:
+        done = rounds_of(beliefs.probes)[:rounds]
+        turns = {trial.number for each in done for trial in each.values()}
+        probes = [t for t in beliefs.probes if not _is_turn(t) or t.number in turns]
+        self._beliefs, self._done = beliefs, len(done)
+        self._rounds = Rounds(probes, self._log_speed)
+        self._trials = by_plan(trial for trial in probes if trial.ok)
+        self.baseline, fits = beliefs.spec.space.baseline, {t.plan for t in beliefs.fitting}
+        self.plans = [plan for plan in self._rounds.plans if plan in fits]
+        if not self.plans or (self.baseline in fits and not {self.baseline} < set(self.plans)):
+            self.plans = [plan for plan in _finalists(beliefs) if plan in self._trials]
 
-    def winner(self, plans: Sequence[Plan]) -> Plan:
-        """Return the plan ahead of the others, or that wins a tie with it."""
-        baseline = self._beliefs.spec.space.baseline
-        reference = baseline if baseline in plans else max(plans, key=self._turns_of)
-        ahead = {plan: self._ahead(plan, reference).log for plan in plans}
+    @cached_property
+    def best(self) -> Plan:
+        """The plan ahead of the others, or that wins a tie with it.
+
+        One that is told from the baseline, if there is one: a tie may be won with fewer turns. And
+        the baseline, where no plan may be faster by more than `MOST_LOST`.
+        """
+        best = self._winner(self.plans)
+        if self.baseline not in self.plans or best == self.baseline or self._is_told(best):
+            return best
+        if told := [plan for plan in self.plans if self._is_told(plan)]:
+            return self._winner(told)
+        return best if self._may_be_faster(self.baseline) else self.baseline
+
+    @property
+    def left(self) -> list[Plan]:
+        """The plans of the next round, the best first; empty: the comparison has ended.
+
+        Beside those that leave the answer open they are those that an error of their estimate would
+        make faster than the best by `MOST_LOST`: about half of the way to the end of its interval.
+        And finalists that had no turn, such as those that a search found to which it returned.
+        """
+        new = [plan for plan in _finalists(self._beliefs) if plan not in self._rounds.plans]
+        if not self.plans:
+            return new
+        ahead = {plan: self._rounds.ahead(plan, self.best) for plan in self.plans}
+        rivals = [p for p, its in ahead.items() if (its.log + its.high) / 2 > MOST_LOST]
+        if self._rounds.is_disturbed and self._done < 2 and self.baseline in self.plans:
+            rivals.append(self.baseline)
+        left = dict.fromkeys([self.best, *self.open, *rivals, *new])
+        return list(left) if len(left) > 1 else []
+
+    @cached_property
+    def open(self) -> list[Plan]:
+        """The plans that leave the answer undecided: see `Answer`."""
+        if self.baseline not in self.plans or self.best == self.baseline:
+            return self._may_be_faster(self.best)
+        return [] if self._is_told(self.best) else [self.baseline]
+
+    def _winner(self, plans: Sequence[Plan]) -> Plan:
+        has_baseline = self.baseline in plans
+        reference = self.baseline if has_baseline else max(plans, key=self._turns_of)
+        ahead = {plan: self._rounds.ahead(plan, reference).log for plan in plans}
         most = max(ahead.values())
         tied = [plan for plan in plans if most - ahead[plan] <= MOST_GIVEN_UP]
         return min(tied, key=lambda plan: _preference(self._beliefs, self._trials[plan]))
 
-    def is_told_from(self, best: Plan, other: Plan) -> bool:
-        """Return whether a plan is faster than another."""
-        return self._ahead(best, other).low > 0
+    def _is_told(self, plan: Plan) -> bool:
+        """Return whether a plan is faster than the baseline."""
+        return self._rounds.ahead(plan, self.baseline).low > 0
 
-    def may_be_faster(self, best: Plan, plans: Sequence[Plan]) -> list[Plan]:
+    def _may_be_faster(self, best: Plan) -> list[Plan]:
         """Return the plans that may be faster than the best by more than `MOST_LOST`."""
-        return [plan for plan in plans if plan != best and self._ahead(plan, best).high > MOST_LOST]
-
-    def gains(self, best: Plan, plans: Sequence[Plan]) -> list[Plan]:
-        """Return the plans that an error of their estimate would make faster by `MOST_LOST`.
-
-        That is about half of the way to the end of its interval. They change by how much the answer
-        is faster than the baseline, and not whether it is.
-        """
-        found = ((plan, self._ahead(plan, best)) for plan in plans if plan != best)
-        return [plan for plan, ahead in found if (ahead.log + ahead.high) / 2 > MOST_LOST]
-
-    def _ahead(self, plan: Plan, other: Plan) -> Estimate:
-        return Estimate(0.0, 0.0, 0.0) if plan == other else self._rounds.ahead(plan, other)
+        return [plan for plan in self.plans if self._rounds.ahead(plan, best).high > MOST_LOST]
 
     def _turns_of(self, plan: Plan) -> int:
-        return sum(trial.kind is TrialKind.CONFIRMATION for trial in self._trials[plan])
+        return sum(map(_is_turn, self._trials[plan]))
 
     def _log_speed(self, trial: Trial) -> float:
         start_up_s = float(self._beliefs.start_up_s[self._beliefs.index(trial.plan)])
@@ -235,16 +236,19 @@ class _Comparison:
         return float(self._beliefs.over_training(log_speed, start_up_s))
 
 
-def _preference(beliefs: Beliefs, trials: Sequence[Trial]) -> tuple[bool, bool, int, int, int]:
+def _preference(
+    beliefs: Beliefs, trials: Sequence[Trial]
+) -> tuple[bool, bool, int, bool, int, int]:
     """Return a key that orders equally fast plans, the most welcome first."""
     space, plan = beliefs.spec.space, trials[0].plan
-    plain = space.default_settings
+    plain, variant = space.default_settings, beliefs.index(plan)
     changed = [name for name, value in plan.settings.items() if plain.get(name) != value]
     numerics = max((beliefs.spec.numerics.get(name, 0) for name in changed), default=0)
     return (
         _lacks_headroom(beliefs, trials),
         plan != space.baseline,
         numerics,
+        bool(beliefs.known.without_recomputation[variant] != variant),
         len(changed),
         max(map(_held_bytes, trials)),
     )

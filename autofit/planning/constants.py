@@ -50,7 +50,6 @@ MAX_COSTLY_SHARE = 0.1  # of the planned training, that costly probes take; a pr
 MAX_VARIANTS = 512  # of a large space, that a decision looks at: the most promising
 
 # The final comparison.
-TIE = 0.005  # worth: a rival from which a turn is expected to gain less is no finalist
 MOST_GIVEN_UP = 0.02  # log speed: slower by no more than this is tied; a promise of the docs
 MOST_LOST = 0.05  # log speed: decided where, with 95 %, no plan is faster by more; a promise
 MOST_ROUNDS = 4  # turns of each finalist; beside two busy loops a fifth decided hardly more

@@ -404,27 +404,34 @@ class Search:
         has_begun = has_failed = False
         try:
             while True:
-                while not has_failed and len(self._flights) < self._runner.slots:
-                    works = self._plan_to_suspect_machine()
-                    if works is not None and not self._flights:
-                        self._launch(works, TrialKind.SEARCH)
-                        while self._land(*self._runner.next_ended()) is None:
-                            pass  # it runs again
-                    plan = confirmation.next_turn(self._believed())
-                    if plan is None or self._may_not_probe():
-                        break
+                turn = None if has_failed else self._next_turn()
+                if turn is not None:
                     if not has_begun:
-                        has_begun = True
                         self._on_event(events.Confirming(stopped_because, self._progress()))
-                    self._launch(plan, TrialKind.CONFIRMATION)
+                    has_begun = True
+                    self._launch(*turn)
+                    continue
                 if not self._flights:
                     return not has_failed
                 trial = self._land(*self._runner.next_ended())
-                if trial is not None and not trial.ok:
+                if trial is not None and trial.kind is TrialKind.CONFIRMATION and not trial.ok:
                     has_failed |= may_return and self._spent() is None
         except SearchTimedOut:
             self.abandon()
             return True
+
+    def _next_turn(self) -> tuple[Plan, TrialKind] | None:
+        """Return what the comparison runs next; None: first what is in flight ends, or nothing.
+
+        After too many accidents it is a plan that shows, alone, whether the machine is to blame.
+        """
+        if len(self._flights) == self._runner.slots or self._may_not_probe():
+            return None
+        works = self._plan_to_suspect_machine()
+        if works is not None:
+            return None if self._flights else (works, TrialKind.SEARCH)
+        plan = confirmation.next_turn(self._believed())
+        return None if plan is None else (plan, TrialKind.CONFIRMATION)
 
     def abandon(self) -> None:
         """End what is in flight, without a trial of it."""

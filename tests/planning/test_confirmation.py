@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from random import Random
 from statistics import mean
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
-from autofit.plan import Plan
+from autofit.plan import CostHint, Dimension, Plan
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.confirmation import answer_of, best_of, next_turn
 from autofit.planning.constants import MOST_ROUNDS
 from autofit.searching.engine import run_search
+from autofit.testing import SimulatedProber
 from autofit.units import GIB
 from tests.planning.conftest import Searched
 from tests.simulated import HALF, LEVEL, PLAIN, Bursts, MakeDevice, SimulatedDevice
+
+Slowdown: TypeAlias = Callable[[list[SimulatedProber], int], Callable[[float], float]]
 
 
 def test_values_that_were_left_out_have_their_predicted_speed(searched: Searched) -> None:
@@ -54,13 +59,23 @@ def _compared(
     searched: list[Trial],
     measured: Mapping[Plan, float],
     held: Mapping[Plan, float] = MappingProxyType({}),
+    slower: Callable[[Plan, int], float] = lambda plan, turn: 1.0,
 ) -> list[Trial]:
-    """The trials of the final comparison of plans that take so many milliseconds and GiB."""
-    compared: list[Trial] = []
-    while (plan := next_turn(Beliefs(device.spec(), [*searched, *compared]))) is not None:
-        compared += _trials((CONFIRMED, plan, measured[plan], held.get(plan, 2)))
-        assert len(compared) <= 5 * MOST_ROUNDS
-    return compared
+    """The trials of the final comparison of plans that take so many milliseconds and GiB.
+
+    Args:
+        device, searched: what the search knew.
+        measured, held: of each plan.
+        slower: plan, how many turns it had before -> the factor by which others slow it down.
+    """
+    trials, began, turns = list(searched), len(searched), Counter[Plan]()
+    while (plan := next_turn(Beliefs(device.spec(), trials))) is not None:
+        milliseconds = measured[plan] * slower(plan, turns[plan])
+        turns[plan] += 1
+        (trial,) = _trials((CONFIRMED, plan, milliseconds, held.get(plan, 2)))
+        trials.append(replace(trial, number=len(trials)))
+        assert len(trials) <= began + 5 * MOST_ROUNDS
+    return trials[began:]
 
 
 @pytest.mark.parametrize("busy", [0.45, 0.7])
@@ -78,6 +93,129 @@ def test_searches_beside_busy_loops_are_decided_and_right(
     assert all(device.speed(each.recommended.plan) > device.speed(plain) for each in decided)
     assert {each.recommended.plan for each in found if not each.is_decided} <= {plain}
     assert mean(each.probes for each in found) < 30
+
+
+def _drift(a_second: float) -> Slowdown:
+    return lambda probers, seed: lambda seconds: math.exp(a_second * seconds)
+
+
+def _by_worker(probers: list[SimulatedProber], seed: int) -> Callable[[float], float]:
+    """Each process is fast or slow by a quarter as long as it lives."""
+    draw = Random(seed)
+    factors: Mapping[int, float] = defaultdict(lambda: draw.choice((1.0, 1.25)))
+    return lambda _: factors[probers[0].renewals]
+
+
+@pytest.mark.parametrize(
+    "slowdown",
+    [_drift(0.004), _drift(-0.004), _by_worker],
+    ids=["3 % slower each round", "3 % faster each round", "two kinds of processes"],
+)
+def test_what_is_so_for_a_whole_round_costs_neither_the_answer_nor_its_being_decided(
+    make_device: MakeDevice, slowdown: Slowdown
+) -> None:
+    device = make_device(global_batch=64, sample_batch_size=8)
+    plain = device.space.baseline
+    for seed in range(4):
+        probers: list[SimulatedProber] = []
+        probers.append(device.prober(slowdown=slowdown(probers, seed), seed=seed))
+        found = run_search(probers[0], device.spec())
+        ran = {trial.plan for trial in found.trials if trial.ok}
+        assert found.is_decided
+        assert device.speed(found.recommended.plan) > device.speed(plain)
+        best = max(map(device.speed, ran))
+        assert device.speed(found.recommended.plan) > 0.95 * best
+
+
+@pytest.mark.parametrize("hit", [BASE, OTHER])
+@pytest.mark.parametrize("turn", range(3))
+def test_a_plan_that_was_disturbed_in_one_turn_is_told_by_its_others(
+    device: SimulatedDevice, hit: Plan, turn: int
+) -> None:
+    searched = _trials((BASELINE, BASE, 100, 2), (SEARCH, OTHER, 80, 1))
+    turns = _compared(
+        device,
+        searched,
+        {BASE: 100, OTHER: 80},
+        slower=lambda plan, before: 1.8 if (plan, before) == (hit, turn) else 1.0,
+    )
+    answer = _answer(device, [*searched, *turns])
+    assert (answer.recommended.plan, answer.is_decided) == (OTHER, True)
+
+
+def test_plans_that_are_alike_leave_the_baseline(make_device: MakeDevice) -> None:
+    device = _Alike(make_device(global_batch=64, sample_batch_size=8).space)
+    for seed in range(4):
+        found = run_search(device.prober(seed=seed), device.spec())
+        assert found.recommended.plan == device.space.baseline
+        assert found.is_decided
+
+
+class _Alike(SimulatedDevice):
+    """Every plan takes as long as any other."""
+
+    def step_time(self, plan: Plan) -> float:
+        return 0.01 * plan.samples_per_step
+
+
+def test_without_a_baseline_the_rounds_tell_the_finalists_apart(make_device: MakeDevice) -> None:
+    device = make_device(budget=int(1.9 * GIB), sample_batch_size=64)
+    found = run_search(device.prober(), device.spec())
+    assert not found.baseline.ok
+    assert found.recommended == found.best
+    assert found.best.kind is CONFIRMED
+    assert found.is_decided
+
+
+def test_a_finalist_that_fails_in_its_turn_is_neither_compared_nor_returned(
+    device: SimulatedDevice,
+) -> None:
+    searched = _trials((BASELINE, BASE, 100, 2), (SEARCH, FAST, 150, 3), (SEARCH, OTHER, 60, 3))
+    failed = Trial(3, CONFIRMED, FAST, Measurement(Outcome.OOM))
+    turns = _compared(device, [*searched, failed], {BASE: 100, OTHER: 60})
+    assert {trial.plan for trial in turns} == {BASE, OTHER}
+    answer = _answer(device, [*searched, failed, *turns])
+    assert (answer.recommended.plan, answer.is_decided) == (OTHER, True)
+
+
+def test_where_all_fail_in_their_turns_the_comparison_ends(device: SimulatedDevice) -> None:
+    trials = _trials((BASELINE, BASE, 100, 2))
+    trials.append(Trial(1, CONFIRMED, BASE, Measurement(Outcome.OOM)))
+    assert next_turn(Beliefs(device.spec(), trials)) is None
+    assert _answer(device, trials) is None
+
+
+def test_a_limit_that_cuts_the_first_round_leaves_the_incumbent_and_the_baseline(
+    make_device: MakeDevice,
+) -> None:
+    """With three finalists or more, and probes for two turns."""
+    device = make_device(global_batch=64, sample_batch_size=8)
+    whole = run_search(device.prober(), device.spec())
+    searched = sum(trial.kind is not CONFIRMED for trial in whole.trials)
+    cut = run_search(device.prober(), device.spec(), max_probes=searched + 2)
+    turns = [trial.plan for trial in cut.trials if trial.kind is CONFIRMED]
+    assert turns == [trial.plan for trial in whole.trials if trial.kind is CONFIRMED][:2]
+    assert device.space.baseline in turns
+    assert cut.recommended.plan in turns
+    assert cut.is_decided
+
+
+def test_the_study_alone_decides_the_order_of_a_round(device: SimulatedDevice) -> None:
+    unsteady: Mapping[Plan, float] = {BASE: 100, OTHER: 100}
+    searched = _trials((BASELINE, BASE, 100, 2), (SEARCH, OTHER, 99, 1))
+
+    def order(seed: int) -> list[Plan]:
+        other = replace(device.spec(), seed=seed)
+        trials = list(searched)
+        while (plan := next_turn(Beliefs(other, trials))) is not None:
+            noise = math.exp(Random(len(trials)).gauss(0, 0.2))
+            (trial,) = _trials((CONFIRMED, plan, unsteady[plan] * noise, 1))
+            trials.append(replace(trial, number=len(trials)))
+        return [trial.plan for trial in trials[2:]]
+
+    orders = [order(seed) for seed in range(6)]
+    assert orders == [order(seed) for seed in range(6)]
+    assert len({tuple(each) for each in orders}) > 2
 
 
 def _best(device: SimulatedDevice, trials: list[Trial], **spec: Any) -> Plan:
@@ -277,6 +415,29 @@ def test_of_equally_fast_plans_the_more_exact_one_wins(device: SimulatedDevice) 
     # Otherwise the one that holds less, as both have one setting that is not plain.
     lean = [*trials[:-1], *_trials((CONFIRMED, REDUCED, 100, 1), (CONFIRMED, BASE, 200, 2))]
     assert _best(device, lean, numerics={LEVEL: 2}) == REDUCED
+
+
+def test_of_equally_fast_plans_the_one_without_recomputation_wins(make_device: MakeDevice) -> None:
+    """Although the other one has fewer settings that are not plain, and holds less."""
+    hints = {1: CostHint(bytes_per_sample=0.5, seconds_per_sample=1.1)}
+    device = make_device(
+        dimensions={
+            "precision.dtype": Dimension(("default", "bfloat16")),
+            "optimizer.fused": Dimension((False, True)),
+            LEVEL: Dimension((0, 1), hints=hints),
+        }
+    )
+    plain = device.space.default_settings
+    lean = Plan(16, settings={**plain, LEVEL: 1})
+    bare = Plan(16, settings={**plain, "precision.dtype": "bfloat16", "optimizer.fused": True})
+    trials = _trials(
+        (BASELINE, device.space.baseline, 200, 2),
+        (SEARCH, lean, 100.4, 2),
+        (SEARCH, bare, 100, 4),
+        *((CONFIRMED, p, ms, held) for p, ms, held in ((bare, 100.4, 4), (lean, 100, 2)) * 2),
+        (CONFIRMED, device.space.baseline, 200, 2),
+    )
+    assert _best(device, trials) == bare
 
 
 def test_a_plan_that_measured_faster_than_the_leader_is_compared(device: SimulatedDevice) -> None:
