@@ -29,7 +29,8 @@ from autofit.interrupts import (
     interrupts_remembered,
 )
 from autofit.probing.faults import fault_of
-from autofit.probing.messages import Reply, message_of_reply, reply_of
+from autofit.probing.requests import Reply
+from autofit.probing.wire import message_of_reply, reply_of
 
 
 class Guarded(Exception):

@@ -15,8 +15,8 @@ from autofit.measurement import ACT, NOT_TRIED, Outcome, Trial, TrialKind, oom_p
 from autofit.plan import Plan, ResolvedPlan
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.search_spec import SearchSpec
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober
+from autofit.probing.requests import ProbeRequest
 from autofit.probing.survey import Survey
 from autofit.registry import resolve
 from autofit.report.paste import paste_lines

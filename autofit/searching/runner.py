@@ -21,7 +21,8 @@ import torch
 from autofit.devices.request import device_names
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan
-from autofit.probing.messages import (
+from autofit.probing.prober import Prober, SupportsProbing
+from autofit.probing.requests import (
     QUIET_S,
     STILL_RUNNING,
     OnStage,
@@ -29,7 +30,6 @@ from autofit.probing.messages import (
     ProbeResult,
     ignore_stage,
 )
-from autofit.probing.prober import Prober, SupportsProbing
 from autofit.probing.session import Session
 from autofit.searching.options import SearchOptions
 from autofit.strategy import Strategy
