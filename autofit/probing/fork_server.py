@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from autofit.probing.process_lifetime import die_with_parent, outlive_parent
 
@@ -293,7 +293,7 @@ def serve(parent_pid: int) -> None:
     os._exit(0)
 
 
-def start_method() -> str:
+def start_method() -> Literal["fork", "spawn"]:
     """Return how this process may start another: by a fork, where all its threads are in it.
 
     The threads of numpy's linear algebra end at a fork, and come back when they are needed.

@@ -151,7 +151,7 @@ def _store(
 def _publish(store: Store, reply: Reply) -> None:
     """Say how the call ended: with an error, or with plain data."""
     with interrupts_deferred(), suppress(RuntimeError):  # who waits sees that the store is gone
-        store.set("ended", message_of_reply(reply))
+        store.set("ended", message_of_reply(reply))  # type: ignore[arg-type]  # bytes, too
 
 
 def _awaited(store: Store) -> bytes:

@@ -118,9 +118,9 @@ def test_variables_that_torch_reads_as_it_is_imported_are_those_of_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert not asked(disables_the_compiler)
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     assert asked(disables_the_compiler)
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE")
     assert not asked(disables_the_compiler)
 
 
