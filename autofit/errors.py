@@ -2,7 +2,7 @@
 
 Each error says what went wrong, which value it was, and what to do about it; `exit_code` is what
 the command line returns for it. An exception raised by the user's own code is never wrapped in one
-of these: it reaches the user with its own type (see `autofit.probing.messages`), and
+of these: it reaches the user with its own type (see `autofit.probing.wire`), and
 `is_users` distinguishes it from a fault of autofit's.
 """
 

@@ -32,8 +32,8 @@ import torch
 
 import autofit
 from autofit.plan import Dimension, Plan, ResolvedPlan, thinned
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober, Target, open_prober
+from autofit.probing.requests import ProbeRequest
 from autofit.registry import load_strategies, resolve
 from autofit.report.report import Report
 from autofit.report.summary import describe

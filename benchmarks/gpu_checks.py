@@ -26,8 +26,8 @@ from autofit import Plan, Workload, predict
 from autofit.errors import PredictionUnavailable
 from autofit.measurement import Measurement
 from autofit.plan import ResolvedPlan
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober, Target, open_prober
+from autofit.probing.requests import ProbeRequest
 from benchmarks import workloads
 
 PLAIN, STORM, ASSERTS, DIES = 2, 64, 65, 66

@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # it reads the variable above when it is imported
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports no name
 
-from autofit.probing.forked_process import ForkServer
+from autofit.probing.fork_server import ForkServer
 from autofit.snapshot import process
 from autofit.snapshot.snapshot import preserved
 from emulated_gpu import Machine, new_machine, why_unavailable
@@ -129,13 +129,12 @@ def python() -> Iterator[Callable[..., subprocess.Popen[Any]]]:
         *arguments: str | Path, forks_workers: bool = True, **options: Any
     ) -> subprocess.Popen[Any]:
         if not servers or servers[-1].has_ended:
-            servers.append(ForkServer())
-            servers[-1].await_imports(seconds=300)
+            servers.append(ForkServer.started())
         return start_program(servers[-1], *arguments, forks_workers=forks_workers, **options)
 
     yield start
     for server in servers:
-        server.kill()
+        server.end()
 
 
 @pytest.fixture(scope="session")

@@ -18,13 +18,16 @@ import threading
 import types
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from autofit.probing.forked_process import ForkServer, adopt
+from autofit.probing import fork_server
+from autofit.probing.fork_server import ForkServer, surroundings
 
 
 def start_program(
@@ -33,28 +36,36 @@ def start_program(
     """Start `python ARGUMENTS...`, with the options of `subprocess.Popen`.
 
     Args:
+        server: forks it.
         forks_workers: whether the server forks workers of this program, too.
     """
-    connection = server.connection.fileno()
-    program = (__file__, connection, forks_workers, *arguments)
+    requests = server.requests.fileno()
+    program = (__file__, requests, forks_workers, *arguments)
     command = [sys.executable, "-P", *map(str, program)]
-    return subprocess.Popen(command, pass_fds=[connection], **options)
+    return subprocess.Popen(command, pass_fds=[requests], **options)
 
 
-def _stand_for_it(connection: int, forks_workers: bool, arguments: list[str]) -> int:
+def _stand_for_it(requests: int, forks_workers: bool, arguments: list[str]) -> int:
     """Run the program in a fork, and return its exit status."""
-    server = ForkServer(socket.socket(fileno=connection))
-    given = {"connection": connection, "forks_workers": forks_workers, "arguments": arguments}
+    given = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "path": sys.path,
+        "forks_workers": forks_workers,
+    }
+    ours, theirs = Pipe()
     try:
-        process = server.run(
-            "tests.forked_program:run", given, os.environ, [0, 1, 2, connection], 240
-        )
-    except ConnectionError:  # it had nothing to do, and has ended
+        with socket.socket(fileno=requests) as server, theirs:
+            descriptors = [theirs.fileno(), 0, 1, 2, requests]
+            socket.send_fds(server, [b"tests.forked_program:run"], descriptors)
+        ours.send(given)
+        pid = ours.recv()
+    except (ConnectionError, EOFError):  # it had nothing to do, and has ended
         os.execv(sys.executable, [sys.executable, *arguments])
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: os.kill(process.pid, number))
-    status = process.wait()
-    assert status is not None
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    status: int = ours.recv()
     if status < 0:
         with suppress(OSError):  # SIGKILL has no handler
             signal.signal(-status, signal.SIG_DFL)
@@ -65,17 +76,44 @@ def _stand_for_it(connection: int, forks_workers: bool, arguments: list[str]) ->
 # In the fork.
 
 
-def run(_: int, *, connection: int, forks_workers: bool, arguments: list[str]) -> None:
-    """Do what a new interpreter does with these arguments.
+def run(stand_in: Connection, *given: Connection) -> None:
+    """Run a program until it ends, or the process that stands for it has ended.
 
     Args:
-        connection: to the server, which then forks workers too, if `forks_workers`.
+        stand_in: sends the program, and is told its process id and its exit status.
+        given: its standard streams, and the server's requests.
     """
+    program = stand_in.recv()
+    if (pid := os.fork()) == 0:
+        stand_in.close()
+        _become(program, *given)
+    for each in given:
+        each.close()
+    stand_in.send(pid)
+    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        if stand_in.poll(0.02):
+            os.kill(pid, signal.SIGKILL)
+    with suppress(OSError):
+        stand_in.send(os.waitstatus_to_exitcode(ended[1]))
+
+
+def _become(program: dict[str, Any], *given: Connection) -> NoReturn:
+    """Do what a new interpreter does."""
+    os.setsid()
     gc.enable()
-    server = ForkServer(socket.socket(fileno=connection))
-    if forks_workers:
-        adopt(server)
-    _end(_program(arguments))
+    *streams, requests = given
+    for number, stream in enumerate(streams):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    os.chdir(program["folder"])
+    os.environ.clear()
+    os.environ.update(program["environment"])
+    sys.path[:] = program["path"]
+    if program["forks_workers"]:
+        server = ForkServer(socket.socket(fileno=os.dup(requests.fileno())))
+        fork_server._servers[surroundings()] = server
+    requests.close()
+    _end(_program(program["arguments"]))
 
 
 def _end(program: Callable[[], object]) -> NoReturn:

@@ -12,8 +12,8 @@ from torch import nn
 import autofit
 from autofit.measurement import TrialKind
 from autofit.plan import Scalar, variant_key
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober, Target, open_prober
+from autofit.probing.requests import ProbeRequest
 from autofit.registry import installed_names, load_strategies, resolve
 from autofit.searching.predicted_lines import predicted_lines
 from autofit.snapshot.snapshot import differences, digest

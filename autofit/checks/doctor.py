@@ -24,8 +24,8 @@ from autofit.devices.cuda import notes_on_choice
 from autofit.devices.nvml import Nvml
 from autofit.errors import AutofitError, release_exception
 from autofit.measurement import Measurement, Outcome
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Deadlines, Target, open_prober
+from autofit.probing.requests import ProbeRequest
 from autofit.probing.session import Session
 from autofit.registry import GROUP, installed_names, load_strategies, resolve, unavailable
 from autofit.strategy import Capabilities, Strategy

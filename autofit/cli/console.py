@@ -154,7 +154,7 @@ def leads() -> bool:
 def start_server_ahead() -> None:
     """Have the server of workers import torch while this process loads what they train."""
     if leads():
-        from autofit.probing.forked_process import start_server  # reports need none
+        from autofit.probing.fork_server import start_server  # reports need none
 
         start_server()
 

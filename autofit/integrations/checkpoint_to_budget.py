@@ -13,8 +13,8 @@ from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.integrations.applied import on_model
 from autofit.measurement import Trial, TrialKind
 from autofit.plan import NoFeasiblePlan, ResolvedPlan
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober, Target, open_prober
+from autofit.probing.requests import ProbeRequest
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.registry import load_strategies, resolve
 from autofit.strategy import Strategy

@@ -27,9 +27,9 @@ import torch
 
 from autofit.errors import InvalidArgument, mark_users
 from autofit.prediction.dry_run import refuse_compiled, sendable
-from autofit.probing.forked_process import surroundings
-from autofit.probing.messages import STILL_RUNNING
+from autofit.probing.fork_server import surroundings
 from autofit.probing.prober import Deadlines, Prober
+from autofit.probing.requests import STILL_RUNNING
 from autofit.probing.serialization import dumps, unreachable_by_value
 from autofit.probing.worker_channel import WorkerChannel
 from autofit.snapshot import process

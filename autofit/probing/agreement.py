@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from autofit.measurement import Measurement, Outcome
 from autofit.probing.fault_table import GRAVITY, OTHER_COUNT, row_of_last_words
 from autofit.probing.faults import fault_of
-from autofit.probing.messages import NoReply, Reply
+from autofit.probing.requests import NoReply, Reply
 
 # The reply of a rank, or how its worker was lost; None: nothing was heard of it.
 Answer = Reply | NoReply | None

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +13,7 @@ from autofit.devices.base import MemoryReading
 from autofit.errors import release_exception
 from autofit.plan import ResolvedPlan
 from autofit.probing.measure import evaluation_peak, micro_batches_to_run, samples_on, warm_up
-
-if TYPE_CHECKING:
-    from autofit.probing.session import Session
+from autofit.probing.requests import Workplace
 
 # Of the budget: the allocator rounds to segments of 2 MiB and more, so a line is a little off.
 AIMED = 0.97
@@ -50,7 +47,7 @@ class LargestEvaluation:
 
 
 def largest_evaluation(
-    session: Session, *, resolved: ResolvedPlan, vram_budget_bytes: int
+    session: Workplace, *, resolved: ResolvedPlan, vram_budget_bytes: int
 ) -> LargestEvaluation:
     """Run a plan until it has all its state, and then evaluations of more and more samples.
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,18 +28,9 @@ import torch
 from autofit.devices.base import DeviceLock
 from autofit.errors import SearchTimedOut, WorkerFailed
 from autofit.measurement import Outcome
-from autofit.probing.messages import (
-    Deadline,
-    DeviceFacts,
-    NoReply,
-    OnStage,
-    Reply,
-    Request,
-    message_of_reply,
-    message_of_request,
-    reply_of,
-)
+from autofit.probing.requests import Deadline, DeviceFacts, NoReply, OnStage, Reply, Request
 from autofit.probing.serialization import Payload, nameless_file, read_payload, write_payload
+from autofit.probing.wire import message_of_reply, message_of_request, reply_of
 from autofit.probing.worker_channel import START_TIMEOUT_S, WorkerChannel, path_of
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
@@ -84,14 +75,14 @@ class _Asked:
         needs_fresh_worker: whether a worker that is there is ended first.
     """
 
-    message: Mapping[str, Any] | None
+    message: bytes | None
     seconds: float
     ends_in_s: float
     needs_fresh_worker: bool
 
 
 # The message of a reply, or why there is none.
-_Answer = dict[str, Any] | NoReply | SearchTimedOut
+_Answer = bytes | NoReply | SearchTimedOut
 
 
 def _no_answer(given: object) -> WorkerFailed:
@@ -168,7 +159,7 @@ class ExecutorChannel:
         with suppress(Exception):  # the executor was shut down, or is broken
             self._executor.submit(end, self._key)
 
-    def _ask(self, message: Mapping[str, Any] | None, deadline: Deadline) -> Reply:
+    def _ask(self, message: bytes | None, deadline: Deadline) -> Reply:
         """Return the reply of a process; a process that went away is replaced once."""
         asked = _Asked(
             message,
@@ -198,7 +189,7 @@ class ExecutorChannel:
         answer = self._first_answer(None, asked, deadline)
         if answer is None:  # the process lacks the workload
             answer = self._first_answer(self._opening, asked, deadline)
-        if isinstance(answer, dict | NoReply | SearchTimedOut):
+        if isinstance(answer, bytes | NoReply | SearchTimedOut):
             return answer
         raise _no_answer(kind_of(answer))
 

@@ -1,258 +1,310 @@
 """A process that has imported torch, and forks processes, which need not import it again.
 
-It holds no device and has one thread. It watches over what it forks: a fork ends with the process
-that asked for it, however that ends, and the server with the process that started it.
+Importing torch and what it imports when it first trains takes seconds: 7.6 on a machine with an
+H100. The server does so once, beside what this process does meanwhile (`start_server`), and then
+forks in milliseconds. It holds no device and runs nothing of the user's, and what it forked does
+not depend on it.
 
-Where a fork would be unsafe, since something imported keeps a thread, or could not be watched,
-the server becomes the process that was asked for, which ends with the thread that asked.
-`autofit.probing.forked_process` has the other end of the connection.
+`multiprocessing` has one such server for the whole process. It keeps the environment of its first
+start, also for variables that torch reads as it is imported; it looks for modules in the current
+folder and prints to the user's streams; it may be the user's own; and a process of a daemon, such
+as a worker of Dask, may not use it. Here is one for each set of surroundings, on the connections
+and processes of `multiprocessing`.
 """
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
-import functools
+import atexit
 import gc
 import importlib
 import json
+import multiprocessing
 import os
-import select
+import resource
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import tempfile
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import IO, Any, Literal
 
-from autofit.probing.process_lifetime import MARK, NO_MARK, die_with_thread, outlive_thread
+from autofit.probing.process_lifetime import die_with_parent, outlive_parent
 
 # A server without forks ends so long after the last request: between two, a search takes less.
 IDLE_S = 60.0
-# What a server says once it has imported torch.
-FORKS, BECOMES = b"f", b"b"
-_MOST_DESCRIPTORS = 64  # of a request: a worker's has about ten
+_REAP_S = 10.0  # for a process that was killed to end
 # The first is what making an optimizer imports.
 _PRELOADED = ("torch._dynamo", "autofit.probing.worker")
-Program = Callable[[], object]
+_MOST_DESCRIPTORS, _MOST_NAME_BYTES = 16, 256  # of a request
+_VARIABLES = {
+    "KINETO_LOG_LEVEL": "6",  # else torch's profiler announces itself in the last words
+    "PYTHONUNBUFFERED": "1",  # as -u, where a worker is no fork
+}
+# Variables that no library reads: pytest names each test there.
+_IGNORED = {"PYTEST_CURRENT_TEST"}
+_SERVE = """
+import gc, json, sys
+gc.disable()  # until torch is imported, which leaves nothing to collect and takes a third less
+given = json.loads(sys.argv[1])
+sys.path[:] = given["sys_path"]
+from autofit.probing.fork_server import serve
+serve(given["parent"])
+"""
 
 
-@dataclass(frozen=True)
-class _Request:
-    """Run a function in a process.
-
-    Attributes:
-        message: what `autofit.probing.forked_process` has written.
-        folder: a descriptor of the folder to work in.
-        tell: a descriptor that gets the process id and later the exit status, a line each.
-        others: descriptors that the process keeps; `message["descriptors"]` are their numbers.
-    """
-
-    message: Mapping[str, Any]
-    folder: int
-    tell: int
-    others: list[int]
-
-
-@dataclass
-class _Child:
-    """A fork.
+@dataclass(eq=False)
+class ForkServer:
+    """A server of this process, or one that it shares.
 
     Attributes:
-        pid: its process id.
-        itself, asker: descriptors of processes: of the fork, and of the one that asked for it.
-        tell: see `_Request`.
-        is_killed: whether it was killed for its asker's end.
+        requests: takes the name of a function, and descriptors for it.
+        process: the server, if this process started it.
+        printed: what it prints.
+        has_forked: whether it is known to have forked, and so to have imported torch.
     """
 
-    pid: int
-    itself: int
-    asker: int
-    tell: int
-    is_killed: bool = False
+    requests: socket.socket
+    process: subprocess.Popen[bytes] | None = None
+    printed: IO[bytes] | None = None
+    has_forked: bool = False
 
-    def kill(self) -> None:
-        self.is_killed = True
-        os.kill(self.pid, signal.SIGKILL)
+    @classmethod
+    def started(cls) -> ForkServer:
+        """Start one, which begins to import torch.
 
-    def reap(self) -> None:
-        _, status = os.waitpid(self.pid, 0)
-        _tell(self.tell, os.waitstatus_to_exitcode(status))
-        self.close()
+        Raises:
+            OSError: no process could be started.
+        """
+        with beyond_standard_streams():
+            requests, theirs = socket.socketpair()
+            printed = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as it runs
+        closed_in_forks(requests)
+        given = json.dumps({"sys_path": import_path(), "parent": os.getpid()})
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    # -u, because the last words of a worker count; -P keeps the current folder off
+                    # the path, where any json.py would be run
+                    [sys.executable, "-u", "-P", *_flags(), "-c", _SERVE, given],
+                    stdin=theirs.fileno(),
+                    stdout=printed,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env={**os.environ, **_VARIABLES},
+                )
+        except BaseException:
+            requests.close()
+            printed.close()
+            raise
+        return cls(requests, process, printed)
 
-    def close(self) -> None:
-        for each in (self.itself, self.asker, self.tell):
-            os.close(each)
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is known to fork no more."""
+        is_closed = self.requests.fileno() < 0
+        return is_closed or (self.process is not None and self.process.poll() is not None)
+
+    def asked(self, function: str, given: Sequence[Connection]) -> ForkServer:
+        """Ask for a process, as `run_forked` does."""
+        descriptors = [each.fileno() for each in given]
+        socket.send_fds(self.requests, [function.encode()], descriptors)
+        return self
+
+    def death(self) -> tuple[int, bytes]:
+        """Return the exit status of a server that is ending, and what it printed."""
+        returncode, printed = -signal.SIGKILL, b""
+        if self.process is not None and self.printed is not None:
+            with suppress(subprocess.TimeoutExpired):
+                returncode = self.process.wait(_REAP_S)
+            self.printed.seek(0)
+            printed = self.printed.read()
+        self.end()
+        return returncode, printed
+
+    def end(self) -> None:
+        """End it; what it forked goes on."""
+        self.requests.close()
+        if self.process is not None and self.printed is not None:
+            self.process.kill()
+            with suppress(subprocess.TimeoutExpired):  # it is inside a call of a file system
+                self.process.wait(_REAP_S)
+            self.printed.close()
 
 
-def serve(parent_pid: int) -> Program:
-    """Serve on standard input, a socket; return what this process, perhaps a fork, runs next.
+_servers: dict[tuple[Any, ...], ForkServer] = {}
+_lock = threading.Lock()
+
+
+def start_server() -> None:
+    """Have a server import torch beside what this process does until it runs a function.
+
+    Where it cannot be started, `run_forked` says so.
+    """
+    with _lock, suppress(OSError):
+        _server_here()
+
+
+def run_forked(function: str, given: Sequence[Connection]) -> ForkServer:
+    """Have a function run in a process that has imported torch; return the server that forks it.
+
+    The process ends with the function. It keeps the standard streams of the server, which forks it
+    as soon as it has imported torch.
 
     Args:
-        parent_pid: the process with which it ends.
+        function: "module:name" of it.
+        given: its arguments, which it gets as copies.
+
+    Raises:
+        OSError: no process could be started.
     """
-    die_with_thread(parent_pid)  # which waits meanwhile
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, statuses of children were lost
-    connection = socket.socket(fileno=os.dup(0))
+    with _lock:
+        try:
+            return _server_here().asked(function, given)
+        except ConnectionError:  # it had nothing to do, and is ending
+            _servers[surroundings()].end()
+            return _server_here().asked(function, given)
+
+
+def _server_here() -> ForkServer:
+    """Return the server of these surroundings; what was started ahead in others is ended."""
+    around = surroundings()
+    for other, server in [*_servers.items()]:
+        if server.has_ended or (other != around and not server.has_forked):
+            _servers.pop(other).end()
+    if around not in _servers:
+        _servers[around] = ForkServer.started()
+    return _servers[around]
+
+
+def surroundings() -> tuple[Any, ...]:
+    """Return what a process inherits from this one, or reads when it imports its libraries."""
+    limits = [
+        resource.getrlimit(getattr(resource, name))
+        for name in dir(resource)
+        if name.startswith("RLIMIT_")
+    ]
+    cores, niceness = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)
+    items = sorted(os.environ.items())
+    environment = [item for item in items if item[0] not in _IGNORED and not _is_torchs(*item)]
+    return (sys.executable, *_flags(), niceness, *sorted(cores), *limits, *environment)
+
+
+def _is_torchs(name: str, value: str) -> bool:
+    """Return whether a variable is what torch makes of an environment without it.
+
+    It writes where compiled code is kept when it makes the first optimizer; a server does so too.
+    """
+    folder, name_there = os.path.split(value)
+    is_own = name_there.startswith("torchinductor_") and folder == tempfile.gettempdir()
+    return name == "TORCHINDUCTOR_CACHE_DIR" and is_own
+
+
+def _flags() -> list[str]:
+    """Return the options of this Python, as `multiprocessing` passes them on."""
+    return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined,no-any-return]  # typeshed lacks it
+
+
+def import_path() -> list[str]:
+    """Return where modules are found, for imports by name to mean the same in another process."""
+    return [path for path in sys.path if isinstance(path, str)]  # Python ignores what is no text
+
+
+@contextmanager
+def beyond_standard_streams() -> Iterator[None]:
+    """Have what is opened inside get no number of a standard stream, any of which may be closed.
+
+    What libraries print would be written to it.
+    """
+    taken = [os.open(os.devnull, os.O_RDWR)]
+    try:
+        while taken[-1] <= 2:
+            taken.append(os.open(os.devnull, os.O_RDWR))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def closed_in_forks(*ends: Connection | socket.socket) -> None:
+    """Have forks of this process let go of these, by which another process knows that it lives."""
+    _ends.update(ends)
+
+
+_ends: weakref.WeakSet[Connection | socket.socket] = weakref.WeakSet()
+_of_parents: list[ForkServer] = []  # a Popen that is dropped waits for its process
+
+
+def _leave_to_parent() -> None:
+    """Leave to the parent what is the parent's, in a fork of this process."""
+    global _lock
+    _lock = threading.Lock()
+    for end in _ends:
+        end.close()
+    _of_parents.extend(_servers.values())
+    _servers.clear()
+
+
+def _end_all() -> None:
+    for server in _servers.values():
+        server.end()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+atexit.register(_end_all)
+
+
+# In the server.
+
+
+def serve(parent_pid: int) -> None:
+    """Fork for whoever asks on standard input, a socket, until nobody can ask any more."""
+    die_with_parent(parent_pid)  # in whose stead an import that hangs would live on
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, statuses of children would be lost
+    requests = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     for name in _PRELOADED:
         importlib.import_module(name)
-    outlive_thread()
-    _mark_address()
+    outlive_parent()  # which is a thread that may end, and is known by the socket from now on
     gc.freeze()  # pages that no collection writes to stay shared
-    forks = _can_fork()
-    with connection:
-        connection.sendall(FORKS if forks else BECOMES)
-        if forks:
-            return _serve(connection, parent_pid)
-        request = _received(connection)
-    if request is None:
-        return _nothing
-    return functools.partial(_become, request, parent_pid)
+    os.register_at_fork(after_in_child=requests.close)
+    requests.settimeout(IDLE_S)
+    processes = multiprocessing.get_context(start_method())
+    while True:
+        try:
+            asked = socket.recv_fds(requests, _MOST_NAME_BYTES, _MOST_DESCRIPTORS)
+        except TimeoutError:
+            if multiprocessing.active_children():
+                continue
+            break
+        if not asked[0]:
+            break
+        given = [Connection(each) for each in asked[1]]
+        processes.Process(target=_run, args=(asked[0].decode(), given)).start()
+        for each in given:
+            each.close()
+    os._exit(0)
 
 
-def _nothing() -> None:
-    """The program of a server that nobody can ask any more: it ends."""
+def start_method() -> Literal["fork", "spawn"]:
+    """Return how this process may start another: by a fork, where all its threads are in it.
 
-
-def _can_fork() -> bool:
-    """Return whether a fork has all threads of this process, its only one, and can be watched.
-
-    The threads of numpy's linear algebra end at a fork, and come back when they are needed. Linux
-    has descriptors of processes from 5.3 on, and some sandboxes refuse them.
+    The threads of numpy's linear algebra end at a fork, and come back when they are needed.
     """
-    if sys.platform != "linux":
-        return False
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except OSError:
-        return False
-    if (pid := os.fork()) == 0:
-        os._exit(0)
+    with warnings.catch_warnings(action="ignore"):  # Python's own, of threads at a fork
+        if (pid := os.fork()) == 0:
+            os._exit(0)
     os.waitpid(pid, 0)
-    return len(os.listdir("/proc/self/task")) == 1
+    return "fork" if len(os.listdir("/proc/self/task")) == 1 else "spawn"
 
 
-def _serve(connection: socket.socket, parent_pid: int) -> Program:
-    """Fork until nobody can ask any more and all forks have ended."""
-    try:
-        parent = os.pidfd_open(parent_pid)
-    except ProcessLookupError:
-        return _nothing
-    children: list[_Child] = []
-    asked_on: list[Any] = [connection]
-    while asked_on or children:
-        ready = _await([parent, *asked_on], children)
-        if not ready:
-            connection.shutdown(socket.SHUT_RD)  # what was sent before can still be read
-        for child in [*children]:
-            if child.itself in ready:
-                child.reap()
-                children.remove(child)
-            elif parent in ready or child.asker in ready:
-                child.kill()
-        if parent in ready:
-            return _nothing
-        if connection in ready:
-            request = _received(connection)
-            if request is None:
-                asked_on.clear()
-            elif (forked := _forked(request)) is None:
-                os.close(parent)
-                for child in children:
-                    child.close()
-                return functools.partial(_become, request, os.getppid())
-            else:
-                children.append(forked)
-    return _nothing
-
-
-def _await(others: Sequence[Any], children: Sequence[_Child]) -> list[Any]:
-    """Return what has ended, or can be read from; nothing after a time without children."""
-    processes = [child.itself for child in children]
-    askers = [child.asker for child in children if not child.is_killed]
-    return select.select([*others, *processes, *askers], [], [], None if children else IDLE_S)[0]
-
-
-def _forked(request: _Request) -> _Child | None:
-    """Fork; None: this process is the fork."""
-    pid = os.fork()
-    if pid == 0:
-        os.setsid()  # before anybody knows of it, and kills it as a group
-        return None
-    for each in (request.folder, *request.others):
-        os.close(each)
-    itself, asker = os.pidfd_open(pid), _handle(request.message["asker"], pid)
-    return _Child(pid, itself, asker, request.tell)
-
-
-def _handle(pid: int, otherwise: int) -> int:
-    """Return a descriptor of a process, or of another where it has ended."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        os.kill(otherwise, signal.SIGKILL)
-        return os.pidfd_open(otherwise)
-
-
-def _received(connection: socket.socket) -> _Request | None:
-    """Return the next request; None: there will be none."""
-    said, descriptors, _, _ = socket.recv_fds(connection, 1, _MOST_DESCRIPTORS)
-    if not said:
-        return None
-    written, folder, tell, *others = descriptors
-    with os.fdopen(written, "rb") as file:
-        file.seek(0)
-        return _Request(json.load(file), folder, tell, others)
-
-
-def _tell(descriptor: int, number: int) -> None:
-    with suppress(BrokenPipeError):  # nobody wants to know any more
-        os.write(descriptor, b"%d\n" % number)
-
-
-# In the process that was asked for.
-
-
-def _become(request: _Request, parent_pid: int) -> None:
-    """Take the surroundings that are asked for, and run the function."""
-    message = request.message
-    _tell(request.tell, os.getpid())
-    with suppress(PermissionError):  # the asker may not enter its own folder
-        os.fchdir(request.folder)
-    os.close(request.folder)
-    os.close(request.tell)
-    _place(request.others, message["descriptors"])
-    _set_environment(message["environment"])
-    sys.path[:], sys.argv[:] = message["sys_path"], message["argv"]
-    module, _, name = message["function"].partition(":")
-    getattr(importlib.import_module(module), name)(parent_pid, **message["given"])
-
-
-def _set_environment(environment: Mapping[str, str]) -> None:
-    """Also where /proc shows it, as far as a worker is looked for there: by its mark."""
-    if mark := environment.get(MARK):
-        ctypes.memmove(_mark_address(), mark.encode(), len(NO_MARK))
-    os.environ.clear()
-    os.environ.update(environment)
-
-
-@functools.cache  # first called while the variable is in the environment
-def _mark_address() -> int:
-    getenv = ctypes.CDLL(None).getenv
-    getenv.restype = ctypes.c_void_p
-    address: int = getenv(MARK.encode())
-    return address
-
-
-def _place(descriptors: list[int], wanted: list[int]) -> None:
-    """Give each descriptor the number that it has in the process that asks."""
-    above = max(wanted) + 1
-    moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, above) for each in descriptors]
-    for each in descriptors:
-        os.close(each)
-    for source, target in zip(moved, wanted, strict=True):
-        os.dup2(source, target)
-        os.close(source)
+def _run(function: str, given: Sequence[Connection]) -> None:
+    module, _, name = function.partition(":")
+    getattr(importlib.import_module(module), name)(*given)

@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from autofit.errors import InvalidArgument, collect_garbage
 from autofit.plan import Plan
+from autofit.probing.requests import Workplace
 from autofit.training.batch import (
     Batch,
     batch_size,
@@ -34,9 +34,6 @@ from autofit.training.samples import Rows
 from autofit.training.watch import BatchWatch
 from autofit.training.workload import Workload
 from autofit.units import kind_of
-
-if TYPE_CHECKING:
-    from autofit.probing.session import Session
 
 # A loader is measured for so many seconds, or one round of its workers if that is longer.
 DELIVERY_S = 1.5
@@ -59,7 +56,7 @@ class Delivery:
     warnings: Sequence[str] = ()
 
 
-def deliver(session: Session, *, settings: LoaderSettings, plan: Plan) -> Delivery:
+def deliver(session: Workplace, *, settings: LoaderSettings, plan: Plan) -> Delivery:
     """Measure the workload's loader while nothing is trained.
 
     Raises:
@@ -105,7 +102,7 @@ def _samples_in(batch: Batch, workload: Workload, settings: LoaderSettings) -> i
 
 @contextmanager
 def _batches_of(
-    session: Session, settings: LoaderSettings
+    session: Workplace, settings: LoaderSettings
 ) -> Iterator[tuple[Iterable[Batch], Iterator[Batch]]]:
     """Yield a loader and its batches; its processes have ended and its generators are put back."""
     loader = session.builder.fresh_workload().loader

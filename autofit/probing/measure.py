@@ -25,7 +25,7 @@ from autofit.measurement import IN_EVALUATION, NEVER_UPDATED, Measurement, Outco
 from autofit.plan import Plan
 from autofit.probing.compiler_cache import CacheUse
 from autofit.probing.faults import has_moved, spilled
-from autofit.probing.messages import ProbeRequest
+from autofit.probing.requests import ProbeRequest
 from autofit.training.batch import Batch, map_tensors
 from autofit.training.evaluation import evaluate, unchanged
 from autofit.training.training import Training, TrainingBuilder

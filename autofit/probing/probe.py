@@ -9,8 +9,8 @@ from typing import Any
 from autofit.errors import InvalidArgument
 from autofit.measurement import Trial, TrialKind
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Target, open_prober
+from autofit.probing.requests import ProbeRequest
 from autofit.probing.survey import Survey
 from autofit.probing.torchrun import owned_by_rank_0, ranks_meant
 from autofit.registry import load_strategies, resolve

@@ -29,8 +29,8 @@ from autofit.errors import (
 )
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import ResolvedPlan, Scalar
-from autofit.probing.forked_process import start_server
-from autofit.probing.messages import (
+from autofit.probing.fork_server import start_server
+from autofit.probing.requests import (
     STILL_RUNNING,
     Call,
     Channel,
@@ -41,6 +41,7 @@ from autofit.probing.messages import (
     OnStage,
     ProbeRequest,
     ProbeResult,
+    Workplace,
     ignore_stage,
 )
 from autofit.probing.survey import (
@@ -62,7 +63,6 @@ from autofit.units import format_seconds
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from autofit.probing.session import Session
 
 # Times that a contended probe is run again; one whose size may not be to blame, once.
 MOST_REPEATS = 2
@@ -337,7 +337,7 @@ class Prober(AbstractContextManager["Prober"]):
 
     def run(
         self,
-        function: Callable[[Session], _Result],
+        function: Callable[[Any], _Result],
         vram_budget_bytes: int | None = None,
         expected_seconds: float | None = None,
     ) -> _Result:
@@ -527,6 +527,6 @@ def open_prober(
 
 
 def _compare(
-    session: Session, first: ResolvedPlan, second: ResolvedPlan, samples: int
+    session: Workplace, first: ResolvedPlan, second: ResolvedPlan, samples: int
 ) -> Comparison:
     return compare_plans(session.builder, first, second, samples)

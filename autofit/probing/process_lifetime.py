@@ -1,10 +1,4 @@
-"""The end of a worker: with its parent, and with every process that it started.
-
-And whether a process still runs that was noted (`this_process`).
-
-On Linux a fork server kills the worker when the process that asked for it has ended, and the kernel
-does when the server has (`prctl`). Elsewhere the end of a pipe that the parent holds open ends it.
-"""
+"""The end of a process with its parent; and whether a process still runs that was noted."""
 
 from __future__ import annotations
 
@@ -12,88 +6,32 @@ import ctypes
 import os
 import signal
 import socket
-import sys
-import threading
-import time
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def die_with_parent(parent_pid: int, lifeline_fd: int) -> None:
-    """End this process as soon as the parent has ended, however that happens."""
-    die_with_thread(parent_pid)
-    threading.Thread(target=_exit_at_end_of, args=(lifeline_fd,), daemon=True).start()
-    with suppress(OSError):  # so that the kernel kills the worker first when host memory runs out
-        Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def die_with_thread(parent_pid: int) -> None:
-    """End this process with the thread that started it, if the system is Linux."""
-    _set_death_signal(signal.SIGKILL)
+def die_with_parent(parent_pid: int) -> None:
+    """End this process with the thread that started it, however that ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the kernel was asked
         os._exit(1)
 
 
-def outlive_thread() -> None:
-    """Undo `die_with_thread`."""
-    _set_death_signal(0)
+def outlive_parent() -> None:
+    """Undo `die_with_parent`."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
 
 
-def _set_death_signal(number: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+def adopt_orphans() -> None:
+    """Become the parent of every process whose line of parents up to this one is interrupted."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _exit_at_end_of(lifeline_fd: int) -> None:
-    os.read(lifeline_fd, 1)
-    os._exit(1)
-
-
-# Processes that a worker started in sessions of their own, which signals to its group do not reach.
-#
-# They inherit a mark in the worker's environment, by which they are found on Linux; a process that
-# was started with another environment is not.
-
-MARK = "AUTOFIT_WORKER"
-NO_MARK = "0" * 32  # of a process that is to become a worker, in whose place its mark is put
-_MOST_ROUNDS = 20  # a process that is being killed may just have started another
-_PAUSE_S = 0.005  # a process that just starts another program shows no environment meanwhile
-
-
-def new_mark() -> dict[str, str]:
-    """Return an environment variable that no other worker has."""
-    return {MARK: uuid.uuid4().hex}
-
-
-def kill_marked(mark: dict[str, str]) -> None:
-    """End every process that has the mark in its environment."""
-    entry = "=".join(*mark.items()).encode()
-    empty_rounds = 0
-    for _ in range(_MOST_ROUNDS):
-        found = sum(_killed(pid, entry) for pid in _processes())
-        empty_rounds = 0 if found else empty_rounds + 1
-        if empty_rounds == 2:
-            return
-        time.sleep(_PAUSE_S)
-
-
-def _processes() -> Iterator[int]:
-    with suppress(OSError):
-        yield from (int(name) for name in os.listdir("/proc") if name.isdecimal())
-
-
-def _killed(pid: int, entry: bytes) -> bool:
-    """Kill a process that has the mark; return whether it had. The handle guards against reuse."""
-    with suppress(OSError), os.fdopen(os.pidfd_open(pid), "rb", 0) as handle:
-        if entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            signal.pidfd_send_signal(handle.fileno(), signal.SIGKILL)
-            return True
-    return False
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value)
 
 
 # Which process this is, and whether one that was noted so still runs.

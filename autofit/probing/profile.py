@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -25,12 +25,10 @@ from autofit.measurement import BOUNDS
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.flops import ModelFlops
 from autofit.probing.measure import WARM_UP_STEPS, micro_batches_to_run, staged
+from autofit.probing.requests import Workplace
 from autofit.training.batch import Batch
 from autofit.training.training import Training
 from autofit.training.workload import Workload, compiled_part
-
-if TYPE_CHECKING:
-    from autofit.probing.session import Session
 
 ARITHMETIC, TRAFFIC, LAUNCHES, OPTIMIZER = BOUNDS
 _STEP, _UPDATE = "autofit: step", "autofit: update"
@@ -72,7 +70,7 @@ class StepProfile:
 
 
 def look_at_step(
-    session: Session,
+    session: Workplace,
     *,
     plan: ResolvedPlan,
     trace: str | None = None,
@@ -100,7 +98,7 @@ def look_at_step(
 
 
 def _profiled(
-    session: Session, resolved: ResolvedPlan, trace: str | None, *, counts_flops: bool
+    session: Workplace, resolved: ResolvedPlan, trace: str | None, *, counts_flops: bool
 ) -> tuple[StepProfile | None, float | None]:
     with _running(session, resolved) as (training, workload, sizes):
         device = session.builder.device
@@ -122,7 +120,7 @@ def _profiled(
 
 @contextmanager
 def _running(
-    session: Session, resolved: ResolvedPlan
+    session: Workplace, resolved: ResolvedPlan
 ) -> Iterator[tuple[Training, Workload, list[int]]]:
     """Yield a training of a plan, its workload, and the sizes of the micro-batches to run."""
     builder, plan = session.builder, resolved.plan

@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from autofit.errors import DeviceUnavailable, InvalidArgument, SearchTimedOut, WorkerFailed
 from autofit.probing.agreement import Answer, agree, is_fault
-from autofit.probing.messages import (
+from autofit.probing.requests import (
     Call,
     Deadline,
     DeviceFacts,
@@ -34,6 +34,7 @@ from autofit.probing.messages import (
     ProbeRequest,
     Reply,
     Request,
+    Workplace,
     ignore_stage,
 )
 from autofit.probing.worker_channel import START_TIMEOUT_S, WorkerChannel
@@ -41,9 +42,6 @@ from autofit.strategy import Strategy, World
 from autofit.training.ranks import join
 from autofit.training.workload import Workload
 from autofit.units import counted
-
-if TYPE_CHECKING:
-    from autofit.probing.session import Session
 
 # After the first fault, the time in which the other ranks may still answer by themselves.
 GRACE_S = 0.5
@@ -61,7 +59,7 @@ _Result = TypeVar("_Result")
 
 
 class RankChannel:
-    """A channel to a worker for each rank; implements `autofit.probing.messages.Channel`.
+    """A channel to a worker for each rank; implements `autofit.probing.requests.Channel`.
 
     Args:
         size: how many ranks.
@@ -274,7 +272,7 @@ def _check_host() -> None:
         ) from error
 
 
-def _join(session: Session, host: str, port: int, name: str) -> None:
+def _join(session: Workplace, host: str, port: int, name: str) -> None:
     """Join the process group of this generation of workers."""
     join(session.builder.world, session.builder.device.torch_device, host, port, name)
 

@@ -32,7 +32,7 @@ from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 
 from autofit.errors import InvalidArgument, WorkerFailed, chain_of, mark_users
-from autofit.probing.forked_process import beyond_standard
+from autofit.probing.fork_server import beyond_standard_streams
 from autofit.snapshot import process
 from autofit.snapshot.snapshot import attributes_of
 from autofit.strategy import Strategy
@@ -267,8 +267,8 @@ def nameless_file() -> IO[bytes]:
         WorkerFailed: there is no folder for temporary files.
     """
     try:
-        with tempfile.TemporaryFile(prefix="autofit-") as file:
-            return os.fdopen(beyond_standard(os.dup(file.fileno())), "w+b")
+        with beyond_standard_streams():
+            return tempfile.TemporaryFile(prefix="autofit-")
     except OSError as error:
         raise _no_room("a temporary folder", error) from error
 

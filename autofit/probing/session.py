@@ -23,7 +23,7 @@ from autofit.probing.faults import (
     only_libraries_went_over,
 )
 from autofit.probing.measure import measure
-from autofit.probing.messages import Call, OnStage, ProbeRequest, Reply, ignore_stage
+from autofit.probing.requests import Call, OnStage, ProbeRequest, Reply, ignore_stage
 from autofit.strategy import ALONE, Strategy, World
 from autofit.training.training import TrainingBuilder
 from autofit.training.workload import Workload

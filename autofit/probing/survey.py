@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from autofit.equivalence.steps import StrategyContext
 from autofit.errors import InvalidArgument, release_exception, with_type
 from autofit.measurement import ACT, NOT_TRIED
 from autofit.plan import Dimension, NoFeasiblePlan, Plan, Scalar, settings_of
+from autofit.probing.requests import Workplace
 from autofit.registry import collect_dimensions, names_of_ranks
 from autofit.snapshot import process
 from autofit.snapshot.snapshot import Snapshot, live_objects
@@ -47,9 +48,6 @@ from autofit.training.workload import (
     first_size,
 )
 from autofit.units import format_bytes
-
-if TYPE_CHECKING:
-    from autofit.probing.session import Session
 
 _IN_EVAL_MODE = (
     f"{ACT}The model was in eval mode, which changes dropout and BatchNorm: call model.train() and "
@@ -271,7 +269,7 @@ class StrategyLost(Exception):
 
 
 def take_survey(
-    session: Session,
+    session: Workplace,
     vram_budget_bytes: int,
     left_out: Mapping[str, str] = MappingProxyType({}),
     raised: Mapping[tuple[str, Scalar], str | None] = MappingProxyType({}),
@@ -403,7 +401,7 @@ class _FirstLook:
     compiled: str | None
 
     @classmethod
-    def of(cls, session: Session) -> _FirstLook:
+    def of(cls, session: Workplace) -> _FirstLook:
         """Look at a session's model and its first samples."""
         busy, given = session.builder.device.busy(), session.builder
         one = _OneModel(given)
@@ -423,7 +421,7 @@ class _Looks:
         end_at: when no further one begins, by `time.monotonic`.
     """
 
-    def __init__(self, session: Session, left_out: Mapping[str, str], end_at: float) -> None:
+    def __init__(self, session: Workplace, left_out: Mapping[str, str], end_at: float) -> None:
         self._session, self._left_out, self._end_at = session, dict(left_out), end_at
 
     def leave_out(self, why: Mapping[str, str]) -> None:
@@ -456,7 +454,7 @@ class _Looks:
 
 
 def _that_ranks_share(
-    session: Session,
+    session: Workplace,
     model: torch.nn.Module,
     dimensions: dict[str, Dimension],
     notes: list[str],
@@ -522,7 +520,7 @@ def check_shared(
     raise InvalidArgument(f"{alone}: {why or f'{names[0]} offers no setting for this model'}")
 
 
-def _notes_of(session: Session, model: _ModelFacts, compiled: str | None) -> list[str]:
+def _notes_of(session: Workplace, model: _ModelFacts, compiled: str | None) -> list[str]:
     notes = [f"{ACT}{note}" for note in session.notes]
     if model.is_evaluating:
         notes.append(_IN_EVAL_MODE)
@@ -620,7 +618,7 @@ def _model_facts(builder: TrainingBuilder, model: torch.nn.Module) -> _ModelFact
     )
 
 
-def _loss_source(session: Session, builder: TrainingBuilder) -> str | None:
+def _loss_source(session: Workplace, builder: TrainingBuilder) -> str | None:
     if builder.fresh_workload().training_step is not None:
         return LossSource.TRAINING_STEP
     session.on_stage(FIRST_SAMPLES)
@@ -642,7 +640,7 @@ def _source_of_loss(training: Training, batch: Batch) -> LossSource | None:
 
 
 def _dimensions(
-    session: Session,
+    session: Workplace,
     builder: TrainingBuilder,
     looks: _Looks,
 ) -> tuple[dict[str, Dimension], list[str]]:
@@ -664,7 +662,7 @@ def _dimensions(
 
 
 def _look(
-    session: Session, builder: TrainingBuilder, strategy: Strategy, context: StrategyContext
+    session: Workplace, builder: TrainingBuilder, strategy: Strategy, context: StrategyContext
 ) -> dict[str, Dimension] | str:
     """Return a strategy's dimensions, or in words what it raised instead."""
     try:

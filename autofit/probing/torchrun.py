@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from autofit.errors import InvalidArgument, WorkerFailed
 from autofit.interrupts import interruptible, interrupts_deferred
 from autofit.plan import check_count
-from autofit.probing.messages import Reply, message_of_reply, reply_of
 from autofit.probing.process_lifetime import runs_here, this_process
+from autofit.probing.requests import Reply
+from autofit.probing.wire import message_of_reply, reply_of
 from autofit.strategy import World
 from autofit.world import check_ranks, world_of_environment
 
@@ -150,10 +151,10 @@ def _store(
 def _publish(store: Store, reply: Reply) -> None:
     """Say how the call ended: with an error, or with plain data."""
     with interrupts_deferred(), suppress(RuntimeError):  # who waits sees that the store is gone
-        store.set("ended", json.dumps(message_of_reply(reply)))
+        store.set("ended", message_of_reply(reply))  # type: ignore[arg-type]  # bytes, too
 
 
-def _awaited(store: Store) -> dict[str, Any]:
+def _awaited(store: Store) -> bytes:
     """Wait for rank 0's process, and return the message of how its call ended.
 
     Raises:
@@ -174,7 +175,7 @@ def _awaited(store: Store) -> dict[str, Any]:
             if owner is not None and runs_here(owner) is False and not store.check(["ended"]):
                 raise WorkerFailed("the process of rank 0 has ended, and its workers with it")
             time.sleep(_POLL_S)
-        ended: dict[str, Any] = json.loads(store.get("ended"))
+        ended: bytes = store.get("ended")
         return ended
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import queue
-import secrets
+import pickle
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from autofit.errors import InvalidArgument, SearchTimedOut, WorkerFailed, mark_users
 from autofit.interrupts import interrupts_deferred
 from autofit.measurement import Outcome
 from autofit.probing.faults import fault_of
-from autofit.probing.forked_process import ForkedProcess, ServerDied, pipe, run_forked
-from autofit.probing.messages import (
+from autofit.probing.fork_server import (
+    ForkServer,
+    beyond_standard_streams,
+    closed_in_forks,
+    run_forked,
+)
+from autofit.probing.requests import (
     QUIET_S,
     STACK_SIGNAL,
     STILL_RUNNING,
@@ -31,15 +38,13 @@ from autofit.probing.messages import (
     DeviceFull,
     NoReply,
     OnStage,
+    Opening,
     Reply,
     Request,
     ignore_stage,
-    message_of_request,
-    reply_of,
-    reply_to,
 )
-from autofit.probing.process_lifetime import kill_marked, new_mark
 from autofit.probing.serialization import Payload, nameless_file, write_payload
+from autofit.probing.wire import message_of_request, reply_of
 from autofit.strategy import ALONE, Strategy, World
 from autofit.training.workload import Workload
 from autofit.units import format_seconds
@@ -49,7 +54,7 @@ START_TIMEOUT_S = 120.0
 
 
 class WorkerChannel:
-    """A channel to a worker process; implements `autofit.probing.messages.Channel`.
+    """A channel to a worker process; implements `autofit.probing.requests.Channel`.
 
     Args:
         workload: what is trained; this process only writes it to a file.
@@ -83,13 +88,8 @@ class WorkerChannel:
         self._strategies = strategies
         self._files = [nameless_file()]
         self.payload, loader = path_of(self._files[0]), None
-        self._opening: dict[str, Any] = {
-            "payload": str(self.payload),
-            "device": str(device) if device else None,  # a torch.device cannot be sent as JSON
-            "seed": seed,
-            "world": asdict(world),
-            "threads": threads,
-        }
+        name = str(device) if device else None  # a torch.device takes torch to be read
+        self._opening = partial(Opening, self.payload, name, seed, world, threads)
         try:
             if workload.loader is not None:
                 self._files.append(nameless_file())
@@ -155,55 +155,34 @@ class WorkerChannel:
 
     def _opened(self, ends_at: float) -> Reply:
         """Start a worker and return what it says of the device; a death raises NoReply."""
-        files = [file.fileno() for file in self._files]
         deadline = Deadline.after(START_TIMEOUT_S, ends_at)
-        is_rank = self._opening["world"]["size"] > 1
-        self.process = WorkerProcess(files, is_rank=is_rank, deadline=deadline)
-        return reply_of(self.process.ask({"open": self._opening}, deadline))
+        self.process = WorkerProcess(deadline)
+        return reply_of(self.process.ask(pickle.dumps(self._opening()), deadline))
 
 
 def path_of(file: IO[bytes]) -> Path:
-    """Return the path by which a worker opens a file that it inherits."""
-    return Path(f"/dev/fd/{file.fileno()}")
+    """Return the path by which any process here opens a file that this one holds open."""
+    return Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
 
 
-def start_worker(
-    given: Mapping[str, Any],
-    inherited: Sequence[int],
-    environment: Mapping[str, str],
-    deadline: Deadline,
-) -> ForkedProcess:
-    """Start a worker; the one place where such a process is made.
-
-    Args:
-        given: to `autofit.probing.worker.main`.
-        inherited: descriptors that the worker keeps.
-        environment: of the worker.
-        deadline: until when it runs.
-    """
-    kills = oom_kills()
+def _server_asked(given: Sequence[Connection]) -> ForkServer:
+    """Have a server start a supervisor, and with it a worker."""
     try:
-        return run_forked(
-            "autofit.probing.worker:main",
-            given,
-            environment=environment,
-            inherited=inherited,
-            seconds=deadline.seconds_left,
-        )
-    except TimeoutError:
-        if deadline.ends_search:
-            raise SearchTimedOut("the time of the search is over") from None
-        words = f"torch was not imported within {format_seconds(deadline.seconds)}"
-        raise NoReply(Outcome.TIMEOUT, words) from None
+        return run_forked("autofit.probing.supervisor:supervise", given)
     except OSError as error:
         raise WorkerFailed(f"the worker process could not be started: {error}") from error
-    except ServerDied as died:
-        words = words_of_death(died.returncode, _last_words(died.printed))
-        raise NoReply(outcome_of_death(died.returncode, kills), words) from None
+
+
+class _Late(Exception):
+    """The deadline is over."""
 
 
 _TAIL_BYTES = 64 * 2**10
 _REAP_SECONDS = 10.0
+# To fork takes a server milliseconds. One that does not within these seconds, or this share of
+# those that are left, is replaced, and what replaces it has the rest to import torch in.
+_FORK_SECONDS, _SHARE_OF_FORK = 10.0, 0.25
+_LONGEST_SECONDS = 1e6  # that a socket's limit surely takes
 _STACK_SECONDS = 2.0
 _STACK_LINES = 12
 _STACK_MARK = b"(most recent call first):"
@@ -211,92 +190,82 @@ _THROWN = b"terminate called after throwing an instance of "  # in C++, and noth
 
 
 class WorkerProcess:
-    """A worker process with pipes for requests, replies and its life.
+    """A worker process, and the supervisor that ends it with all that it started.
 
     Args:
-        files: descriptors of files that the worker may open as `/dev/fd/N`.
-        is_rank: whether it will be one of several ranks.
-        deadline: until when it has to run; None: in `START_TIMEOUT_S`.
-
-    Attributes:
-        has_ended: whether it was ended.
+        deadline: for a server to import torch and start it; None: in as long as that may take.
 
     Raises:
-        WorkerFailed: it could not be started.
-        NoReply: a process that imports torch for it ended, or took too long.
-        SearchTimedOut: it took longer than the search may.
+        WorkerFailed: no process could be started.
+        NoReply: the server that imports torch ended, or did not come so far in time.
+        SearchTimedOut: it did not before the search ended.
+
+    Attributes:
+        pid: its process id.
+        has_ended: whether it was ended.
     """
 
-    def __init__(
-        self,
-        files: Sequence[int] = (),
-        *,
-        is_rank: bool = False,
-        deadline: Deadline | None = None,
-    ) -> None:
+    def __init__(self, deadline: Deadline | None = None) -> None:
         if not sys.executable:
             raise WorkerFailed(
                 "sys.executable is empty, as in a program that embeds Python: set it to the Python "
                 "that workers start with"
             )
-        self.has_ended = False
-        requests_read, requests_write = pipe()
-        replies_read, replies_write = pipe()
-        lifeline_read, self._lifeline = pipe()
-        inherited = (requests_read, replies_write, lifeline_read)
-        given = {
-            "lifeline_fd": lifeline_read,
-            "requests_fd": requests_read,
-            "replies_fd": replies_write,
-            "is_rank": is_rank,
-        }
-        self._mark = new_mark()
+        self.has_ended, self._tail = False, b""
+        self._returncode: int | None = None
+        self._reaping = threading.RLock()
+        deadline = deadline or Deadline.after(START_TIMEOUT_S)
+        with beyond_standard_streams():
+            self._life, life = Pipe()
+            self._wire, wire = Pipe()
+            self._output, output = Pipe(duplex=False)
+        closed_in_forks(self._life, self._wire)
         try:
-            self._process = start_worker(
-                given,
-                (*inherited, *files),
-                {**os.environ, **self._mark},
-                deadline or Deadline.after(START_TIMEOUT_S),
-            )
+            with life, wire, output:
+                server = _server_asked((life, wire, output))
+            self.pid = self._told_pid(server, deadline)
         except BaseException:
-            for descriptor in (requests_write, replies_read, self._lifeline):
-                os.close(descriptor)
+            for each in (self._life, self._wire, self._output):
+                each.close()
             raise
-        finally:
-            for descriptor in inherited:
-                os.close(descriptor)
-        self._requests = os.fdopen(requests_write, "w")
-        self._answers = os.fdopen(replies_read, errors="replace")
-        self._asked = ""
-        self._ending = threading.Lock()
-        self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._tail = b""
-        self._listener = _thread(self._listen)
-        self._outbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threads = (self._drain, self._watch, self._write)
-        self._threads = [self._listener, *map(_thread, threads)]
+        self._threads = [threading.Thread(target=self._drain, daemon=True)]
+        self._threads[0].start()
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
+    def _told_pid(self, server: ForkServer, deadline: Deadline) -> int:
+        """Return its process id once it is started."""
+        kills, seconds = oom_kills(), deadline.seconds_left
+        if server.has_forked:
+            seconds = min(_FORK_SECONDS, seconds * _SHARE_OF_FORK)
+        if not self._life.poll(seconds):
+            server.end()
+            if server.has_forked:
+                raise NoReply(Outcome.CRASHED, "the process that forks workers hung")
+            if deadline.ends_search:
+                raise SearchTimedOut("the time of the search is over")
+            words = f"torch was not imported within {format_seconds(deadline.seconds)}"
+            raise NoReply(Outcome.TIMEOUT, words)
+        try:
+            pid: int = self._life.recv()
+            server.has_forked = True
+            return pid
+        except (EOFError, OSError):
+            returncode, printed = server.death()
+            words = words_of_death(returncode, _last_words(printed))
+            raise NoReply(outcome_of_death(returncode, kills), words) from None
 
-    def ask(
-        self, message: Mapping[str, Any], deadline: Deadline, on_stage: OnStage = ignore_stage
-    ) -> dict[str, Any]:
-        """Send a request and wait for the reply; `on_stage` gets the stages that it names.
+    def ask(self, message: bytes, deadline: Deadline, on_stage: OnStage = ignore_stage) -> bytes:
+        """Send a request and wait for the reply; `on_stage` gets the stages that begin meanwhile.
 
         Raises:
             NoReply: it ended instead, or did not answer in time; it has been killed.
             SearchTimedOut: it did not answer before the search ended; it has been killed.
         """
         kills = oom_kills()
-        self._asked = secrets.token_hex(8)  # which nothing that writes to every pipe can guess
-        self._outbox.put(json.dumps({**message, "number": self._asked}))
         try:
-            while (reply := self._reply(deadline, on_stage)) is not None and "stage" in reply:
-                on_stage(reply["stage"])
-        except queue.Empty:
+            self._send(message, deadline)
+            while isinstance(reply := self._received(deadline, on_stage), str):
+                on_stage(reply)
+        except _Late:
             if deadline.ends_search:  # there is no time to ask where it is
                 self.kill()
                 raise SearchTimedOut("the time of the search is over") from None
@@ -314,47 +283,57 @@ class WorkerProcess:
             raise NoReply(outcome_of_death(returncode, kills), words)
         return reply
 
-    def _reply(self, deadline: Deadline, on_stage: OnStage) -> dict[str, Any] | None:
-        """Return the reply to the last request, past anything else on the pipe; None: it ended."""
-        while (line := self._line(deadline, on_stage)) is not None:
-            if (reply := reply_to(self._asked, line)) is not None:
-                return reply
-        return None
+    def _send(self, message: bytes, deadline: Deadline) -> None:
+        """Send a message; `_Late`: it is not read in time. One that has ended need not read it."""
+        seconds = min(max(deadline.seconds_left, 1e-3), _LONGEST_SECONDS)
+        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        with socket.socket(fileno=os.dup(self._wire.fileno())) as wire:
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        try:
+            self._wire.send_bytes(message)
+        except BlockingIOError:
+            raise _Late from None
+        except ConnectionError:
+            pass  # what ended it shows when the reply is awaited
 
-    def _line(self, deadline: Deadline, on_stage: OnStage) -> str | None:
-        """Return the next line on the pipe, however long that takes; queue.Empty: too long."""
-        while True:
-            seconds = min(QUIET_S, deadline.seconds_left)
-            try:
-                return self._replies.get(timeout=seconds)
-            except queue.Empty:
-                if not deadline.seconds_left:
-                    raise
-                on_stage(STILL_RUNNING)
+    def _received(self, deadline: Deadline, on_stage: OnStage) -> bytes | str | None:
+        """Return a reply or a stage; None: it has ended. `_Late`: neither came in time."""
+        while not wait([self._wire, self._life], min(QUIET_S, deadline.seconds_left)):
+            if not deadline.seconds_left:
+                raise _Late
+            on_stage(STILL_RUNNING)
+        if self._wire.poll():
+            with contextlib.suppress(EOFError, OSError):
+                received: bytes | str = self._wire.recv()
+                return received
+        return None
 
     def kill(self) -> None:
         """End it and all that it started at once, and wait for it (within bounds)."""
         self.has_ended = True
-        with interrupts_deferred(), self._ending:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            kill_marked(self._mark)
+        with interrupts_deferred():
+            with contextlib.suppress(OSError):
+                self._life.send(None)
             self._reap()
-            self._outbox.put(None)
-            if self._lifeline >= 0:
-                os.close(self._lifeline)
-                self._lifeline = -1
             for thread in self._threads:
                 thread.join(1.0)
 
     def _reap(self) -> int | None:
-        return self._process.wait(_REAP_SECONDS)  # None: leave it in a call of the driver
+        """Return its exit status; None: it is left in a call of the driver."""
+        with self._reaping:
+            if self._returncode is None:
+                try:
+                    if self._life.poll(_REAP_SECONDS):
+                        self._returncode = self._life.recv()
+                except (EOFError, OSError):  # with the supervisor, which somebody killed
+                    self._returncode = -signal.SIGKILL
+            return self._returncode
 
     def _stack(self) -> str:
         """Return where it hangs: it prints its stack at a signal, even when Python is stuck."""
         before = self._tail
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, STACK_SIGNAL)
+            os.kill(self.pid, STACK_SIGNAL)
         end = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < end:
             time.sleep(0.1)
@@ -363,30 +342,10 @@ class WorkerProcess:
                 return _first_lines(stack)
         return "unknown: the process is stopped, or inside a driver call"
 
-    def _listen(self) -> None:
-        with self._answers:
-            for line in self._answers:
-                self._replies.put(line)
-        self._replies.put(None)
-
-    def _write(self) -> None:
-        """Send what is to be sent; a worker that does not read lets nobody else wait."""
-        with contextlib.suppress(OSError), self._requests:  # its end shows to who waits for it
-            while (line := self._outbox.get()) is not None:
-                self._requests.write(line + "\n")
-                self._requests.flush()
-
     def _drain(self) -> None:
         """Keep the end of what it prints, however much that is and however long its lines."""
-        with self._process.stdout as output:
-            while chunk := os.read(output.fileno(), _TAIL_BYTES):
-                self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
-
-    def _watch(self) -> None:
-        """Its end is known even where a child of its own still holds the pipes open."""
-        self._process.wait()
-        self._listener.join(1.0)
-        self._replies.put(None)
+        while chunk := os.read(self._output.fileno(), _TAIL_BYTES):
+            self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
 
 
 def _last_words(printed: bytes) -> str:
@@ -435,12 +394,6 @@ def oom_kills() -> int | None:
         return None
     counts = [int(line.split()[1]) for line in counters if line.startswith("oom_kill ")]
     return counts[0] if counts else None
-
-
-def _thread(run: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
 
 
 def _first_lines(output: bytes, lines: int = _STACK_LINES) -> str:

@@ -44,8 +44,8 @@ from autofit.planning.beliefs import Beliefs
 from autofit.planning.constants import COMPARED_LONGER, MOST_ACCIDENTS
 from autofit.planning.planner import Forecast, Proposal, believing
 from autofit.planning.search_spec import SearchSpec
-from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.probing.prober import SupportsProbing
+from autofit.probing.requests import ProbeRequest, ProbeResult
 from autofit.registry import resolve
 from autofit.report.record import Skipped, Undecided
 from autofit.searching import events, trial_codec

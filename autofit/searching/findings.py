@@ -18,8 +18,8 @@ from autofit.errors import InvalidArgument, SearchTimedOut, release_exception
 from autofit.measurement import Trial
 from autofit.plan import Plan
 from autofit.planning.search_spec import SearchSpec
-from autofit.probing.messages import OnStage
 from autofit.probing.prober import Prober
+from autofit.probing.requests import OnStage
 from autofit.registry import resolve
 from autofit.report.record import Record
 from autofit.training.loader import Loader, own_settings

@@ -9,8 +9,8 @@ from autofit.measurement import Outcome, Trial, TrialKind, probes_of
 from autofit.plan import NoFeasiblePlan, Plan
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.search_spec import SearchSpec
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober
+from autofit.probing.requests import ProbeRequest
 from autofit.registry import resolve
 from autofit.units import format_bytes, round_up_shown
 

@@ -26,14 +26,14 @@ from autofit.errors import InvalidArgument
 from autofit.measurement import TrialKind
 from autofit.plan import Plan
 from autofit.planning.planner import Proposal
-from autofit.probing.messages import (
+from autofit.probing.prober import Prober, SupportsProbing
+from autofit.probing.requests import (
     QUIET_S,
     STILL_RUNNING,
     OnStage,
     ProbeRequest,
     ProbeResult,
 )
-from autofit.probing.prober import Prober, SupportsProbing
 from autofit.searching.options import SearchOptions
 from autofit.strategy import Strategy
 

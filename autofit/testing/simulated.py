@@ -18,7 +18,7 @@ from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.probing.measure import enough_steps
-from autofit.probing.messages import ProbeRequest, ProbeResult
+from autofit.probing.requests import ProbeRequest, ProbeResult
 from autofit.strategy import Strategy
 
 PlanFunction: TypeAlias = Callable[[Plan], float]

@@ -22,8 +22,8 @@ from autofit.devices.gpu_catalogue import Gpu
 from autofit.errors import PredictionUnavailable
 from autofit.memory.blocks import OWN_SEGMENT_ROUNDING_BYTES as PAGE_BYTES, round_up
 from autofit.plan import ResolvedPlan
-from autofit.probing.messages import DeviceFacts
 from autofit.probing.prober import Prober
+from autofit.probing.requests import DeviceFacts
 from autofit.probing.worker_channel import WorkerChannel
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload

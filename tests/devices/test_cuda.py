@@ -22,8 +22,8 @@ from autofit.devices.nvml import (
 )
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Target, open_prober
+from autofit.probing.requests import ProbeRequest
 from autofit.training.workload import Workload
 from autofit.units import GIB, MIB
 
@@ -171,7 +171,7 @@ from autofit.devices.cuda import CudaDevice
 from autofit.errors import DeviceUnavailable
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.messages import ProbeRequest
+from autofit.probing.requests import ProbeRequest
 from autofit.probing.prober import Target, open_prober
 from autofit.training.workload import Workload
 try:

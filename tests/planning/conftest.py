@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import pytest
 
-from autofit.probing.messages import ProbeRequest
+from autofit.probing.requests import ProbeRequest
 from autofit.searching.engine import run_search
 from autofit.searching.result import SearchResult
 from autofit.space import Space

@@ -16,7 +16,7 @@ from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.memory_use import MOMENTS, MOST_PARTS, divided, memory_uses
 from autofit.prediction.predict import predict
-from autofit.probing.messages import ProbeRequest
+from autofit.probing.requests import ProbeRequest
 from autofit.probing.session import Session
 from benchmarks.workloads import tiny_gpt, tiny_resnet
 

@@ -14,8 +14,8 @@ import torch
 from autofit.devices.cuda import open_device
 from autofit.measurement import Measurement
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Deadlines, Prober, Target, open_prober
+from autofit.probing.requests import ProbeRequest
 from autofit.training.workload import Workload
 from tests.faulty_model import NO_FAULT
 

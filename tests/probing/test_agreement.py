@@ -14,9 +14,9 @@ from autofit.measurement import Measurement, Outcome, RankUse
 from autofit.plan import Dimension, Plan
 from autofit.probing.agreement import Answer, agree
 from autofit.probing.fault_table import OTHER_COUNT
-from autofit.probing.messages import NoReply, Reply
 from autofit.probing.probe import probe_if
 from autofit.probing.rank_channel import device_of_rank
+from autofit.probing.requests import NoReply, Reply
 from autofit.probing.survey import check_alike, check_shared
 from autofit.registry import load_strategies
 from autofit.strategy import World

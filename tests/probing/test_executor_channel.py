@@ -14,14 +14,8 @@ import torch
 from autofit.errors import WorkerFailed
 from autofit.probing import executor_channel
 from autofit.probing.executor_channel import MOST_COPIES, ExecutorChannel
-from autofit.probing.messages import (
-    Call,
-    Deadline,
-    NoReply,
-    Reply,
-    ignore_stage,
-    message_of_reply,
-)
+from autofit.probing.requests import Call, Deadline, NoReply, Reply, ignore_stage
+from autofit.probing.wire import message_of_reply
 from autofit.training.workload import Workload
 
 

@@ -272,7 +272,7 @@ def test_other_processes_on_the_device(
 
 
 def exclusive(device: Any) -> Device:
-    device.exclusive_key = f"test-{os.getppid()}"
+    device.exclusive_key = f"test-{os.getsid(os.getppid())}"  # the same in all workers
     return device
 
 

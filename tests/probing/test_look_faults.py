@@ -20,8 +20,8 @@ from autofit.devices.cpu import CpuDevice
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.planning.search_spec import SearchSpec
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Deadlines, Prober, Target, open_prober
+from autofit.probing.requests import ProbeRequest
 from autofit.registry import load_strategies
 from autofit.searching.engine import run_search
 from autofit.training.workload import Workload

@@ -26,7 +26,7 @@ from autofit.probing.measure import (
     measure,
     start_up_s,
 )
-from autofit.probing.messages import ProbeRequest
+from autofit.probing.requests import ProbeRequest
 from autofit.registry import load_strategies
 from autofit.training.training import TrainingBuilder
 from autofit.training.workload import Workload

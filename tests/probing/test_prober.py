@@ -14,8 +14,8 @@ from torch import nn
 from autofit.errors import InvalidArgument
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Target, open_prober
+from autofit.probing.requests import ProbeRequest
 from autofit.probing.session import Session
 from autofit.probing.worker_channel import WorkerChannel
 from autofit.searching.predicted_lines import predicted_lines

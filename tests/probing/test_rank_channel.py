@@ -21,8 +21,8 @@ from autofit.equivalence.ranks import compare_ranks
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan, Scalar
 from autofit.probing.fault_table import OTHER_COUNT
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Deadlines, Prober, Target, open_prober
+from autofit.probing.requests import ProbeRequest
 from autofit.probing.session import Session
 from autofit.registry import load_strategies
 from autofit.strategy import Comparison

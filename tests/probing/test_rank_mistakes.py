@@ -12,8 +12,8 @@ from torch import nn
 from autofit.errors import InvalidArgument
 from autofit.measurement import Outcome
 from autofit.plan import Plan
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober, Target, open_prober
+from autofit.probing.requests import ProbeRequest
 from autofit.registry import load_strategies, resolve
 from autofit.strategy import Numerics
 from autofit.training.workload import Workload

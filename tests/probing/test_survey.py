@@ -17,7 +17,7 @@ from torch import nn
 from autofit.equivalence.comparison import compare_plans
 from autofit.errors import InvalidArgument
 from autofit.plan import Dimension, NoFeasiblePlan, Plan, ResolvedPlan
-from autofit.probing.messages import Call, ProbeRequest
+from autofit.probing.requests import Call, ProbeRequest
 from autofit.probing.session import Session
 from autofit.probing.survey import check_weights_fit, take_survey
 from autofit.training.loss import LossSource

@@ -14,8 +14,8 @@ from torch import nn
 from autofit.errors import InvalidArgument
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Target, open_prober
+from autofit.probing.requests import ProbeRequest
 from autofit.registry import load_strategies
 from autofit.snapshot.snapshot import differences, digest
 from autofit.training.workload import Workload

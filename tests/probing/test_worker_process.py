@@ -1,4 +1,4 @@
-"""How a worker process starts, is asked and ends, with real processes that are no fork."""
+"""How a worker process starts, is asked and ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from autofit.errors import WorkerFailed
 from autofit.measurement import Outcome
 from autofit.probing import worker_channel
-from autofit.probing.messages import Deadline, NoReply
+from autofit.probing.requests import Deadline, NoReply
 from autofit.probing.worker_channel import WorkerChannel, WorkerProcess, words_of_death
 from autofit.training.workload import Workload
 
@@ -68,7 +67,7 @@ def test_a_request_to_a_worker_that_does_not_read_obeys_its_deadline() -> None:
     worker = WorkerProcess()
     os.kill(worker.pid, signal.SIGSTOP)
     with pytest.raises(NoReply) as lost:
-        worker.ask({"open": {"x": "y" * 300_000}}, Deadline.after(1.0))  # a pipe holds 64 KiB
+        worker.ask(b"x" * 2**20, Deadline.after(1.0))  # more than a socket holds
     assert lost.value.outcome is Outcome.TIMEOUT
 
 
@@ -94,16 +93,17 @@ def make_workload() -> Workload:
 def test_one_death_while_it_starts_is_an_accident(
     deaths: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a kernel short of memory kills a process: really killed, while torch is imported."""
-    start, started = worker_channel.start_worker, []
+    """As a kernel short of memory kills a process: really killed, before it has opened anything."""
+    started: list[int] = []
 
-    def start_and_kill(*arguments: Any) -> Any:
-        started.append(start(*arguments))
-        if len(started) <= deaths:
-            os.kill(started[-1].pid, signal.SIGKILL)
-        return started[-1]
+    class Killed(WorkerProcess):
+        def __init__(self, deadline: Deadline) -> None:
+            super().__init__(deadline)
+            started.append(self.pid)
+            if len(started) <= deaths:
+                os.kill(self.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(worker_channel, "start_worker", start_and_kill)
+    monkeypatch.setattr(worker_channel, "WorkerProcess", Killed)
     channel = WorkerChannel(make_workload(), device="cpu")
     try:
         if deaths == 1:

@@ -31,7 +31,7 @@ from autofit.planning.constants import (
     USUAL_PROBES_WITH_LINES,
 )
 from autofit.planning.search_spec import Effort, SearchSpec
-from autofit.probing.messages import NoReply, ProbeRequest, ProbeResult
+from autofit.probing.requests import NoReply, ProbeRequest, ProbeResult
 from autofit.report.record import Undecided
 from autofit.searching import events
 from autofit.searching.engine import MOST_VETOES, run_search

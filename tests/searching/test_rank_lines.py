@@ -14,8 +14,8 @@ from torch import nn
 from autofit.devices.gpu_catalogue import find_gpu
 from autofit.plan import Plan
 from autofit.prediction.predict import predict_resolved
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober, Target, open_prober
+from autofit.probing.requests import ProbeRequest
 from autofit.probing.survey import Survey
 from autofit.registry import load_strategies, resolve
 from autofit.searching.predicted_lines import Predicted, predicted_lines

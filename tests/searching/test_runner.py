@@ -14,7 +14,7 @@ from optuna.trial import TrialState
 from autofit.errors import WorkerFailed
 from autofit.measurement import Measurement, Outcome, TrialKind
 from autofit.plan import Plan
-from autofit.probing.messages import ignore_stage
+from autofit.probing.requests import ignore_stage
 from autofit.searching import events
 from autofit.searching.engine import run_search
 from autofit.searching.result import SearchResult

@@ -9,7 +9,7 @@ import pytest
 from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.messages import ProbeRequest
+from autofit.probing.requests import ProbeRequest
 from autofit.testing import SimulatedProber
 
 

@@ -15,7 +15,7 @@ from autofit.memory.replay import replay
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.dry_run import dry_run
 from autofit.probing.measure import measure
-from autofit.probing.messages import ProbeRequest
+from autofit.probing.requests import ProbeRequest
 from autofit.training.batch import describe
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.watch import BatchWatch

@@ -17,8 +17,8 @@ from torch import nn
 
 import autofit
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Target, open_prober
+from autofit.probing.requests import ProbeRequest
 from autofit.probing.worker_channel import WorkerProcess
 from autofit.snapshot.snapshot import differences, digest
 

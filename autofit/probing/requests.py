@@ -1,41 +1,61 @@
-"""Requests to a worker, which holds the workload and the device, and the replies.
-
-They travel as one JSON object a line, in which exceptions and results travel by value.
-"""
+"""Requests to whoever holds the workload and the device, the replies, and the way between them."""
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 import math
-import pickle
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import cloudpickle
-
-from autofit.errors import (
-    AutofitError,
-    DeviceUnavailable,
-    WorkerTraceback,
-    WorkloadFailed,
-    is_users,
-    mark_users,
-    traceback_text,
-)
+from autofit.errors import AutofitError, DeviceUnavailable, WorkerTraceback, WorkloadFailed
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.faults import text_of
-from autofit.probing.serialization import dumps, unreachable_by_value
-from autofit.strategy import Strategy
+from autofit.probing.fork_server import import_path
+from autofit.strategy import ALONE, Strategy, World
 
 if TYPE_CHECKING:
-    from autofit.probing.session import Session
+    from autofit.training.training import TrainingBuilder
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a worker opens, and where it is called from: the first request to it.
+
+    Attributes:
+        payload: path of the workload's file.
+        device: "cuda", "cuda:1", "cpu" or None: cuda where there is one.
+        seed: for everything random.
+        world: the ranks that train together, of which the worker is one.
+        threads: that torch computes with; None: as many as in the owner.
+        owner_pid: the owner's process id, by which its folder is found: it may have been removed.
+        environment: the owner's variables.
+        import_path: where modules are found.
+        program: the owner's `sys.argv`, without the arguments.
+    """
+
+    payload: Path
+    device: str | None = None
+    seed: int = 0
+    world: World = ALONE
+    threads: int | None = None
+    owner_pid: int = field(default_factory=os.getpid)
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    import_path: list[str] = field(default_factory=import_path)
+    program: list[str] = field(default_factory=lambda: sys.argv[:1])
+
+    def enter(self) -> None:
+        """Have this process see what the owner sees."""
+        with suppress(OSError):  # the owner may not enter its own folder
+            os.chdir(f"/proc/{self.owner_pid}/cwd")
+        os.environ.clear()
+        os.environ.update(self.environment)
+        sys.path[:], sys.argv[:] = self.import_path, self.program
 
 
 @dataclass(frozen=True)
@@ -73,18 +93,39 @@ class ProbeRequest:
         return self.resolved.plan
 
 
+class Workplace(Protocol):
+    """What a function may touch that is called where the workload and the device are.
+
+    Attributes:
+        builder: makes trainings of the workload on the device.
+        strategies: those that may have settings in a plan.
+        notes: what a reader of the report should know of the device.
+        on_stage: called with the name of each stage that begins.
+        looked_at: what a survey keeps for the next one.
+    """
+
+    builder: TrainingBuilder
+    strategies: Sequence[Strategy]
+    notes: Sequence[str]
+    on_stage: OnStage
+    looked_at: Any
+
+    def device_fault(self) -> str | None:
+        """Return how the device fails at a small computation now; None: it works, or is full."""
+
+
 @dataclass(frozen=True)
 class Call:
     """A request to call a function where the workload and the device are.
 
     Attributes:
-        function: called with the session. Sent to a worker by the name it is imported by, so a
+        function: called with the `Workplace`. Sent to a worker by the name it is imported by, so a
             function of a module (with `functools.partial` for its other arguments): this room
             need not import what it runs, and a worker imports that only when it is asked for it.
         vram_budget_bytes: the budget that the function runs within.
     """
 
-    function: Callable[[Session], Any]
+    function: Callable[[Workplace], Any]
     vram_budget_bytes: int
 
 
@@ -94,6 +135,8 @@ Request = ProbeRequest | Call
 OnStage: TypeAlias = Callable[[str], None]
 
 
+# At this signal a worker prints its main thread's stack.
+STACK_SIGNAL = signal.SIGUSR1
 # The stage that is told of where nothing else was for `QUIET_S`.
 STILL_RUNNING = "still running"
 # After so long without a word who waits is told that what runs still does.
@@ -265,163 +308,3 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Give everything back; the channel is not used after that."""
-
-
-# A message is one line of JSON: its number, and what it says, pickled.
-
-# At this signal the worker prints its main thread's stack.
-STACK_SIGNAL = signal.SIGUSR1
-_MOST_PICKLED_BYTES = 2**20
-
-
-def send(stream: IO[str], message: Mapping[str, Any]) -> None:
-    """Write one message."""
-    stream.write(json.dumps(message) + "\n")
-    stream.flush()
-
-
-def reply_to(number: str, line: str) -> dict[str, Any] | None:
-    """Return the message in a line if it answers that request, else None."""
-    try:
-        message = json.loads(line)
-    except ValueError:  # code that writes to every descriptor it finds
-        return None
-    is_it = isinstance(message, dict) and message.get("number") == number
-    return message if is_it else None
-
-
-def message_of_request(request: Request, strategies: Sequence[Strategy]) -> dict[str, Any]:
-    """Return the message of a request; these strategies are named in it, not contained."""
-    by_value = unreachable_by_value() if isinstance(request, Call) else nullcontext()
-    with by_value:
-        return {"request": _text(dumps(request, {id(each): each.name for each in strategies}))}
-
-
-def request_of(message: Mapping[str, Any], strategies: Sequence[Strategy]) -> Request:
-    """Return the request in a message, with those of the strategies here."""
-    written = io.BytesIO(base64.b64decode(message["request"]))
-    request: Request = _RequestReader(written, strategies).load()
-    return request
-
-
-class _RequestReader(pickle.Unpickler):
-    """Reads a request in which strategies stand by their names.
-
-    A subclass, because Python 3.13 takes no assignment to `persistent_load`.
-    """
-
-    def __init__(self, written: IO[bytes], strategies: Sequence[Strategy]) -> None:
-        super().__init__(written)
-        self._by_name = {strategy.name: strategy for strategy in strategies}
-
-    def persistent_load(self, pid: str) -> Strategy:
-        return self._by_name[pid]
-
-
-def message_of_reply(reply: Reply) -> dict[str, Any]:
-    """Return the message of a reply."""
-    error = reply.exception
-    raised = None if error is None else _Raised.of(error, reply.traceback)
-    return {"reply": _text(dumps((replace(reply, exception=None), raised)))}
-
-
-def reply_of(message: Mapping[str, Any]) -> Reply:
-    """Return the reply in a message."""
-    reply: Reply
-    reply, raised = pickle.loads(base64.b64decode(message["reply"]))
-    if raised is None:
-        return reply
-    return replace(reply, exception=raised.exception(), traceback=raised.traceback)
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-# Exceptions by value.
-
-
-@dataclass(frozen=True)
-class _Raised:
-    """An exception by value where that is possible, and always as text."""
-
-    words: str
-    traceback: str
-    pickled: bytes | None
-    is_users: bool
-
-    @classmethod
-    def of(cls, exception: BaseException, traceback: str | None) -> _Raised:
-        """Return an exception with its traceback as text; None: that which it still has."""
-        if traceback is None and exception.__traceback__ is not None:
-            traceback = traceback_text(exception)
-        kind = f"{type(exception).__module__}.{type(exception).__qualname__}"
-        return cls(
-            f"{kind}: {text_of(exception)}",
-            traceback or "",
-            _pickled(exception),
-            is_users(exception),
-        )
-
-    def exception(self) -> BaseException:
-        """Return it with its own type; `WorkloadFailed` where it did not travel by value."""
-        error: BaseException = WorkloadFailed(self.words)
-        if self.pickled is not None:
-            with suppress(Exception):  # its class is the user's: unpickling it may do anything
-                error = _loads(self.pickled)
-        if self.is_users:
-            mark_users(error)
-        return error
-
-
-def _pickled(exception: BaseException) -> bytes | None:
-    """Return as much of an exception as can be read back; None where not even its class can.
-
-    The `__init__` of many classes takes more than `args` holds; those are made without calling it.
-    The attributes of an exception may hold a whole batch, or may not pickle.
-    """
-    for state in (None, vars(exception), {}):
-        try:
-            whole = exception if state is None else _Bare(type(exception), exception.args, state)
-            data = dumps(whole)
-            if len(data) <= _MOST_PICKLED_BYTES and type(_loads(data)) is type(exception):
-                return data
-        except Exception:  # an exception may hold anything
-            continue
-    return None
-
-
-@dataclass(frozen=True)
-class _Bare:
-    """An exception in parts."""
-
-    kind: type[BaseException]
-    args: tuple[Any, ...]
-    state: dict[str, Any]
-
-    def rebuild(self) -> BaseException:
-        exception = self.kind.__new__(self.kind, *self.args)
-        exception.args = self.args
-        vars(exception).update(self.state)
-        return exception
-
-
-class _Unpickler(pickle.Unpickler):
-    """Leaves classes alone that exist here already: cloudpickle would set all their members."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        return _fill_class if found is cloudpickle.cloudpickle._class_setstate else found
-
-
-def _fill_class(kind: type, state: Any) -> Any:
-    is_filled = all(name in vars(kind) for name in state[0])
-    return kind if is_filled else cloudpickle.cloudpickle._class_setstate(kind, state)
-
-
-def _loads(data: bytes) -> BaseException:
-    loaded = _Unpickler(io.BytesIO(data)).load()
-    exception = loaded.rebuild() if isinstance(loaded, _Bare) else loaded
-    if not isinstance(exception, BaseException):
-        raise TypeError(f"a {type(exception).__name__} was sent for an exception")
-    return exception

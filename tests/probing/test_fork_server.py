@@ -1,4 +1,4 @@
-"""Workers are forks of a server, and what becomes of them where there is none."""
+"""Workers come from a server that has imported torch; what becomes of them where it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from autofit.errors import SearchTimedOut, WorkerFailed
-from autofit.probing import forked_process
+from autofit.probing import fork_server, worker_channel
 from autofit.probing.worker_channel import WorkerChannel
 from autofit.training.workload import Workload
 
@@ -31,63 +31,81 @@ def channel() -> Iterator[WorkerChannel]:
     opened.close()
 
 
-def worker_and_parent(channel: WorkerChannel) -> tuple[int, int]:
-    """Open the channel; return the process ids of its worker and of that one's parent."""
+def parent_of(process: int) -> int:
+    """The process id of a process's parent."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def worker_and_server(channel: WorkerChannel) -> tuple[int, int]:
+    """Open the channel; return the process ids of its worker and of the server that it is of."""
     channel.open()
     worker = channel.pid
     assert worker is not None
-    fields = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()
-    return worker, int(fields[1])
+    return worker, parent_of(parent_of(worker))
 
 
 def test_workers_are_forks_of_one_process(channel: WorkerChannel) -> None:
-    first, server = worker_and_parent(channel)
+    first, server = worker_and_server(channel)
     channel.drop()
-    second, same = worker_and_parent(channel)
+    second, same = worker_and_server(channel)
     assert first != second
     assert server == same != os.getpid()
+    assert parent_of(server) == os.getpid()
 
 
-def test_a_server_that_is_killed_is_replaced(channel: WorkerChannel, running: Any) -> None:
-    worker, server = worker_and_parent(channel)
+def test_a_server_that_is_killed_takes_no_worker_along_and_is_replaced(
+    channel: WorkerChannel, running: Any
+) -> None:
+    worker, server = worker_and_server(channel)
     os.kill(server, signal.SIGKILL)
-    while running(worker):
+    while running(server):
         pass
+    assert running(worker)
     channel.drop()
-    assert worker_and_parent(channel)[1] != server
+    assert not running(worker)
+    assert worker_and_server(channel)[1] != server
+    assert not Path(f"/proc/{server}").exists()
 
 
 def test_a_server_that_hangs_is_replaced_in_the_same_call(
     channel: WorkerChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forked_process, "_FORK_S", 0.5)
-    _, server = worker_and_parent(channel)
+    monkeypatch.setattr(worker_channel, "_FORK_SECONDS", 0.5)
+    _, server = worker_and_server(channel)
     channel.drop()
     os.kill(server, signal.SIGSTOP)
-    assert worker_and_parent(channel)[1] != server
+    assert worker_and_server(channel)[1] != server
     assert not Path(f"/proc/{server}").exists()
 
 
 def test_a_server_that_hangs_takes_no_longer_than_the_search_has(channel: WorkerChannel) -> None:
-    _, server = worker_and_parent(channel)
+    _, server = worker_and_server(channel)
     channel.drop()
     os.kill(server, signal.SIGSTOP)
     with pytest.raises(SearchTimedOut):
         channel.open(ends_at=time.monotonic() + 0.2)
-    assert worker_and_parent(channel)[1] != server
-
-
-def test_a_server_that_has_ended_is_reaped(
-    channel: WorkerChannel, running: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, server = worker_and_parent(channel)
-    channel.drop()
-    os.kill(server, signal.SIGKILL)
-    while running(server):
-        pass
-    monkeypatch.setenv("ANOTHER", "environment")
-    channel.open()
+    assert worker_and_server(channel)[1] != server
     assert not Path(f"/proc/{server}").exists()
+
+
+def test_a_worker_whose_supervisor_is_killed_ends_and_is_replaced(
+    channel: WorkerChannel, running: Any
+) -> None:
+    worker, _ = worker_and_server(channel)
+    os.kill(parent_of(worker), signal.SIGKILL)
+    while running(worker):
+        pass
+    channel.drop()
+    assert worker_and_server(channel)[0] != worker
+
+
+def test_a_worker_takes_at_most_one_thread_here(channel: WorkerChannel) -> None:
+    before = threading.active_count()
+    for _ in range(2):
+        channel.open()
+        assert threading.active_count() <= before + 1
+        channel.drop()
+        assert threading.active_count() == before
 
 
 @pytest.mark.slow
@@ -123,33 +141,28 @@ def test_a_worker_and_its_server_outlive_the_thread_that_asked_for_them(
     thread.join()
     while Path(f"/proc/self/task/{thread.native_id}").exists():
         time.sleep(0.01)
-    worker, server = worker_and_parent(channel)
+    worker, server = worker_and_server(channel)
     time.sleep(0.5)  # for the kernel to end what it would end with the thread
     assert running(worker)
     assert running(server)
 
 
 KEEPS_A_THREAD = "import threading as t; t.Thread(target=t.Event().wait, daemon=True).start()"
-NO_DESCRIPTORS_OF_PROCESSES = """
-import os
-def pidfd_open(pid, flags=0):
-    raise OSError(38, "Function not implemented")
-os.pidfd_open = pidfd_open
-"""
-KEEPS_A_FILE = "import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 60)\n"
 
 
-@pytest.mark.parametrize("code", [KEEPS_A_THREAD, NO_DESCRIPTORS_OF_PROCESSES])
-def test_where_a_fork_would_be_unsafe_or_unwatched_there_is_none(
-    channel: WorkerChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+def test_where_a_fork_would_be_unsafe_there_is_none(
+    channel: WorkerChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: Any
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(KEEPS_A_FILE + code)
+    """A fork has but one of its parent's threads, whatever locks the others hold."""
+    (tmp_path / "sitecustomize.py").write_text(KEEPS_A_THREAD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    worker, parent = worker_and_parent(channel)
-    assert parent == os.getpid()
-    assert Path(f"/proc/{worker}/fd/60").exists()
+    worker, server = worker_and_server(channel)
+    programs = [Path(f"/proc/{each}/cmdline").read_bytes() for each in (worker, server)]
+    assert programs[0] != programs[1]
+    assert len(os.listdir(f"/proc/{worker}/task")) > 1
     channel.drop()
-    assert worker_and_parent(channel)[1] == os.getpid()
+    assert not running(worker)
+    assert worker_and_server(channel)[1] == server
 
 
 def test_a_python_that_does_not_start_is_said_in_its_words(
@@ -169,7 +182,7 @@ PROGRAM = """
 import torch
 from autofit.probing.prober import Target, open_prober
 from autofit.training.workload import Workload
-from tests.probing.test_forked_process import _options
+from tests.probing.test_fork_server import _options
 with open_prober(Workload(torch.nn.Linear(2, 2), torch.ones(2, 2)), (), Target("cpu")) as prober:
     print(prober.run(_options))
 """
@@ -195,10 +208,10 @@ def test_a_server_that_was_started_ahead_forks_the_first_worker(
 ) -> None:
     monkeypatch.setenv("ANOTHER", "environment, that no server has yet")
     before = servers_of(os.getpid())
-    forked_process.start_server()
-    forked_process.start_server()
+    fork_server.start_server()
+    fork_server.start_server()
     (started,) = servers_of(os.getpid()) - before
-    assert worker_and_parent(channel)[1] == started
+    assert worker_and_server(channel)[1] == started
 
 
 def test_a_server_that_was_started_ahead_serves_once_torch_has_written_its_own_variable(
@@ -206,14 +219,14 @@ def test_a_server_that_was_started_ahead_serves_once_torch_has_written_its_own_v
 ) -> None:
     monkeypatch.setenv("ANOTHER", "environment, before any optimizer was made")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    forked_process.start_server()
-    without = forked_process.surroundings()
+    fork_server.start_server()
+    without = fork_server.surroundings()
     code = "import torch._dynamo, os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", ran.stdout.strip())
-    assert forked_process.surroundings() == without
+    assert fork_server.surroundings() == without
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/the/users/own")
-    assert forked_process.surroundings() != without
+    assert fork_server.surroundings() != without
 
 
 def test_a_server_of_surroundings_that_have_changed_since_is_ended(
@@ -221,10 +234,10 @@ def test_a_server_of_surroundings_that_have_changed_since_is_ended(
 ) -> None:
     monkeypatch.setenv("ANOTHER", "environment, before the user's file sets variables")
     before = servers_of(os.getpid())
-    forked_process.start_server()
+    fork_server.start_server()
     (ahead,) = servers_of(os.getpid()) - before
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    worker, server = worker_and_parent(channel)
+    worker, server = worker_and_server(channel)
     assert server != ahead
     assert not running(ahead)
     assert running(worker)
@@ -235,9 +248,9 @@ def test_a_server_that_dies_amid_its_imports_is_replaced(
 ) -> None:
     monkeypatch.setenv("ANOTHER", "environment, whose first server dies")
     before = servers_of(os.getpid())
-    forked_process.start_server()
+    fork_server.start_server()
     (ahead,) = servers_of(os.getpid()) - before
     os.kill(ahead, signal.SIGKILL)
-    worker, server = worker_and_parent(channel)
+    worker, server = worker_and_server(channel)
     assert server != ahead
     assert running(worker)

@@ -1,10 +1,9 @@
-"""Requests and exceptions cross between processes as JSON and come out the same."""
+"""Requests and exceptions cross between processes and come out the same."""
 
 from __future__ import annotations
 
 import errno
 import io
-import json
 import pickle
 from functools import partial
 from pathlib import Path
@@ -21,17 +20,8 @@ from autofit.errors import (
 )
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import NoFeasiblePlan, Plan, ResolvedPlan
-from autofit.probing.messages import (
-    Call,
-    ProbeRequest,
-    ProbeResult,
-    Reply,
-    message_of_reply,
-    message_of_request,
-    reply_of,
-    request_of,
-    send,
-)
+from autofit.probing.requests import Call, ProbeRequest, ProbeResult, Reply
+from autofit.probing.wire import message_of_reply, message_of_request, reply_of, request_of
 from autofit.registry import load_strategies
 
 
@@ -63,8 +53,8 @@ class Mute(Exception):
 
 
 def _there_and_back(exception: BaseException, traceback: str | None = "where it was") -> Any:
-    sent = json.dumps(message_of_reply(Reply(exception=exception, traceback=traceback)))
-    return reply_of(json.loads(sent)).exception_to_raise()
+    sent = message_of_reply(Reply(exception=exception, traceback=traceback))
+    return reply_of(sent).exception_to_raise()
 
 
 @pytest.mark.parametrize(
@@ -100,7 +90,7 @@ def test_what_init_wants_does_not_matter() -> None:
 
 @pytest.mark.parametrize("exception", [Holding("not fine"), Heavy("with a batch")])
 def test_what_cannot_travel_stays_behind_and_the_type_does_not(exception: BaseException) -> None:
-    assert len(json.dumps(message_of_reply(Reply(exception=exception)))) < 2**20
+    assert len(message_of_reply(Reply(exception=exception))) < 2**20
     back = _there_and_back(exception)
     assert type(back) is type(exception)
     assert str(back) == str(exception)
@@ -184,18 +174,15 @@ def test_every_other_outcome_is_not_an_error_of_the_users_code(outcome: Outcome)
         ),
     ],
 )
-def test_requests_cross_as_one_line(request_: ProbeRequest) -> None:
-    pipe = io.StringIO()
-    send(pipe, message_of_request(request_, ()))
-    (line,) = pipe.getvalue().splitlines()
-    assert request_of(json.loads(line), ()) == request_
+def test_requests_arrive_as_they_were(request_: ProbeRequest) -> None:
+    assert request_of(message_of_request(request_, ()), ()) == request_
 
 
 @pytest.mark.parametrize("make", [ProbeRequest, lambda resolved: Call(partial(print, resolved), 1)])
 def test_strategies_are_those_of_the_receiver(make: Any) -> None:
     (sent,), (received,) = load_strategies(["precision"]), load_strategies(["precision"])
     data = message_of_request(make(ResolvedPlan(Plan(4), strategies=[sent])), [sent])
-    arrived: Any = request_of(json.loads(json.dumps(data)), [received])
+    arrived: Any = request_of(data, [received])
     resolved = arrived.resolved if make is ProbeRequest else arrived.function.args[0]
     assert resolved.strategies == [received]
     assert resolved.strategies[0] is received is not sent

@@ -1,0 +1,152 @@
+"""Requests and replies as bytes: exceptions and results travel by value, strategies by name."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import IO, Any
+
+import cloudpickle
+
+from autofit.errors import WorkloadFailed, is_users, mark_users, traceback_text
+from autofit.probing.faults import text_of
+from autofit.probing.requests import Call, Reply, Request
+from autofit.probing.serialization import dumps, unreachable_by_value
+from autofit.strategy import Strategy
+
+_MOST_PICKLED_BYTES = 2**20
+
+
+def message_of_request(request: Request, strategies: Sequence[Strategy]) -> bytes:
+    """Return a request as bytes; these strategies are named in it, not contained."""
+    by_value = unreachable_by_value() if isinstance(request, Call) else nullcontext()
+    with by_value:
+        return dumps(request, {id(each): each.name for each in strategies})
+
+
+def request_of(message: bytes, strategies: Sequence[Strategy]) -> Request:
+    """Return the request in a message, with those of the strategies here."""
+    request: Request = _RequestReader(io.BytesIO(message), strategies).load()
+    return request
+
+
+class _RequestReader(pickle.Unpickler):
+    """Reads a request in which strategies stand by their names.
+
+    A subclass, because Python 3.13 takes no assignment to `persistent_load`.
+    """
+
+    def __init__(self, written: IO[bytes], strategies: Sequence[Strategy]) -> None:
+        super().__init__(written)
+        self._by_name = {strategy.name: strategy for strategy in strategies}
+
+    def persistent_load(self, pid: str) -> Strategy:
+        return self._by_name[pid]
+
+
+def message_of_reply(reply: Reply) -> bytes:
+    """Return a reply as bytes."""
+    error = reply.exception
+    raised = None if error is None else _Raised.of(error, reply.traceback)
+    return dumps((replace(reply, exception=None), raised))
+
+
+def reply_of(message: bytes) -> Reply:
+    """Return the reply in a message."""
+    reply: Reply
+    reply, raised = pickle.loads(message)
+    if raised is None:
+        return reply
+    return replace(reply, exception=raised.exception(), traceback=raised.traceback)
+
+
+# Exceptions by value.
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """An exception by value where that is possible, and always as text."""
+
+    words: str
+    traceback: str
+    pickled: bytes | None
+    is_users: bool
+
+    @classmethod
+    def of(cls, exception: BaseException, traceback: str | None) -> _Raised:
+        """Return an exception with its traceback as text; None: that which it still has."""
+        if traceback is None and exception.__traceback__ is not None:
+            traceback = traceback_text(exception)
+        kind = f"{type(exception).__module__}.{type(exception).__qualname__}"
+        return cls(
+            f"{kind}: {text_of(exception)}",
+            traceback or "",
+            _pickled(exception),
+            is_users(exception),
+        )
+
+    def exception(self) -> BaseException:
+        """Return it with its own type; `WorkloadFailed` where it did not travel by value."""
+        error: BaseException = WorkloadFailed(self.words)
+        if self.pickled is not None:
+            with suppress(Exception):  # its class is the user's: unpickling it may do anything
+                error = _loads(self.pickled)
+        if self.is_users:
+            mark_users(error)
+        return error
+
+
+def _pickled(exception: BaseException) -> bytes | None:
+    """Return as much of an exception as can be read back; None where not even its class can.
+
+    The `__init__` of many classes takes more than `args` holds; those are made without calling it.
+    The attributes of an exception may hold a whole batch, or may not pickle.
+    """
+    for state in (None, vars(exception), {}):
+        try:
+            whole = exception if state is None else _Bare(type(exception), exception.args, state)
+            data = dumps(whole)
+            if len(data) <= _MOST_PICKLED_BYTES and type(_loads(data)) is type(exception):
+                return data
+        except Exception:  # an exception may hold anything
+            continue
+    return None
+
+
+@dataclass(frozen=True)
+class _Bare:
+    """An exception in parts."""
+
+    kind: type[BaseException]
+    args: tuple[Any, ...]
+    state: dict[str, Any]
+
+    def rebuild(self) -> BaseException:
+        exception = self.kind.__new__(self.kind, *self.args)
+        exception.args = self.args
+        vars(exception).update(self.state)
+        return exception
+
+
+class _Unpickler(pickle.Unpickler):
+    """Leaves classes alone that exist here already: cloudpickle would set all their members."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return _fill_class if found is cloudpickle.cloudpickle._class_setstate else found
+
+
+def _fill_class(kind: type, state: Any) -> Any:
+    is_filled = all(name in vars(kind) for name in state[0])
+    return kind if is_filled else cloudpickle.cloudpickle._class_setstate(kind, state)
+
+
+def _loads(data: bytes) -> BaseException:
+    loaded = _Unpickler(io.BytesIO(data)).load()
+    exception = loaded.rebuild() if isinstance(loaded, _Bare) else loaded
+    if not isinstance(exception, BaseException):
+        raise TypeError(f"a {type(exception).__name__} was sent for an exception")
+    return exception
