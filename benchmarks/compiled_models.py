@@ -5,6 +5,12 @@ whose random numbers differ where code is compiled. Each is trained for some ste
 with every compiled plan of `compile.region` and `compile.memory_budget` that is offered: in uneven
 micro-batches, with the losses of both and the peak of the allocator in later steps.
 
+Training may be chaotic (batch normalization over two samples, say): then losses that begin one
+rounding apart end far apart. So eager training is run again from weights that are one rounding
+larger or smaller, each at random, and in float64. In each step the losses of a compiled plan may be
+ROOM times as far from eager ones as the farthest of those in any step so far. Gradients of one step
+are compared as a search does it.
+
     python -m benchmarks.compiled_models [MODEL ...] [--device cuda] [--steps 20]
 
 On the emulated GPU (`emulated-gpu run --no-values -- python -m benchmarks.compiled_models --device
@@ -18,7 +24,8 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from functools import partial
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -26,11 +33,13 @@ from torch import Tensor, nn
 
 from autofit.devices.base import Device
 from autofit.devices.cuda import open_device
+from autofit.equivalence.comparison import MOST_ROUNDINGS, ROOM, compare_plans
 from autofit.plan import Plan, Settings
 from autofit.registry import collect_dimensions, load_strategies, resolve
 from autofit.space import Space
+from autofit.strategy import Comparison
 from autofit.testing import PlainContext
-from autofit.training.training import Training
+from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload
 from benchmarks.library_models import (
     MakeBatch,
@@ -43,10 +52,10 @@ from benchmarks.library_models import (
     transformers_model,
 )
 
-WITHIN = 1e-3
-"""Most that a loss may differ, as a share: the class of rounding. Where training is chaotic, as
-with batch normalization over two or three samples, weights that begin one rounding larger move it
-more than that."""
+ROUNDINGS = 8
+"""Times that eager training is run from weights that are a rounding apart."""
+LEAST_SPREAD = MOST_ROUNDINGS * torch.finfo(torch.float32).eps
+"""Of losses that nothing in the training moves, as a share: that of their own roundings."""
 REGION, BUDGET = "compile.region", "compile.memory_budget"
 _SCALE = Scale(
     vocabulary=256,
@@ -61,7 +70,7 @@ _SCALE = Scale(
 )
 _TOKENS, _LENGTH = _SCALE.vocabulary, 32
 _STILL: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_STAGES = {"num_channels": 3, "hidden_sizes": [16, 32, 64, 64], "depths": [2, 2, 3, 2]}
+_STAGES = {"num_channels": 3, "hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2}
 
 
 class Recurrent(nn.Module):
@@ -209,7 +218,7 @@ MODELS = {
             "SwinForImageClassification",
             num_labels=10,
             image_size=32,
-            patch_size=2,
+            patch_size=4,
             embed_dim=16,
             depths=[2, 2],
             num_heads=[2, 4],
@@ -285,22 +294,29 @@ def trained(
     device: Device,
     steps: int,
     *,
-    is_rounded: bool = False,
+    rounding: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Trained:
     """Train in two micro-batches, uneven where the samples are odd, and return what it showed.
 
-    With `is_rounded` the weights begin one rounding larger.
+    Args:
+        name: of the model.
+        space: of its plans.
+        settings: beside those of eager training.
+        device: to train on.
+        steps: how many.
+        rounding: a number of a start whose weights are one rounding away; None: as they are.
+        dtype: of weights and computation.
     """
     torch._dynamo.reset()
     gc.collect()
     workload, samples = workload_of(name, space.sample_batch_size), space.sample_batch_size
-    plan = Plan.split(samples, -(-samples // 2), settings=space.complete(settings))
-    resolved = resolve(plan, space, load_strategies(["compile"]))
+    resolved = resolve(_plan(space, settings), space, load_strategies(["compile"]))
     losses, peaks, start_s = list[Tensor](), list[int](), 0.0
     with device.accounting():
-        model = device.place_model(workload.build_model())
-        for parameter in model.parameters() if is_rounded else ():
-            parameter.data.mul_(1 + torch.finfo(parameter.dtype).eps)
+        model = device.place_model(workload.build_model()).to(dtype)
+        if rounding is not None:
+            _round(model, rounding)
         with Training(
             model,
             workload.build_optimizer,
@@ -314,21 +330,72 @@ def trained(
                 device.reset_peaks()
                 torch.manual_seed(2 + step)
                 batch = MODELS[name].batch(samples)()
-                losses.append(training.step(_on(device, batch)).detach())
+                losses.append(training.step(_on(device, batch, dtype)).detach())
                 peaks.append(device.read().peak_allocated_bytes - before)
                 start_s = start_s or time.perf_counter() - started
             notes = training.notes()
     return Trained(tuple(map(float, losses)), min(peaks[2:]), start_s, tuple(notes))
 
 
-def _on(device: Device, batch: Any) -> Any:
-    return {key: value.to(device.torch_device) for key, value in batch.items()}
+def _on(device: Device, batch: Any, dtype: torch.dtype) -> Any:
+    placed = {key: value.to(device.torch_device) for key, value in batch.items()}
+    return {key: v.to(dtype) if v.is_floating_point() else v for key, v in placed.items()}
 
 
-def apart(one: Trained, other: Trained) -> float:
-    """Return the largest difference of two trainings' losses, as a share."""
+def _round(model: nn.Module, number: int) -> None:
+    """Make each weight one rounding larger or smaller, at random."""
+    draws = torch.Generator().manual_seed(number)
+    for parameter in model.parameters():
+        up = torch.rand(parameter.shape, generator=draws).to(parameter.device) < 0.5
+        parameter.data.mul_(1 + torch.finfo(parameter.dtype).eps * torch.where(up, 1, -1))
+
+
+def apart(one: Trained, other: Trained) -> list[float]:
+    """Return how far two trainings' losses differ at most until each step, as a share."""
     pairs = zip(one.losses, other.losses, strict=True)
-    return max(abs(a - b) / (abs(a) or 1.0) for a, b in pairs)
+    return list(accumulate((abs(a - b) / (abs(a) or 1.0) for a, b in pairs), max))
+
+
+@dataclass(frozen=True)
+class Eager:
+    """Eager training, and what roundings do to it.
+
+    Attributes:
+        plain: as it is.
+        spread: for each step, the most that losses from weights a rounding away differ until then.
+        from_float64: the most that its losses differ from those in float64.
+    """
+
+    plain: Trained
+    spread: list[float]
+    from_float64: float
+
+    @classmethod
+    def of(cls, name: str, space: Space, device: Device, steps: int) -> Eager:
+        """Train eagerly from each of the starts, and in float64."""
+        run = partial(trained, name, space, {}, device, steps)
+        plain, exact = run(), run(dtype=torch.float64)
+        rounded = [apart(plain, run(rounding=number)) for number in range(ROUNDINGS)]
+        spread = [max(each) for each in zip(*rounded, strict=True)]
+        return cls(plain, spread, apart(exact, plain)[-1])
+
+    def times_spread(self, other: Trained) -> float:
+        """Return how many times the spread another training's losses are away, at most."""
+        pairs = zip(apart(self.plain, other), self.spread, strict=True)
+        return max(far / max(spread, LEAST_SPREAD) for far, spread in pairs)
+
+
+def gradients_apart(name: str, space: Space, settings: Settings, device: Device) -> Comparison:
+    """Compare one step with eager training, as a search judges the plan that it answers."""
+    strategies = load_strategies(["compile"])
+    builder = TrainingBuilder(lambda: workload_of(name, space.sample_batch_size), device, seed=0)
+    first, second = (resolve(_plan(space, chosen), space, strategies) for chosen in ({}, settings))
+    return compare_plans(builder, first, second, space.sample_batch_size)
+
+
+def _plan(space: Space, settings: Settings) -> Plan:
+    samples = space.sample_batch_size
+    return Plan.split(samples, -(-samples // 2), settings=space.complete(settings))
 
 
 def main() -> None:
@@ -337,40 +404,68 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--regions", nargs="+", default=["whole", "blocks"])
+    parser.add_argument("--budgets", nargs="+", type=float, default=[1.0, 0.5, 0.05])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--samples", type=int, default=7)
     given = parser.parse_args()
     device = open_device(given.device)
     has_values = device.torch_device.type == "cpu"
     print(
-        "| model | region | memory budget | losses apart | peak | of eager's | first step | notes |"
+        "| model | region | memory budget | losses apart | of the spread | gradients apart | peak ",
+        end="",
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("| of eager's | first step | notes |")
+    print(f"|{'---|' * 10}")
     for name in given.models:
         space = space_of(name, given.samples, device)
-        eager = trained(name, space, {}, device, given.steps)
-        mib = eager.peak_bytes / 2**20
-        rounded = trained(name, space, {}, device, given.steps, is_rounded=True)
-        moved = f"{apart(eager, rounded):.1e} by a rounding" if has_values else "-"
-        print(f"| {name} | eager | | {moved} | {mib:.2f} MiB | | {eager.start_s:.1f} s | |")
+        eager = Eager.of(name, space, device, given.steps)
+        cells = [
+            f"{name} | eager | ",
+            f"{eager.spread[-1]:.1e} by roundings" if has_values else "-",
+            f"{eager.from_float64:.1e} from float64" if has_values else "-",
+            "",
+            f"{eager.plain.peak_bytes / 2**20:.2f} MiB",
+            "",
+            f"{eager.plain.start_s:.1f} s",
+            "",
+        ]
+        print(f"| {' | '.join(cells)} |", flush=True)
         for settings in compiled_settings(space):
-            if settings[REGION] not in given.regions:
+            if settings[REGION] not in given.regions or settings[BUDGET] not in given.budgets:
                 continue
-            plan = f"{name} | {settings[REGION]} | {settings[BUDGET]}"
             try:
-                found = trained(name, space, settings, device, given.steps)
+                row = _row(name, space, settings, device, eager, has_values=has_values)
             except Exception as error:  # of the compiler: a row says so
-                print(f"| {plan} | {type(error).__name__}: {str(error)[:200]!r} |", flush=True)
-                continue
-            cells = [
-                plan,
-                f"{apart(eager, found):.1e}" if has_values else "-",
-                f"{found.peak_bytes / 2**20:.2f} MiB",
-                f"{found.peak_bytes / eager.peak_bytes:.2f}",
-                f"{found.start_s:.1f} s",
-                "; ".join(note.removeprefix("compile: ") for note in found.notes)[:300],
-            ]
-            print(f"| {' | '.join(cells)} |", flush=True)
+                row = f"{type(error).__name__}: {str(error)[:200]!r}"
+            print(f"| {name} | {settings[REGION]} | {settings[BUDGET]} | {row} |", flush=True)
+
+
+def _row(
+    name: str,
+    space: Space,
+    settings: Settings,
+    device: Device,
+    eager: Eager,
+    *,
+    has_values: bool,
+) -> str:
+    found = trained(name, space, settings, device, len(eager.plain.losses))
+    compared = ["-"] * 3
+    if has_values:
+        times, one_step = eager.times_spread(found), gradients_apart(name, space, settings, device)
+        compared = [
+            f"{apart(eager.plain, found)[-1]:.1e}",
+            f"{times:.2g} x{'' if times <= ROOM else ': not within'}",
+            f"{one_step.gradient:.1e} of {one_step.tolerance:.1e}",
+        ]
+    cells = [
+        *compared,
+        f"{found.peak_bytes / 2**20:.2f} MiB",
+        f"{found.peak_bytes / eager.plain.peak_bytes:.2f}",
+        f"{found.start_s:.1f} s",
+        "; ".join(note.removeprefix("compile: ") for note in found.notes)[:300],
+    ]
+    return " | ".join(cells)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def _run(
     autocast = torch.autocast(training.device.type, dtype) if dtype else nullcontext()
     kernels: set[str] = set()
     with autocast, within, Calls(partial(_note_kernel, kernels)):
-        run_step(training, batch)  # not `loss`: a training_step of its own may have no other way
+        run_step(training, batch)
     return kernels
 
 

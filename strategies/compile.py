@@ -29,17 +29,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
-import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -48,20 +43,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autofit.errors import InvalidArgument, Unsupported
 from autofit.plan import CostHint, Dimension, Scalar
-from autofit.strategy import (
-    COMPILED_CALL,
-    Context,
-    Numerics,
-    Phase,
-    TrainingView,
-    attributes_kept,
-)
+from autofit.strategy import COMPILED_CALL, Context, Numerics, Phase, TrainingView
 
+from .compiled_calls import (
+    BLOCKS,
+    BUDGET,
+    DEFAULT,
+    GRAPHS,
+    MODE,
+    OFF,
+    REGION,
+    WHOLE,
+    compiled,
+)
 from .repeated_blocks import SeenStep, observe
 
-MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
-OFF, DEFAULT, GRAPHS = "off", "default", "reduce-overhead"
-WHOLE, BLOCKS = "whole", "blocks"
 # By the type of the device.
 _MODES = {"cpu": (DEFAULT,), "cuda": (DEFAULT, GRAPHS)}
 # Units that are checkpointed one by one break the model's call up: under compile the partitioner
@@ -90,16 +86,6 @@ _SAMPLES = 2
 # ResNet-50.
 _CPU_COST_S = (15.0, 0.07)
 _CUDA_COST_S = (10.0, 0.03)
-_MARKS = "_dynamo"
-# The class of the node of a compiled function in the graph of autograd.
-_COMPILED_BACKWARD = "CompiledFunctionBackward"
-_MOST_REASONS = 3
-_LIMIT = "Dynamo recompile limit exceeded"
-# Sizes of a batch that have code of their own: the micro-batch and the rest of a batch, in training
-# and in evaluation.
-_MOST_SIZES = 4
-# How deep tensors are looked for in the model's arguments.
-_DEPTH = 4
 
 
 class Compile:
@@ -163,38 +149,38 @@ class Compile:
         alike = [[training.model]]
         if settings.get(REGION, WHOLE) == BLOCKS:
             alike = _blocks_of(training.model, payloads[REGION]["modules"])
-        compiler = _Compiler(mode, float(settings.get(BUDGET, 1.0)))
-        return _compiled(training, alike, compiler)
+        return compiled(training, alike, mode, float(settings.get(BUDGET, 1.0)))
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         """Return the equivalent lines of a training script."""
         mode, budget = str(settings.get(MODE, OFF)), settings.get(BUDGET, 1.0)
         if mode == OFF:
             return []
-        options = "" if mode == DEFAULT else f"mode={mode!r}"
-        lines = []
+        options, lines = [] if mode == DEFAULT else [f"mode={mode!r}"], list[str]()
         if budget != 1.0:
-            options = "backend=within"
+            options = ["backend=within"]
             lines = [
                 "from autofit.strategies.memory_budget import within_budget",
                 f"within = within_budget({budget})",
             ]
         if settings.get(REGION, WHOLE) != BLOCKS:
-            given = f"model, {options}" if options else "model"
+            given = ", ".join(["model", *options])
             return ["import torch", *lines, f"model = torch.compile({given})"]
-        payload = payloads[REGION]
-        block = f"{'model.module' if payload.get('replicated') else 'model'}.get_submodule(name)"
-        loop = f"for name in {list(chain.from_iterable(payload['modules']))}:"
-        if not payload.get("of_torch"):
-            return [*lines, loop, f"    {block}.compile({options})"]
-        given = f"block.forward, {options}" if options else "block.forward"
-        return [
-            "import torch",
-            *lines,
-            loop,
-            f"    block = {block}",
-            f"    block.forward = torch.compile({given})",
-        ]
+        return lines + _lines_of_blocks(payloads[REGION], options)
+
+
+def _lines_of_blocks(payload: Mapping[str, Any], options: Sequence[str]) -> list[str]:
+    block = f"{'model.module' if payload.get('replicated') else 'model'}.get_submodule(name)"
+    loop = f"for name in {list(chain.from_iterable(payload['modules']))}:"
+    if not payload.get("of_torch"):
+        return [loop, f"    {block}.compile({', '.join(options)})"]
+    given = ", ".join(["block.forward", *options])
+    return [
+        "import torch",
+        loop,
+        f"    block = {block}",
+        f"    block.forward = torch.compile({given})",
+    ]
 
 
 def _modes(context: Context, step: SeenStep) -> Dimension:
@@ -262,331 +248,6 @@ def _blocks_of(model: nn.Module, names: Iterable[Iterable[str]]) -> list[list[nn
         raise InvalidArgument(
             f"{REGION}={BLOCKS}: {error}: this plan is of another model"
         ) from error
-
-
-@dataclass(frozen=True)
-class _Compiler:
-    """How calls are compiled.
-
-    Attributes:
-        mode: of torch.compile.
-        budget: share of the activations that may be kept for the backward.
-    """
-
-    mode: str
-    budget: float
-
-    @cached_property
-    def _options(self) -> Mapping[str, Any]:
-        if self.budget == 1.0:
-            return {"mode": self.mode}
-        from .memory_budget import within_budget  # loads inductor
-
-        return {"backend": within_budget(self.budget)}  # one for all: code is kept by its backend
-
-    def compiled(self, module: nn.Module, code: CodeType, dynamic: bool | None) -> Any:
-        """Return the compiled call of a module; what is compiled is kept by the code object."""
-        template = _calling(module)
-        call = FunctionType(code, _globals(module), "call", None, template.__closure__)
-        return torch.compile(call, dynamic=dynamic, **self._options)
-
-
-@contextmanager
-def _compiled(
-    training: TrainingView, alike: Sequence[Sequence[nn.Module]], compiler: _Compiler
-) -> Iterator[None]:
-    """Have the calls of these modules compiled; those of one sequence share their code."""
-    model = training.model
-    with ExitStack() as stack:
-        stack.enter_context(_environment_kept())
-        if compiler.mode == GRAPHS:
-            stack.enter_context(_graphs_freed(training.device))
-            stack.callback(training.wrap_forward(partial(_not_accumulating, model)))
-        notes = _Notes(compiler.mode)
-        stack.enter_context(_marks_kept(model))
-        for modules in alike:
-            codes = _Codes(compiler)
-            for module in modules:
-                stack.enter_context(attributes_kept(module, COMPILED_CALL))
-                vars(module)[COMPILED_CALL] = _by_shapes(
-                    module, codes, is_block=module is not model
-                )
-        stack.callback(training.add_notes(notes.lines))
-        yield
-
-
-class _Codes:
-    """The code objects of modules that are alike, by the shapes that they are compiled for.
-
-    What is compiled, and how often, is counted by code object.
-    """
-
-    def __init__(self, compiler: _Compiler) -> None:
-        self._compiler = compiler
-        self._of_shapes: dict[Any, CodeType] = {}
-        self._of_any = _new_code()
-
-    def of_any_shape(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the compiled call of a module that serves any shape."""
-        return self._compiler.compiled(module, self._of_any, None)  # type: ignore[no-any-return]
-
-    def of(self, module: nn.Module, shapes: Any) -> Callable[..., Any] | None:
-        """Return its call for these shapes; None: there is code for as many others already."""
-        if shapes not in self._of_shapes and len(self._of_shapes) >= _MOST_SIZES:
-            return None
-        code = self._of_shapes.setdefault(shapes, _new_code())
-        return self._compiler.compiled(module, code, False)  # type: ignore[no-any-return]
-
-
-def _new_code() -> CodeType:
-    return _calling(nn.Identity()).__code__.replace()
-
-
-def _hooks_within(module: nn.Module) -> list[Mapping[int, Any]]:
-    """Return the hooks of a module and of its parts by kind, those to come too."""
-    return [
-        hooks
-        for part in module.modules()
-        for hooks in (
-            part._forward_hooks,
-            part._forward_pre_hooks,
-            part._backward_hooks,
-            part._backward_pre_hooks,
-        )
-    ]
-
-
-def _by_shapes(module: nn.Module, codes: _Codes, *, is_block: bool) -> Callable[..., Any]:
-    """Return the compiled call of a module; a block runs as it is written while it has hooks.
-
-    Dynamo takes hooks in and does not guard on them, so that code that blocks share would run the
-    hooks of another block, or none.
-
-    Code for given shapes is the fastest, and torch compiles one function that often and no oftener
-    (`recompile_limit`): from then on it would run as it is written.
-    """
-    calls: dict[Any, Callable[..., Any]] = {}
-    lengths: set[Any] = set()
-    any_shape = codes.of_any_shape(module)
-    hooks = _hooks_within(module) if is_block else []
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]  # torch
-            raise Unsupported(
-                f"{MODE}: hooks of all modules (register_module_forward_hook and the like) "
-                f"do not run in compiled code: remove them, or use {MODE}={OFF}"
-            )
-        if any(hooks):
-            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
-        shapes = tuple(_shapes((args, kwargs)))
-        lengths.add(tuple(shape[1:] for shape in shapes))
-        has_lengths = len(lengths) > 1
-        if not has_lengths and shapes not in calls and (own := codes.of(module, shapes)):
-            calls[shapes] = own
-        output = (any_shape if has_lengths else calls.get(shapes, any_shape))(*args, **kwargs)
-        if is_block:
-            _refuse_second_derivatives(output)
-        return output
-
-    return call
-
-
-def _refuse_second_derivatives(output: Any) -> None:
-    """Have a backward through a compiled block refused that is to be differentiated itself.
-
-    Torch refuses the second backward, where the first one gets that far: with compiled code behind
-    the block too, it fails at once, with an error that names no cause.
-    """
-    for each in output if isinstance(output, tuple | list) else [output]:
-        node: Any = getattr(each, "grad_fn", None)
-        if type(node).__name__ == _COMPILED_BACKWARD:
-            node.register_prehook(_check_first)
-
-
-def _check_first(gradients: Any) -> None:
-    if torch.is_grad_enabled():  # in a backward: with create_graph
-        raise Unsupported(
-            f"{REGION}={BLOCKS}: torch.compile does not support double backward "
-            f"(create_graph=True): use {MODE}={OFF}"
-        )
-
-
-def _shapes(value: Any, depth: int = _DEPTH) -> Iterator[torch.Size]:
-    """Yield the shapes of the tensors in containers, and in the attributes of other objects."""
-    if isinstance(value, torch.Tensor):
-        yield value.shape
-    elif depth and not isinstance(value, type | nn.Module):
-        inner: Any = value if isinstance(value, tuple | list) else getattr(value, "__dict__", {})
-        inner = value if isinstance(value, Mapping) else inner
-        for each in inner.values() if isinstance(inner, Mapping) else inner:
-            yield from _shapes(each, depth - 1)
-
-
-def _calling(module: nn.Module) -> FunctionType:
-    """Return a function that calls the module.
-
-    The frame that is compiled: of a frame of torch's own, as `Module.compile` takes it, nothing is
-    compiled where the module's class is torch's too.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
-
-    return call  # type: ignore[return-value]  # it is a plain function
-
-
-def _globals(module: nn.Module) -> dict[str, Any]:
-    """Return the globals of the frame that is compiled.
-
-    Dynamo looks for the globals of what it inlines in the module of their name. A class of a script
-    that travelled to a worker has another module of that name there, so that the frame has to have
-    the same globals as its forward.
-    """
-    own = getattr(type(module).forward, "__globals__", None)
-    if own is None:
-        return globals()
-    home = sys.modules.get(own.get("__name__", ""))
-    found: dict[str, Any] = globals() if home is not None and vars(home) is own else own
-    return found
-
-
-@contextmanager
-def _graphs_freed(device: torch.device) -> Iterator[None]:
-    """Free the CUDA graphs that are recorded inside, and the memory that is theirs.
-
-    An output of a graph holds its function by way of autograd, so that nothing else would free it.
-    Those of the caller's own compiled functions are freed with them, so not where there are some.
-    """
-    from torch._inductor import cudagraph_trees
-
-    before = cudagraph_trees.get_manager(device.index or 0, create_if_none_exists=False)
-    try:
-        yield
-    finally:
-        if before is None:
-            cudagraph_trees.reset_cudagraph_trees()
-
-
-@contextmanager
-def _not_accumulating(model: nn.Module) -> Iterator[None]:
-    """Refuse a forward whose gradients would be added to others.
-
-    Raises:
-        Unsupported: there are gradients already.
-    """
-    if torch.is_grad_enabled() and any(each.grad is not None for each in model.parameters()):
-        raise Unsupported(
-            f"{MODE}={GRAPHS}: a CUDA graph writes its gradients over those of its last replay, so "
-            "that they cannot be added up (pytorch issue 169545): drop the gradients before each "
-            "forward, or choose another mode"
-        )
-    yield
-
-
-@contextmanager
-def _marks_kept(model: nn.Module) -> Iterator[None]:
-    """Take away the attributes with which dynamo marks parameters and buffers."""
-    tensors = [*model.parameters(), *model.buffers()]
-    before = [set(vars(tensor)) for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, names in zip(tensors, before, strict=True):
-            for name in [n for n in vars(tensor) if n.startswith(_MARKS) and n not in names]:
-                delattr(tensor, name)
-
-
-@contextmanager
-def _environment_kept() -> Iterator[None]:
-    """Put the environment variables back that torch's compiler sets for itself."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in [n for n in os.environ if "TORCHINDUCTOR" in n or "TRITON" in n]:
-            if name not in before:
-                del os.environ[name]
-            else:
-                os.environ[name] = before[name]
-
-
-class _Notes:
-    """What torch's compiler counts, from now on.
-
-    Args:
-        mode: that it compiles in.
-    """
-
-    def __init__(self, mode: str) -> None:
-        self._mode, self._before = mode, _counted()
-
-    def lines(self) -> Iterator[str]:
-        """Yield what was compiled, and every break and repetition with its reason."""
-        now = _counted()
-        graphs = now.graphs - self._before.graphs
-        if not graphs:
-            yield "compile: nothing was compiled, every call ran eagerly"
-            return
-        breaks = _added(self._before.breaks, now.breaks)
-        again = now.recompilations[len(self._before.recompilations) :]
-        words = f"compile: {graphs} graphs, {sum(breaks.values())} graph breaks"
-        yield f"{words}, {len(again)} recompilations"
-        if self._mode == GRAPHS and (left_out := now.without_graphs - self._before.without_graphs):
-            yield (
-                f"compile: {left_out} graphs could not be captured as CUDA graphs and run without"
-            )
-        if limits := now.limits - self._before.limits:
-            yield (
-                f"compile: {limits} x compiled as often as torch does (recompile_limit), so that "
-                "calls for which no compiled code fits run eagerly"
-            )
-        for reason, times in list(breaks.items())[:_MOST_REASONS]:
-            yield f"compile: graph break ({times} x): {_line(reason)}"
-        for reason, times in _causes(again)[:_MOST_REASONS]:
-            yield f"compile: recompiled ({times} x): {_line(reason)}"
-
-
-@dataclass(frozen=True)
-class _Counted:
-    graphs: int
-    breaks: Mapping[str, int]
-    recompilations: Sequence[str]
-    without_graphs: int
-    limits: int
-
-
-def _counted() -> _Counted:
-    from torch._dynamo.utils import counters, get_compilation_metrics
-
-    metrics = get_compilation_metrics()
-    return _Counted(
-        counters["stats"]["unique_graphs"],
-        dict(counters["graph_break"]),
-        [each.recompile_reason for each in metrics if each.recompile_reason],
-        counters["inductor"]["cudagraph_skips"],
-        sum(n for cause, n in counters["unimplemented"].items() if cause.startswith(_LIMIT)),
-    )
-
-
-def _added(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    return {key: n - before.get(key, 0) for key, n in now.items() if n > before.get(key, 0)}
-
-
-def _causes(reasons: Sequence[str]) -> list[tuple[str, int]]:
-    """Return the first reason of each cause, and how many have it.
-
-    A counter that a forward keeps is another value, and another reason, each time. They have the
-    guard's line of code in common, which dynamo writes behind it, or else all but the numbers.
-    """
-    alike: dict[str, list[str]] = {}
-    for reason in reasons:
-        guard, _, line = reason.partition("\n")[0].partition("(HINT")[0].strip().partition("# ")
-        alike.setdefault(line or re.sub(r"\d+", "", guard), []).append(reason)
-    return [(first, 1 + len(others)) for first, *others in alike.values()]
-
-
-def _line(reason: str) -> str:
-    return " ".join(reason.split())[:200]
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

@@ -11,61 +11,43 @@ holds already stay as they are, so a probe of it has a worker of its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from autofit.errors import Unsupported
-from autofit.plan import CostHint, Dimension
-from autofit.strategy import Context, Numerics, Phase, TrainingView
+from autofit.plan import CostHint
+from autofit.strategy import Context, Numerics, Phase
 
-from .one_setting import OneSetting
+from .one_setting import SwitchOfGpu
 
 SETTING = "cuda_allocator.expandable_segments"
 _OPTION = "expandable_segments"
 # Torch reads the first that is set.
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# To start the worker of a probe: importing torch and opening the device took 3.4 to 6 s on an H200.
-_TRIAL_COST_S = 5.0
 
 
-class ExpandableSegments(OneSetting):
+class ExpandableSegments(SwitchOfGpu):
     """How the caching allocator takes memory from the driver."""
 
     name = "cuda_allocator"
-    setting, plain = SETTING, False
+    setting = SETTING
     phase = Phase.MODEL
     numerics = Numerics.EXACT
+    # To start the worker of a probe: importing torch and opening the device took 3.4 to 6 s on an
+    # H200.
+    trial_cost_s = 5.0
+    hint = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.0)
 
-    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        """Return the choice on an NVIDIA GPU, unless the environment has made it."""
-        if context.capabilities.compute_capability is None or _OPTION in _configured():
-            return {}
-        if context.device.type != "cuda":
-            context.note(f"{SETTING} skipped: its memory can only be measured, not predicted")
-            return {SETTING: Dimension([False])}
-        if torch.cuda.get_allocator_backend() != "native":
-            return {}
-        dimension = Dimension(
-            [False, True],
-            hints={True: CostHint(bytes_per_sample=1.0, seconds_per_sample=1.0)},
-            trial_cost_s=_TRIAL_COST_S,
-            fresh_worker=True,
-        )
-        return {SETTING: dimension}
+    def is_free(self, context: Context) -> bool:
+        """Return whether the environment leaves the choice, and the allocator is torch's own."""
+        is_gpu = context.device.type == "cuda"
+        is_own = not is_gpu or torch.cuda.get_allocator_backend() == "native"
+        return is_own and _OPTION not in _configured()
 
-    def applied(
-        self, training: TrainingView, value: Any, payload: Any
-    ) -> AbstractContextManager[None]:
-        """Let segments grow that are taken from now on.
-
-        Raises:
-            Unsupported: the training is not on a GPU.
-        """
-        if training.device.type != "cuda":
-            raise Unsupported(f"{SETTING}=True: its memory can only be measured, not predicted")
+    def on(self) -> AbstractContextManager[None]:
+        """Let segments grow that are taken from now on."""
         return _growing()
 
     def lines(self, value: Any, payload: Any) -> list[str]:

@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from autofit.errors import InvalidArgument, release_exception, with_type
 from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView, calls_watched
 
-from .calls import run_step
+from .calls import run_step, saved_bytes
 from .deferred_logits import (
     DeferredLogits as DeferredLogits,
     LogitsLost as LogitsLost,
@@ -166,33 +165,11 @@ def _share_of_logits(context: Context, heads: Sequence[str]) -> float | None:
 
 def _saved_bytes(training: TrainingView, batch: Any, *, heads: Sequence[str]) -> tuple[int, int]:
     """Return the bytes that are saved for the backward, weights left out, and those of logits."""
-    tensors = (*training.model.parameters(), *training.model.buffers())
-    weights = {_storage_of(tensor) for tensor in tensors}
-    kept: dict[StorageWeakRef, int] = {}
-    logits: list[int] = []
-
-    def saved(tensor: torch.Tensor) -> torch.Tensor:
-        if (storage := _storage_of(tensor)) not in weights:
-            kept[storage] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    modules = [training.model.get_submodule(name) for name in heads]
-    with (
-        torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor),
-        calls_watched(
-            training.model,
-            modules,
-            lambda *_: None,
-            lambda _, output: logits.append(output.nbytes),
-        ),
-    ):
-        run_step(training, batch)
-    return sum(kept.values()), sum(logits)
-
-
-def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return a key of a tensor's storage that no later one has."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
+    model, logits = training.model, list[int]()
+    modules = [model.get_submodule(name) for name in heads]
+    note = lambda _, output: logits.append(output.nbytes)  # noqa: E731  # a name for one line
+    with calls_watched(model, modules, lambda *_: None, note):
+        return saved_bytes(model, partial(run_step, training, batch)), sum(logits)
 
 
 def _heads(training: TrainingView, batch: Any) -> list[str]:
@@ -203,7 +180,7 @@ def _heads(training: TrainingView, batch: Any) -> list[str]:
     """
     heads, runs = _candidates(training.model), list[Run]()
     with deferred(list(heads.values()), ROWS[-1], runs.append):
-        run_step(training, batch)  # not `loss`: a training_step of its own may have no other way
+        run_step(training, batch)
     runs_of = {name: [run for run in runs if run.weight is heads[name].weight] for name in heads}
     return [
         name

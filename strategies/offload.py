@@ -183,7 +183,7 @@ def _moved_bytes(times: float, training: TrainingView, batch: Any) -> int:
         return _unattached(tensor)
 
     with _saving(training, lambda: (pack, lambda tensor: tensor)):
-        run_step(training, batch)  # not `loss`: a training_step of the user's own has no other way
+        run_step(training, batch)
     return sum(moved.values())
 
 

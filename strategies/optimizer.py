@@ -34,7 +34,7 @@ from autofit.errors import InvalidArgument, release_exception, with_type
 from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView, attributes_kept, undone
 
-from .optimizer_state import STATE, shares_held, state_in_bfloat16
+from .optimizer_state import STATE, named, shares_held, state_in_bfloat16
 from .update_in_backward import LINES, WHEN, share_held, updated_in_backward
 
 SETTING = "optimizer.implementation"
@@ -164,7 +164,7 @@ def _chosen(training: TrainingView, names: Iterable[str]) -> list[Optimizer]:
     Raises:
         InvalidArgument: there is none of one, as where they were several in the search.
     """
-    given = dict(_named(training))
+    given = named(training)
     if missing := [name for name in names if name not in given]:
         raise InvalidArgument(
             f"the plan is for the optimizers {[*names]}, and there is none of the name "
@@ -296,7 +296,7 @@ def _place_step_counts(optimizer: Optimizer) -> None:
 def _found(training: TrainingView) -> dict[str, list[str]]:
     """Return each implementation that an optimizer has and does not use already."""
     found: dict[str, list[str]] = {}
-    for name, optimizer in _named(training):
+    for name, optimizer in named(training).items():
         own = _ran(optimizer) if "foreach" in optimizer.defaults else None
         if own is None:
             continue
@@ -330,7 +330,7 @@ def _worth_it(
     worth: dict[str, Sequence[str]] = {}
     raised: dict[str, str] = {}
     for value, names in found.items():
-        optimizers = [each for name, each in _named(training) if name in names]
+        optimizers = [each for name, each in named(training).items() if name in names]
         try:
             with implemented(optimizers, value):
                 if plain_s - _timed(training, batch)[0] > least_s or saves_bytes:
@@ -369,11 +369,6 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _named(training: TrainingView) -> Iterable[tuple[str, Optimizer]]:
-    given = training.optimizer
-    return given.items() if isinstance(given, Mapping) else [("", given)]
 
 
 def _ran(optimizer: Optimizer) -> str | None:

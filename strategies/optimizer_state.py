@@ -121,10 +121,14 @@ def shares_held(training: TrainingView) -> dict[str, float]:
 
     By the names of the optimizers whose state that halves; they have stepped.
     """
-    given = training.optimizer
-    named = given if isinstance(given, Mapping) else {"": given}
-    shares = {name: _share_held(each) for name, each in named.items()}
+    shares = {name: _share_held(each) for name, each in named(training).items()}
     return {name: share for name, share in shares.items() if share < 1}
+
+
+def named(training: TrainingView) -> Mapping[str, Optimizer]:
+    """Return the training's optimizers by name; "" is that of one alone."""
+    given = training.optimizer
+    return given if isinstance(given, Mapping) else {"": given}
 
 
 def _share_held(optimizer: Optimizer) -> float:

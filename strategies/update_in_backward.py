@@ -7,18 +7,19 @@ computes what a step of all does, to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from autofit.errors import Unsupported
 from autofit.strategy import TrainingView
+
+from .calls import saved_bytes
 
 WHEN = "optimizer.when"
 _NOT_IN_FORCE = (
@@ -104,26 +105,13 @@ def share_held(samples: int, training: TrainingView, batch: Any) -> float | None
         return None
     parameters = list(training.model.parameters())
     gradient_bytes = sum(each.nbytes for each in parameters if id(each) in updated)
-    if gradient_bytes < _saved_bytes(partial(training.loss, batch)) / samples:
-        return None
+    with suppress(RuntimeError):  # they may not be watched
+        if gradient_bytes < saved_bytes(training.model, partial(training.loss, batch)) / samples:
+            return None
     held_bytes = sum(each.nbytes for each in parameters)
     states = [state for each in optimizer.state.values() for state in each.values()]
     held_bytes += sum(state.nbytes for state in states if is_dense(state))
     return held_bytes / (held_bytes + gradient_bytes)
-
-
-def _saved_bytes(forward: Callable[[], Tensor]) -> int:
-    """Return the bytes that a forward saves for its backward; 0 where it may not be watched."""
-    saved_bytes = 0
-
-    def pack(tensor: Tensor) -> Tensor:
-        nonlocal saved_bytes
-        saved_bytes += 0 if tensor.is_leaf and tensor.requires_grad else tensor.nbytes
-        return tensor.detach()  # an output that is saved as it is would hold itself for good
-
-    with suppress(RuntimeError), saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward()
-    return saved_bytes
 
 
 LINES = [

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.errors import SearchTimedOut
 from autofit.measurement import ACT
-from autofit.plan import Plan, Settings, unlike
+from autofit.plan import Plan, Scalar, Settings, unlike
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.confirmation import answer_of
 from autofit.probing.prober import Prober
@@ -58,24 +58,32 @@ class _Fault:
 def _faults(
     prober: Prober, result: SearchResult, difference: Mapping[str, Any] | None
 ) -> Iterator[_Fault]:
-    """Yield the settings of the best plan that are at fault; all together, if none is alone."""
+    """Yield the settings of the best plan that are at fault; all together, if none is alone.
+
+    What is costly to run again is judged by its gradients alone where they are known, and what is
+    free is tried alone before it.
+    """
     best, space = result.best.plan, result.spec.space
     if best == result.baseline.plan or not (result.baseline.ok and result.may_probe):
         return
-    if best.world_size > 1 or space.is_costly(best.settings):
-        return
     is_equal = difference is not None and not _is_over(difference)
+    if best.world_size > 1 or (is_equal and space.is_costly(best.settings)):
+        return
     plain = space.plan(best.micro_batch, space.default_settings)
     why = _fault_of(prober, result, plain, best, gradients=not is_equal)
     if why is None:
         return
     changed = unlike(best.settings, space.default_settings)
-    alone = []
+    alone: list[_Fault] = []
+    others: dict[str, Scalar] = {}
     for name, value in changed.items() if len(changed) > 1 else ():
         own = space.plan(best.micro_batch, {**space.default_settings, name: value})
-        if own != plain and (its := _fault_of(prober, result, plain, own, gradients=True)):
+        if own == plain or space.is_costly(own.settings):
+            others[name] = value
+        elif its := _fault_of(prober, result, plain, own, gradients=True):
             alone.append(_Fault({name: value}, its))
-    yield from alone or [_Fault(changed, why)]
+    is_costly = space.is_costly(best.settings)
+    yield from alone or [_Fault(others if is_costly and others else changed, why)]
 
 
 def _is_over(difference: Mapping[str, Any]) -> bool:

@@ -30,6 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autofit.errors import is_users_class
 from autofit.strategy import TrainingView, calls_watched, undone
 
+from ..calls import storage_of
 from .products import around_products
 
 
@@ -365,9 +366,7 @@ class Recorder:
 
     def _reference(self, tensor: torch.Tensor) -> set[int]:
         """Return the identity of a tensor's storage, which stays its own; {} where it has none."""
-        try:
-            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch does not annotate it
-        except (NotImplementedError, RuntimeError):  # sparse tensors and such have no storage
+        if (reference := storage_of(tensor)) is None:
             return set()
         self._references.append(reference)
         return {reference.cdata}

@@ -13,12 +13,12 @@ from torch import nn
 
 import autofit
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
-from autofit.plan import Scalar
+from autofit.plan import Dimension, Scalar
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.prober import Target, open_prober
 from autofit.searching.faithful import judged
 from autofit.searching.result import SearchResult
-from autofit.strategy import TrainingView
+from autofit.strategy import Context, TrainingView
 from tests.plugin import Plugin
 
 BUDGET = 2**28
@@ -62,6 +62,16 @@ class NeverUpdates(Plugin):
         undo()
 
 
+class AtACost(LeavesOut):
+    """As a compiler that computes something else."""
+
+    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
+        return {
+            "plugin.on": Dimension([False, True], trial_cost_s=1.0),
+            "plugin.free": Dimension([False, True]),
+        }
+
+
 def ran(seconds: float) -> Measurement:
     return Measurement(
         Outcome.OK, step_times_s=[seconds] * 3, peak_reserved_bytes=2**20, non_torch_bytes=0
@@ -94,3 +104,33 @@ def test_a_strategy_that_trains_something_else_does_not_win(
     assert difference is None or difference["gradient"] < 1e-5
     assert [dict(each.settings) for each in found.skipped] == [{"plugin.on": True}] * bool(why)
     assert all(why is not None and why in note for note in found.notes)
+
+
+def test_what_is_costly_to_try_does_not_win_either() -> None:
+    """It is left out wherever it is, and what was free beside it stays."""
+    batch = torch.randn(8, 64), torch.randint(0, 4, (8,))
+    workload = autofit.Workload(Wide(), batch, criterion=nn.CrossEntropyLoss(), global_batch=16)
+    with open_prober(workload, (AtACost(),), Target("cpu", BUDGET)) as prober:
+        space = prober.survey().space(None)
+        free, on = {"plugin.free": True}, {"plugin.on": True}
+        chosen = [dict(space.default_settings) | more for more in (free, free | on, on)]
+        plans = [space.baseline, *(space.plan(8, settings) for settings in chosen)]
+        seconds = [0.4, 0.3, 0.1, 0.12]
+        trials = tuple(
+            Trial(number, TrialKind.SEARCH if number else TrialKind.BASELINE, plan, ran(each))
+            for number, (plan, each) in enumerate(zip(plans, seconds, strict=True))
+        )
+        result = SearchResult(
+            SearchSpec(space, BUDGET),
+            trials,
+            trials[2],
+            trials[2],
+            trials[0],
+            (),
+            "no plan is left",
+        )
+        found, difference = judged(prober, result)
+    assert found.best == trials[1]
+    assert [dict(each.settings) for each in found.skipped] == [on]
+    assert difference is not None
+    assert difference["gradient"] < 1e-5

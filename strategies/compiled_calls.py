@@ -1,0 +1,276 @@
+"""Calls of modules that run compiled code, each by the shapes that it is given.
+
+The modules keep their class, names and parameters: what is compiled is a function that calls them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autofit.errors import Unsupported
+from autofit.strategy import COMPILED_CALL, TrainingView, attributes_kept
+
+from .compiler_notes import Counted, lines_since
+
+MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
+OFF, DEFAULT, GRAPHS = "off", "default", "reduce-overhead"
+WHOLE, BLOCKS = "whole", "blocks"
+_MARKS = "_dynamo"
+# The class of the node of a compiled function in the graph of autograd.
+_COMPILED_BACKWARD = "CompiledFunctionBackward"
+# Sizes of a batch that have code of their own: the micro-batch and the rest of a batch, in training
+# and in evaluation.
+_MOST_SIZES = 4
+# How deep tensors are looked for in the model's arguments.
+_DEPTH = 4
+
+
+@contextmanager
+def compiled(
+    training: TrainingView, alike: Sequence[Sequence[nn.Module]], mode: str, budget: float
+) -> Iterator[None]:
+    """Have the calls of modules compiled when they first run; leaving it undoes that.
+
+    Args:
+        training: of whose model they are.
+        alike: those of one sequence share their code.
+        mode: of torch.compile.
+        budget: share of the activations that may be kept for the backward.
+    """
+    model = training.model
+    with ExitStack() as stack:
+        stack.enter_context(_environment_kept())
+        options = _options(mode, budget)
+        if mode == GRAPHS:
+            stack.enter_context(_graphs_freed(training.device))
+            stack.callback(training.wrap_forward(partial(_not_accumulating, model)))
+        notes = partial(lines_since, Counted.now(), with_cuda_graphs=mode == GRAPHS)
+        stack.enter_context(_marks_kept(model))
+        for modules in alike:
+            codes = _Codes(options)
+            for module in modules:
+                stack.enter_context(attributes_kept(module, COMPILED_CALL))
+                call = _by_shapes(module, codes, is_block=module is not model)
+                vars(module)[COMPILED_CALL] = call
+        stack.callback(training.add_notes(notes))
+        yield
+
+
+def _options(mode: str, budget: float) -> Mapping[str, Any]:
+    """Return how torch.compile is called: with one backend for all, for it keeps code by that."""
+    if budget == 1.0:
+        return {"mode": mode}
+    from .memory_budget import within_budget  # loads inductor
+
+    return {"backend": within_budget(budget)}
+
+
+class _Codes:
+    """The code objects of modules that are alike, by the shapes that they are compiled for.
+
+    What is compiled, and how often, is counted by code object.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._of_shapes: dict[Any, CodeType] = {}
+        self._of_any = _new_code()
+
+    def of_any_shape(self, module: nn.Module) -> Callable[..., Any]:
+        """Return the compiled call of a module that serves any shape."""
+        return self._compiled(module, self._of_any, None)
+
+    def of(self, module: nn.Module, shapes: Any) -> Callable[..., Any] | None:
+        """Return its call for these shapes; None: there is code for as many others already."""
+        if shapes not in self._of_shapes and len(self._of_shapes) >= _MOST_SIZES:
+            return None
+        return self._compiled(module, self._of_shapes.setdefault(shapes, _new_code()), False)
+
+    def _compiled(
+        self, module: nn.Module, code: CodeType, dynamic: bool | None
+    ) -> Callable[..., Any]:
+        template = _calling(module)
+        call = FunctionType(code, _globals(module), "call", None, template.__closure__)
+        made: Callable[..., Any] = torch.compile(call, dynamic=dynamic, **self._options)
+        return made
+
+
+def _new_code() -> CodeType:
+    return _calling(nn.Identity()).__code__.replace()
+
+
+def _hooks_within(module: nn.Module) -> list[Mapping[int, Any]]:
+    """Return the hooks of a module and of its parts by kind, those to come too."""
+    return [
+        hooks
+        for part in module.modules()
+        for hooks in (
+            part._forward_hooks,
+            part._forward_pre_hooks,
+            part._backward_hooks,
+            part._backward_pre_hooks,
+        )
+    ]
+
+
+def _by_shapes(module: nn.Module, codes: _Codes, *, is_block: bool) -> Callable[..., Any]:
+    """Return the compiled call of a module; a block runs as it is written while it has hooks.
+
+    Dynamo takes hooks in and does not guard on them, so that code that blocks share would run the
+    hooks of another block, or none.
+
+    Code for given shapes is the fastest, and torch compiles one function that often and no oftener
+    (`recompile_limit`): from then on it would run as it is written.
+    """
+    calls: dict[Any, Callable[..., Any]] = {}
+    lengths: set[Any] = set()
+    any_shape = codes.of_any_shape(module)
+    hooks = _hooks_within(module) if is_block else []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]  # torch
+            raise Unsupported(
+                f"{MODE}: hooks of all modules (register_module_forward_hook and the like) "
+                f"do not run in compiled code: remove them, or use {MODE}={OFF}"
+            )
+        if any(hooks):
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+        shapes = tuple(_shapes((args, kwargs)))
+        lengths.add(tuple(shape[1:] for shape in shapes))
+        has_lengths = len(lengths) > 1
+        if not has_lengths and shapes not in calls and (own := codes.of(module, shapes)):
+            calls[shapes] = own
+        output = (any_shape if has_lengths else calls.get(shapes, any_shape))(*args, **kwargs)
+        if is_block:
+            _refuse_second_derivatives(output)
+        return output
+
+    return call
+
+
+def _refuse_second_derivatives(output: Any) -> None:
+    """Have a backward through a compiled block refused that is to be differentiated itself.
+
+    Torch refuses the second backward, where the first one gets that far: with compiled code behind
+    the block too, it fails at once, with an error that names no cause.
+    """
+    for each in output if isinstance(output, tuple | list) else [output]:
+        node: Any = getattr(each, "grad_fn", None)
+        if type(node).__name__ == _COMPILED_BACKWARD:
+            node.register_prehook(_check_first)
+
+
+def _check_first(gradients: Any) -> None:
+    if torch.is_grad_enabled():  # in a backward: with create_graph
+        raise Unsupported(
+            f"{REGION}={BLOCKS}: torch.compile does not support double backward "
+            f"(create_graph=True): use {MODE}={OFF}"
+        )
+
+
+def _shapes(value: Any, depth: int = _DEPTH) -> Iterator[torch.Size]:
+    """Yield the shapes of the tensors in containers, and in the attributes of other objects."""
+    if isinstance(value, torch.Tensor):
+        yield value.shape
+    elif depth and not isinstance(value, type | nn.Module):
+        if not isinstance(value, tuple | list):
+            inner = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+            value = inner.values()
+        for each in value:
+            yield from _shapes(each, depth - 1)
+
+
+def _calling(module: nn.Module) -> FunctionType:
+    """Return a function that calls the module.
+
+    The frame that is compiled: of a frame of torch's own, as `Module.compile` takes it, nothing is
+    compiled where the module's class is torch's too.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+
+    return call  # type: ignore[return-value]  # it is a plain function
+
+
+def _globals(module: nn.Module) -> dict[str, Any]:
+    """Return the globals of the frame that is compiled.
+
+    Dynamo looks for the globals of what it inlines in the module of their name. A class of a script
+    that travelled to a worker has another module of that name there, so that the frame has to have
+    the same globals as its forward.
+    """
+    own: dict[str, Any] = getattr(type(module).forward, "__globals__", globals())
+    home = sys.modules.get(own.get("__name__", ""))
+    return globals() if home is not None and vars(home) is own else own
+
+
+@contextmanager
+def _graphs_freed(device: torch.device) -> Iterator[None]:
+    """Free the CUDA graphs that are recorded inside, and the memory that is theirs.
+
+    An output of a graph holds its function by way of autograd, so that nothing else would free it.
+    Those of the caller's own compiled functions are freed with them, so not where there are some.
+    """
+    from torch._inductor import cudagraph_trees
+
+    before = cudagraph_trees.get_manager(device.index or 0, create_if_none_exists=False)
+    try:
+        yield
+    finally:
+        if before is None:
+            cudagraph_trees.reset_cudagraph_trees()
+
+
+@contextmanager
+def _not_accumulating(model: nn.Module) -> Iterator[None]:
+    """Refuse a forward whose gradients would be added to others.
+
+    Raises:
+        Unsupported: there are gradients already.
+    """
+    if torch.is_grad_enabled() and any(each.grad is not None for each in model.parameters()):
+        raise Unsupported(
+            f"{MODE}={GRAPHS}: a CUDA graph writes its gradients over those of its last replay, so "
+            "that they cannot be added up (pytorch issue 169545): drop the gradients before each "
+            "forward, or choose another mode"
+        )
+    yield
+
+
+@contextmanager
+def _marks_kept(model: nn.Module) -> Iterator[None]:
+    """Take away the attributes with which dynamo marks parameters and buffers."""
+    before = {tensor: set(vars(tensor)) for tensor in chain(model.parameters(), model.buffers())}
+    try:
+        yield
+    finally:
+        for tensor, names in before.items():
+            for name in [n for n in vars(tensor) if n.startswith(_MARKS) and n not in names]:
+                delattr(tensor, name)
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Put the environment variables back that torch's compiler sets for itself."""
+    before = _variables_of_compiler()
+    try:
+        yield
+    finally:
+        for name in _variables_of_compiler():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _variables_of_compiler() -> dict[str, str]:
+    return {n: v for n, v in os.environ.items() if "TORCHINDUCTOR" in n or "TRITON" in n}
