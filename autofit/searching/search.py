@@ -44,7 +44,7 @@ from autofit.searching.result import (
 )
 from autofit.searching.runner import Places, Runner, open_runner
 from autofit.searching.storage import check_opens
-from autofit.searching.study import Store
+from autofit.searching.study import COSTLY, Store
 from autofit.searching.wording import logged
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
@@ -211,7 +211,10 @@ class _Course:
                     with (
                         open_runner(prober, self._places, on_others, self._on_stage) as runner,
                         Store.open(
-                            self.asked.study, identity, began=self.asked.allowance.began
+                            self.asked.study,
+                            identity,
+                            self.asked.allowance.began,
+                            self.asked.planned_steps,
                         ) as store,
                     ):
                         if prober.vram_budget_bytes != survey.vram_budget_bytes:
@@ -336,7 +339,7 @@ class _Course:
             "vram_budget": "free" if is_free else str(survey.vram_budget_bytes),
             "max_micro_batch": str(self.asked.options.max_micro_batch),
             **({"ranks": str(survey.world_size)} if survey.world_size > 1 else {}),
-            **({"costly settings": ",".join(costly)} if costly else {}),
+            **({COSTLY: ",".join(costly)} if costly else {}),
         }
 
     def _specify(

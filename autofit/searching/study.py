@@ -40,6 +40,8 @@ from autofit.training.fingerprint import differing_parts
 _ENDED, _ENDED_AT = "autofit_ended", "autofit_ended_at"  # the reason, and the effort of that search
 _SESSIONS = "autofit_session_seconds"
 _Reason: Any = str | None
+COSTLY = "costly settings"
+"""The part of an identity that names them; `planned_steps=0` leaves them out."""
 
 
 def _difference(part: str, stored: str | None, here: str | None) -> str:
@@ -84,6 +86,7 @@ class Store(AbstractContextManager["Store"]):
         study: str | os.PathLike[str] | None,
         identity: Mapping[str, str],
         began: float | None = None,
+        planned_steps: int | None = None,
     ) -> Self:
         """Open a study for the search that `identity` describes, part by part.
 
@@ -91,6 +94,8 @@ class Store(AbstractContextManager["Store"]):
             study: a file path, an Optuna storage URL, or None for memory.
             identity: as in `SearchSpec`; compared with the stored one, if there is one.
             began: when the session began, by `time.monotonic`; None: now.
+            planned_steps: as the caller asked, for the error where it decides which settings there
+                are.
 
         Raises:
             StudyError: it belongs to another search, is in use, or cannot be read or written.
@@ -101,7 +106,7 @@ class Store(AbstractContextManager["Store"]):
             store._held = held.pop_all()
         with ExitStack() as closed_on_error:
             closed_on_error.push(store)
-            store._check_identity(identity)
+            store._check_identity(identity, planned_steps)
             store._close_abandoned_trials()
             closed_on_error.pop_all()
         return store
@@ -223,7 +228,7 @@ class Store(AbstractContextManager["Store"]):
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def _check_identity(self, identity: Mapping[str, str]) -> None:
+    def _check_identity(self, identity: Mapping[str, str], planned_steps: int | None) -> None:
         if self.spec is None:
             return
         stored = self.spec.identity
@@ -234,6 +239,11 @@ class Store(AbstractContextManager["Store"]):
             differences = [
                 _difference(part, stored.get(part), identity.get(part)) for part in parts
             ]
+            if COSTLY in parts:
+                samples, each = self.spec.planned_samples, self.spec.space.baseline.samples_per_step
+                there = (samples // each if samples else None) if COSTLY in stored else 0
+                if 0 in (there, planned_steps):
+                    differences.insert(0, f"planned_steps={there} there, {planned_steps} here")
             changes = "; ".join(dict.fromkeys(differences))
             raise StudyError(
                 f"the study {self.name} belongs to another search ({changes}): give another study, "
