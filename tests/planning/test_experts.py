@@ -62,11 +62,10 @@ def test_all_levers_together_are_those_that_no_fault_excludes() -> None:
     plain = spec.space.default_settings
     ran = make_trial(0, spec.space.plan(4, plain), step_times_s=[0.1])
     for excluded, left in ((FUSED, LAYOUT), (LAYOUT, FUSED)):
-        lever = LEVERS[excluded].lever
-        failed = spec.space.plan(4, {**plain, excluded: lever})
+        failed = spec.space.plan(4, {**plain, excluded: LEVERS[excluded].values[1]})
         beliefs = Beliefs(spec, [ran, make_trial(1, failed, Outcome.NONFINITE)])
         first = Experts.of(spec, beliefs.exclusions.why).variants[0]
-        assert first == {**plain, DTYPE: "bfloat16", left: LEVERS[left].lever}
+        assert first == {**plain, DTYPE: "bfloat16", left: LEVERS[left].values[1]}
 
 
 def test_the_plans_of_an_expert_are_run_with_the_levers_that_are_left() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autofit.measurement import Measurement, Outcome, TrialKind
-from autofit.plan import Dimension, Plan
+from autofit.plan import Dimension, Plan, Settings
 from autofit.planning import planner
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.search_spec import SearchSpec
@@ -225,8 +225,8 @@ def test_what_a_cold_start_took_tells_what_others_of_the_setting_take(
         "offload.on": Dimension((False, True), trial_cost_s=4.0),
     }
     device = make_device(dimensions=dimensions)
-    off = {"compile.mode": "off", "offload.on": False}
-    parts = {**off, "compile.mode": "parts"}
+    off: Settings = {"compile.mode": "off", "offload.on": False}
+    parts: Settings = {**off, "compile.mode": "parts"}
     for is_warm, factor in ((False, 0.4), (True, 1.0), (None, 1.0)):
         trials = [
             make_trial(0, Plan(4, settings=off), step_times_s=[0.1]),
