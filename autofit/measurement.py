@@ -133,6 +133,8 @@ class Measurement:
         non_torch_bytes: bytes that the process held on the device outside the allocator.
         resident_bytes: bytes in live tensors as the optimizer begins to update: parameters,
             gradients and optimizer state, whatever the micro-batch. None: unknown.
+        gradient_bytes: of that, gradients: an update drops them, so that they are not held in the
+            first forward of a step. None: unknown.
         allocator_retries: how often the allocator flushed its cache in the timed steps.
         micro_batches_run: micro-batches that each timed step actually ran; fewer than the plan's
             accumulation steps if a search probe shortened them (step times are then scaled up).
@@ -174,6 +176,7 @@ class Measurement:
     new_shape_s: Sequence[Wait] = ()
     notes: Sequence[str] = ()
     resident_bytes: Amount | None = None
+    gradient_bytes: Amount | None = None
     failed_rank: Amount | None = None
     ranks: Sequence[RankUse] = ()
 

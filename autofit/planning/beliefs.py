@@ -47,6 +47,7 @@ from autofit.planning.noise import Noise, log_seconds_of
 from autofit.planning.search_spec import SearchSpec
 
 Mask: TypeAlias = NDArray[np.bool_]
+Places: TypeAlias = Indices | slice | int
 
 
 class Known:
@@ -56,6 +57,9 @@ class Known:
         variants: the settings of each, the plain one first.
         index: the place of each variant.
         largest_micro_batches: (variants), the largest micro-batch of each one's plans.
+        whole: the micro-batch of a step without accumulation; without a global batch, more than any
+            micro-batch has.
+        has_choice: (variants), whether some plans of each accumulate and one does not.
         trial_costs_s: (variants), the extra seconds of a probe of each.
     """
 
@@ -67,6 +71,10 @@ class Known:
         }
         largest = [space.largest_micro_batch_of(settings) for settings in self.variants]
         self.largest_micro_batches: MicroBatches = np.array(largest, dtype=np.int64)
+        self.whole = space.samples_per_rank or 2 * space.largest_micro_batch
+        may_choose = space.global_batch is not None and space.only_micro_batch is None
+        smallest = map(space.smallest_micro_batch_of, self.variants)
+        self.has_choice: Mask = np.array([may_choose and size < self.whole for size in smallest])
         costs_s = [space.trial_cost_s(settings) for settings in self.variants]
         self.trial_costs_s: Array = np.array(costs_s, dtype=np.float64)
 
@@ -139,6 +147,14 @@ class Known:
         dimensions = self._spec.space.dimensions
         costly = {name for name, dimension in dimensions.items() if dimension.is_costly}
         return costly | {n for n, d in dimensions.items() if not costly.isdisjoint(d.when or {})}
+
+    @cached_property
+    def costly_names(self) -> Sequence[set[str]]:
+        """(variants): the settings whose values make each costly."""
+        of = self._spec.space.dimensions
+        return [
+            {n for n, v in each.items() if of[n].trial_cost_of(v) > 0} for each in self.variants
+        ]
 
     def variant_of(self, settings: Settings) -> int | None:
         """Return the place of a variant; None: the space does not have it."""
@@ -217,21 +233,21 @@ class Beliefs:
         """Exclusions that follow from faults of earlier probes.
 
         What ran out of memory below a size that ran is an oddity of the allocator and bounds
-        nothing, unless the final comparison shows it. A pending probe shows no value to work.
+        nothing, unless the final comparison shows it; and a step without accumulation holds no
+        gradients beside activations. A pending probe shows no value to work.
         """
         known = [*self.measured, *(trial for trial in self.pending if not trial.ok)]
-        ran: dict[VariantKey, int] = {}
-        for trial in known:
-            if trial.ok:
-                ran[trial.plan.variant] = max(
-                    ran.get(trial.plan.variant, 0), trial.plan.micro_batch
-                )
+        ran: dict[tuple[VariantKey, bool], int] = {}
+        for plan in (trial.plan for trial in known if trial.ok):
+            of = plan.variant, plan.accumulation_steps > 1
+            ran[of] = max(ran.get(of, 0), plan.micro_batch)
         kept = [
             trial
             for trial in known
             if trial.kind is TrialKind.CONFIRMATION
             or not trial.measurement.outcome.about_memory
-            or trial.plan.micro_batch >= ran.get(trial.plan.variant, 0)
+            or trial.plan.micro_batch
+            >= ran.get((trial.plan.variant, trial.plan.accumulation_steps > 1), 0)
         ]
         return exclusions_of(self.spec, kept)
 
@@ -254,6 +270,17 @@ class Beliefs:
         return np.array([own if bound is None else min(own, bound) for own, bound in bounds])
 
     @cached_property
+    def accumulating(self) -> MicroBatches:
+        """(variants): likewise of plans that accumulate."""
+        whole, found = self.known.whole, self.exclusions.accumulating
+        return np.minimum(self.bound, [found.get(key, whole) for key in self.known.index])
+
+    def bound_at(self, variants: Places, sizes: MicroBatches | int) -> MicroBatches:
+        """Return (plans): the bound of plans that accumulate, or do not, as these."""
+        is_whole = np.asarray(sizes) >= self.known.whole
+        return np.where(is_whole, self.bound[variants], self.accumulating[variants])
+
+    @cached_property
     def usable(self) -> Mask:
         """(variants): whether no fault excludes the variant."""
         return np.array([self.exclusions.why(settings) is None for settings in self.variants])
@@ -268,7 +295,8 @@ class Beliefs:
             for trial in self.probes
             if trial.ok
             and trial.plan not in refuted
-            and trial.plan.micro_batch <= self.bound[self.index(trial.plan)]
+            and trial.plan.micro_batch
+            <= self.bound_at(self.index(trial.plan), trial.plan.micro_batch)
             and trial.plan.micro_batch >= self.exclusions.least(trial.plan.settings)
             and self.exclusions.why(trial.plan.settings) is None
         ]
@@ -287,7 +315,10 @@ class Beliefs:
     @cached_property
     def held(self) -> HeldBytes:
         """The bytes that plans hold."""
-        return HeldBytes(self.spec, self.known.memory, self.probes, self.measured, self.index)
+        known = self.known
+        return HeldBytes(
+            self.spec, known.memory, known.has_choice, self.probes, self.measured, self.index
+        )
 
     @property
     def has_predicted_memory(self) -> bool:
@@ -317,7 +348,12 @@ class Beliefs:
     def largest_at(self, risk: float) -> MicroBatches:
         """Return (variants): the largest micro-batch with at most this risk; 0: there is none."""
         if risk not in self._largest_at:
-            limits = np.minimum(self.held.limits(risk), self.bound)
+            limits = np.minimum(self.held.limits(risk), self.accumulating)
+            if self.held.gradient_bytes.any():
+                every, whole = np.arange(len(limits)), self.known.whole
+                fits = self.held.chance(every, np.full(len(limits), whole)) >= 1 - risk
+                fits &= self.bound >= whole
+                limits = np.where(fits, whole, np.minimum(limits, whole - 1))
             self._largest_at[risk] = self.sizes.down(limits)
         return self._largest_at[risk]
 
@@ -335,6 +371,24 @@ class Beliefs:
         """(variants): the largest micro-batch that may fit; 0 if there is none."""
         return np.maximum(self.cautious, self.largest_at(OPTIMISTIC))
 
+    def reach_at(self, variants: Places, sizes: Array | MicroBatches) -> MicroBatches:
+        """Return (plans): the largest micro-batch to try next, as far as these sizes need it.
+
+        A step without accumulation is in reach too where gradients are known to take room in the
+        others: once those ended, no smaller step leads there.
+        """
+        ends = self.accumulating < self.known.whole - 1
+        may = (self.held.gradient_bytes > 0) & (self.bound >= self.known.whole)
+        may &= ends | (self.known.whole <= self._most_in_reach)
+        is_whole = np.asarray(sizes) >= self.known.whole
+        return np.where(is_whole & may[variants], self.known.whole, self.reach[variants])
+
+    @property
+    def _most_in_reach(self) -> int:
+        ran = [t.plan.micro_batch for t in self.measured if t.measurement.step_times_s]
+        step = STEP_WITH_LINES if self.has_predicted_memory else STEP
+        return step * max(ran, default=1)
+
     @cached_property
     def reach(self) -> MicroBatches:
         """(variants): the largest micro-batch to try next.
@@ -346,13 +400,12 @@ class Beliefs:
         failure that no memory line expected, at a size that no variant has run, may await the other
         variants too.
         """
-        ran = [t.plan.micro_batch for t in self.measured if t.measurement.step_times_s]
-        step = STEP_WITH_LINES if self.has_predicted_memory else STEP
-        reach: MicroBatches = np.minimum(self.bound, step * max(ran, default=1))
+        reach: MicroBatches = np.minimum(self.accumulating, self._most_in_reach)
         limit, most = self.held.limits(0.5), int(self.largest.max(initial=1))
         for trial in self.probes:
             index, failed = self.index(trial.plan), trial.plan.micro_batch
-            if self.exclusions.largest.get(trial.plan.variant) != failed - 1:
+            of, variant = self.exclusions, trial.plan.variant
+            if failed - 1 not in (of.largest.get(variant), of.accumulating.get(variant)):
                 continue
             fits = int(self.largest[index])
             middle = math.isqrt(max(1, fits) * failed)
@@ -447,13 +500,30 @@ class Beliefs:
         return max(self.fitting, key=lambda t: self.mean_log_speed(t.plan), default=None)
 
     @cached_property
+    def trial_costs_s(self) -> Array:
+        """(variants): the extra seconds of a probe of each.
+
+        As strategies expect, times the factor by which cold starts of the same setting differed
+        from that: compilations of one model on one machine have it in common.
+        """
+        costs_s, names = self.known.trial_costs_s, self.known.costly_names
+        cold = [t for t in self.measured if t.measurement.start_is_warm is False]
+        took_s = {self.index(t.plan): t.measurement.start_up_s or 0.0 for t in cold}
+        expected_s = sum(costs_s[each] for each in took_s)
+        if not expected_s:
+            return costs_s
+        seen = set[str]().union(*(names[each] for each in took_s))
+        is_alike = [not seen.isdisjoint(each) for each in names]
+        return np.where(is_alike, costs_s * (sum(took_s.values()) / expected_s), costs_s)
+
+    @cached_property
     def start_up_s(self) -> Array:
         """(variants): seconds before the first step of a training with costly settings, else 0.
 
         What a training takes that finds its compiled code in torch's cache, where that was
         measured, as in a second worker; else the most that was.
         """
-        start_up_s = self.known.trial_costs_s.copy()
+        start_up_s = self.trial_costs_s.copy()
         measured: dict[int, list[Measurement]] = {}
         for trial in self.fitting if start_up_s.any() else ():
             measured.setdefault(self.index(trial.plan), []).append(trial.measurement)

@@ -45,7 +45,7 @@ def likeliest_to_fit(beliefs: Beliefs, allowed: Mask) -> Plan | None:
     if len(beliefs.probes) >= MAX_WITHOUT_FIT:
         return None
     smallest = beliefs.sizes.smallest
-    free = np.flatnonzero(allowed & (smallest <= beliefs.bound))
+    free = np.flatnonzero(allowed & (smallest <= beliefs.bound_at(slice(None), smallest)))
     chance = beliefs.held.chance(free, smallest[free])
     ordered = free[np.argsort(-chance, kind="stable")].tolist()
     return next(filter(None, (plan_of(beliefs, int(smallest[at]), at) for at in ordered)), None)
@@ -81,9 +81,10 @@ def without_recomputation(beliefs: Beliefs, allowed: Mask) -> Plan | None:
     plan = beliefs.incumbent.plan
     variant, size = beliefs.index(plan), plan.micro_batch
     bare = int(beliefs.known.without_recomputation[variant])
-    if bare == variant or not allowed[bare] or size > beliefs.reach[bare]:
+    at = np.array([bare]), np.array([size])
+    if bare == variant or not allowed[bare] or size > beliefs.reach_at(*at)[0]:
         return None
-    fits = float(beliefs.held.chance(np.array([bare]), np.array([size]))[0]) >= 1 - RISKS[-1]
+    fits = float(beliefs.held.chance(*at)[0]) >= 1 - RISKS[-1]
     return plan_of(beliefs, size, bare) if fits and size > beliefs.largest[bare] else None
 
 
@@ -109,15 +110,21 @@ def costly_seconds(beliefs: Beliefs) -> Array:
     """Return (variants): the seconds that a probe of each takes."""
     usual = [t.measurement.seconds for t in beliefs.fitting if not _is_costly(beliefs, t.plan)]
     known = [seconds for seconds in usual if seconds is not None]
-    return beliefs.known.trial_costs_s + (float(np.mean(known)) if known else 0.0)
+    return beliefs.trial_costs_s + (float(np.mean(known)) if known else 0.0)
 
 
 def planned_seconds(beliefs: Beliefs) -> float:
-    """Return how long the planned training takes with the incumbent; infinite: nobody knows."""
-    samples = beliefs.spec.planned_samples
-    if not samples or beliefs.incumbent is None:
+    """Return how long the planned steps take with the incumbent; infinite: nobody knows.
+
+    Without a global batch its steps may have more samples than the baseline's, by which planned
+    samples are counted: who takes such a plan trains as many steps of it.
+    """
+    samples, incumbent = beliefs.spec.planned_samples, beliefs.incumbent
+    if not samples or incumbent is None:
         return math.inf
-    return samples / math.exp(beliefs.mean_log_speed(beliefs.incumbent.plan))
+    plan = incumbent.plan
+    step_s = plan.samples_per_step / math.exp(beliefs.mean_log_speed(plan))
+    return samples / beliefs.spec.space.baseline.samples_per_step * step_s
 
 
 def _costly_seconds_left(beliefs: Beliefs) -> float:
@@ -155,7 +162,8 @@ def _candidates(beliefs: Beliefs, allowed: Mask) -> tuple[Indices, MicroBatches,
     allowed = _most_promising(beliefs, allowed)
     at_risk = _at_risks(beliefs)
     rows = np.array([*at_risk, *_around_fastest(beliefs)])
-    row, variants = np.nonzero((rows >= 1) & (rows <= beliefs.reach) & allowed)
+    in_reach = rows <= beliefs.reach_at(slice(None), rows)
+    row, variants = np.nonzero((rows >= 1) & in_reach & allowed)
     sizes = rows[row, variants]
     first = np.unique(sizes * len(allowed) + variants, return_index=True)[1]
     first = first[_is_apart(beliefs, variants[first], sizes[first])]
@@ -180,7 +188,8 @@ def _at_risks(beliefs: Beliefs) -> list[MicroBatches]:
     """Return rows of sizes at a few risks, and the next lower multiples that suit tiled kernels."""
     rows = []
     for risk in RISKS:
-        limits = np.minimum(beliefs.largest_at(risk), beliefs.reach)
+        limits = beliefs.largest_at(risk)
+        limits = np.minimum(limits, beliefs.reach_at(slice(None), limits))
         sizes = beliefs.sizes.handy(np.maximum(limits, beliefs.sizes.smallest).astype(np.float64))
         even = beliefs.sizes.down((sizes // MULTIPLE * MULTIPLE).astype(np.float64))
         rows += [sizes, np.where(2 * even > sizes, even, 0)]
@@ -197,7 +206,8 @@ def _around_fastest(beliefs: Beliefs) -> list[MicroBatches]:
         below = max((size for size in speeds if size < at), default=at / 4)
         above = min((size for size in speeds if size > at), default=0)
         between[:3, variant] = math.sqrt(at * below), math.sqrt(at * above), at * math.sqrt(2)
-    return [beliefs.sizes.handy(np.minimum(row, beliefs.reach)) for row in between]
+    between = np.minimum(between, beliefs.reach_at(slice(None), between))
+    return [beliefs.sizes.handy(row) for row in between]
 
 
 def _is_apart(beliefs: Beliefs, variants: Indices, sizes: MicroBatches) -> Mask:
@@ -217,7 +227,7 @@ def _is_needless(beliefs: Beliefs, variants: Indices, sizes: MicroBatches) -> Ma
     """Return which plans recompute at a size at which the same variant fits without."""
     bare = beliefs.known.without_recomputation[variants]
     fits = beliefs.held.chance(bare, sizes) >= 1 - RISKS[1]
-    fits = (fits & (sizes <= beliefs.bound[bare])) | (sizes <= beliefs.largest[bare])
+    fits = (fits & (sizes <= beliefs.bound_at(bare, sizes))) | (sizes <= beliefs.largest[bare])
     helps = [at for at in beliefs.speeds_by_size if _recomputing_helps(beliefs, at)]
     needless: Mask = (bare != variants) & beliefs.usable[bare] & fits & ~np.isin(variants, helps)
     return needless
@@ -271,7 +281,7 @@ def _costly_candidates(
     new = np.array([v for v in beside if v not in ran and bare[v] == v], dtype=np.intp)
     sizes = np.array([beside[variant] for variant in new.tolist()], dtype=np.int64)
     fits = beliefs.held.chance(new, sizes) >= 1 - RISKS[-1]
-    fits &= (sizes <= beliefs.reach[new]) & (sizes >= smallest[new])
+    fits &= (sizes <= beliefs.reach_at(new, sizes)) & (sizes >= smallest[new])
     sizes = np.where(fits, sizes, beliefs.cautious[new])
     kept = sizes >= 1
     known = [v for v in beside if {v, int(bare[v])} & ran]

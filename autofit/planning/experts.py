@@ -10,8 +10,9 @@ sizes by what was measured; and the lines tell at `SURE` deviations.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -45,8 +46,16 @@ class Experts:
     variants: list[Settings]
 
     @classmethod
-    def of(cls, spec: SearchSpec) -> Experts:
-        """Return those of a space: the lever that changes the arithmetic most is the leading."""
+    def of(
+        cls, spec: SearchSpec, why: Callable[[Settings], object] = lambda settings: None
+    ) -> Experts:
+        """Return those of a space: the lever that changes the arithmetic most is the leading.
+
+        Args:
+            spec: of the search.
+            why: tells why settings are excluded, if they are: all levers together are those that
+                are left.
+        """
         space = spec.space
         levers: Mapping[str, Scalar] = {
             name: dimension.lever
@@ -59,8 +68,11 @@ class Experts:
         leading = max(levers, key=lambda name: spec.numerics.get(name, 0))
         values = space.dimensions[leading].values
         order = dict.fromkeys([levers[leading], *reversed(values[1:]), values[0]])
-        together = [{**plain, **levers, leading: value} for value in order]
         alone = [{**plain, leading: value} for value in order]
+        together = [dict(each) for each in alone]
+        for each, (name, lever) in product(together, levers.items()):
+            if name != leading and not why({**each, name: lever}):
+                each[name] = lever
         settled = [space.plan(space.largest_micro_batch, each).settings for each in together]
         distinct = {tuple(each.items()): each for each in [*settled, *alone]}
         return cls(leading, list(map(dict, distinct.values())))
@@ -71,7 +83,7 @@ def expert_plan(beliefs: Beliefs, allowed: Mask) -> Plan | None:
     second = _second_size(beliefs, allowed)
     if second is not None:
         return second
-    experts = Experts.of(beliefs.spec)
+    experts = Experts.of(beliefs.spec, beliefs.exclusions.why)
     for settings in experts.variants:
         variant = beliefs.known.variant_of(settings)
         if variant is None or not allowed[variant]:
@@ -101,8 +113,7 @@ def _at_largest(beliefs: Beliefs, variant: int, *, is_new: bool) -> Plan | None:
     leading setting has not run yet, and no line rules it out.
     """
     top, most = int(beliefs.cautious[variant]), int(beliefs.optimistic[variant])
-    largest, reach = int(beliefs.largest[variant]), int(beliefs.reach[variant])
-    done = NEAR * min(top, reach)
+    largest, done = int(beliefs.largest[variant]), NEAR * _in_reach(beliefs, variant, top)
     if beliefs.spec.space.samples_per_rank and not beliefs.has_predicted_memory:
         # The sizes of a global batch are far apart: an expert tries the next one
         risk = BOLD if beliefs.oom_probes == 0 else RISKS[-1]
@@ -113,12 +124,16 @@ def _at_largest(beliefs: Beliefs, variant: int, *, is_new: bool) -> Plan | None:
         return None
     if not is_new and _is_surely_slower(beliefs, variant, most):
         return None
-    size = handy_size(beliefs, min(top, reach), variant)
+    size = handy_size(beliefs, _in_reach(beliefs, variant, top), variant)
     even = size // MULTIPLE * MULTIPLE
     is_near = even > NEAR * size and even >= beliefs.sizes.smallest[variant]
     if is_near and beliefs.spec.space.samples_per_rank is None:
         size = even
     return plan_of(beliefs, size, variant) if size > largest else None
+
+
+def _in_reach(beliefs: Beliefs, variant: int, size: int) -> int:
+    return min(size, int(beliefs.reach_at(np.array([variant]), np.array([size]))[0]))
 
 
 def _is_new_value(beliefs: Beliefs, settings: Settings, leading: str | None) -> bool:
@@ -146,7 +161,7 @@ def _second_size(beliefs: Beliefs, allowed: Mask) -> Plan | None:
         wanted = min(wanted, size * room * math.exp(-2 * MEMORY_ERROR))
     variant = beliefs.index(plan)
     second = int(beliefs.sizes.down(np.full(len(beliefs.variants), wanted))[variant])
-    is_apart = allowed[variant] and 1.2 * size <= second <= beliefs.bound[variant]
+    is_apart = allowed[variant] and 1.2 * size <= second <= beliefs.bound_at(variant, second)
     return plan_of(beliefs, second, variant) if is_apart else None
 
 
@@ -182,7 +197,7 @@ def _above_odd_failure(beliefs: Beliefs, variant: int) -> Plan | None:
     if len(failed) != 1 or failed[0].kind is TrialKind.CONFIRMATION:
         return None
     size = failed[0].plan.micro_batch
-    if size != beliefs.bound[variant] + 1 or not beliefs.largest[variant]:
+    if size != beliefs.bound_at(variant, size) + 1 or not beliefs.largest[variant]:
         return None
     fixed, slope = np.exp(beliefs.held.lines_without(variant).coefficients[:, variant])
     limit = (beliefs.spec.vram_budget_bytes * math.exp(-MEMORY_ERROR) - fixed) / slope

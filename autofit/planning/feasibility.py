@@ -2,21 +2,22 @@
 
 A fault is blamed on the settings that never worked anywhere: if bfloat16 alone is new in a failing
 variant, every variant with bfloat16 is excluded; if several settings are new, the variants that
-have all of them are. A fault of a variant that worked before bounds its micro-batch; where faults
-that are not about memory bound several variants, the bound holds for all that have what these
-share. No fault moves a memory line.
+have all of them are. Where a size is refused, new settings are to blame once they were refused at
+two sizes, of which the smaller is no larger than one that ran. A fault of a variant that worked
+before bounds its micro-batch; where faults that are not about memory bound several variants, the
+bound holds for all that have what these share. No fault moves a memory line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.measurement import Outcome, Trial, TrialKind, probes_of
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind, probes_of
 from autofit.plan import Scalar, Settings, VariantKey, variant_key
 from autofit.planning.constants import MOST_ACCIDENTS
 from autofit.planning.search_spec import SearchSpec
@@ -105,6 +106,8 @@ class Exclusions:
     Attributes:
         blamed: settings that fail together -> the reason.
         largest: variant -> the largest micro-batch that is not known to be refused.
+        accumulating: variant -> likewise of plans that accumulate, which hold gradients beside
+            activations: what ran out of memory there may fit in one micro-batch.
         shared: (settings, size): what several variants share that were refused at this micro-batch
             or less, not for memory; it is the largest for every variant with these settings.
         smallest: the smallest micro-batch that is not known to fail in the plain variant; it holds
@@ -114,6 +117,7 @@ class Exclusions:
 
     blamed: Mapping[VariantKey, str]
     largest: Mapping[VariantKey, int]
+    accumulating: Mapping[VariantKey, int]
     shared: Sequence[tuple[VariantKey, int]]
     smallest: int
     smallest_of: Mapping[VariantKey, int]
@@ -168,6 +172,7 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
     """Return the exclusions that follow from these trials."""
     blamed: dict[VariantKey, str] = {}
     largest: dict[VariantKey, int] = {}
+    accumulating: dict[VariantKey, int] = {}
     largest_apart_from_memory: dict[VariantKey, int] = {}
     smallest, smallest_of = 1, dict[VariantKey, int]()
     plain = spec.space.baseline
@@ -191,7 +196,9 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
         of_size = outcome in _ACCIDENTS or (larger and outcome in _OF_THE_TRAINING)
         if outcome.about_memory or outcome in _ABOUT_SIZE or (worked and of_size):
             below = plan.micro_batch - 1
-            largest[plan.variant] = min(below, largest.get(plan.variant, below))
+            holds_gradients = outcome.about_memory and plan.accumulation_steps > 1
+            bounds = accumulating if holds_gradients else largest
+            bounds[plan.variant] = min(below, bounds.get(plan.variant, below))
             if not outcome.about_memory:
                 apart = largest_apart_from_memory
                 apart[plan.variant] = min(below, apart.get(plan.variant, below))
@@ -202,10 +209,29 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
             smallest_of[plan.variant] = plain.micro_batch
         else:
             new = tuple(pair for pair in plan.variant if pair not in works)
-            detail = trial.measurement.detail
-            blamed[new or plan.variant] = outcome.value + (f": {detail}" if detail else "")
+            blamed[new or plan.variant] = _words(trial.measurement)
+    most = max((plan.micro_batch for plan in ran), default=0)
+    blamed |= dict(_refused_at_two_sizes(trials, works, most))
     shared = _shared_bounds(largest_apart_from_memory, trials)
-    return Exclusions(blamed, largest, shared, smallest, smallest_of)
+    return Exclusions(blamed, largest, accumulating, shared, smallest, smallest_of)
+
+
+def _words(measured: Measurement) -> str:
+    return measured.outcome.value + (f": {measured.detail}" if measured.detail else "")
+
+
+def _refused_at_two_sizes(
+    trials: Sequence[Trial], works: Container[tuple[str, Scalar]], most: int
+) -> Iterator[tuple[VariantKey, str]]:
+    """Yield settings that never worked, refused at two sizes, the smaller up to `most`; and why."""
+    sizes: dict[VariantKey, set[int]] = {}
+    for trial in probes_of(trials):
+        if trial.measurement.outcome in _ABOUT_SIZE:
+            new = tuple(pair for pair in trial.plan.variant if pair not in works)
+            refused = sizes.setdefault(new, set())
+            refused.add(trial.plan.micro_batch)
+            if new and len(refused) > 1 and min(refused) <= most:
+                yield new, _words(trial.measurement)
 
 
 def _shared_bounds(

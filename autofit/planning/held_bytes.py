@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
@@ -40,6 +41,7 @@ class HeldBytes:
     Args:
         spec: of the search.
         family: what is believed before any probe.
+        has_choice: (variants), whether some plans of each accumulate and one does not.
         probes: measured and believed ones.
         measured: the measured ones.
         index: the place of a plan's variant.
@@ -49,12 +51,13 @@ class HeldBytes:
         self,
         spec: SearchSpec,
         family: LineFamily,
+        has_choice: NDArray[np.bool_],
         probes: Sequence[Trial],
         measured: Sequence[Trial],
         index: Callable[[Plan], int],
     ) -> None:
-        self._spec, self._family, self._probes = spec, family, probes
-        self._measured, self._index = measured, index
+        self._spec, self._family, self._has_choice = spec, family, has_choice
+        self._probes, self._measured, self._index = probes, measured, index
 
     @cached_property
     def lines(self) -> Lines:
@@ -129,7 +132,8 @@ class HeldBytes:
         budget = self._spec.vram_budget_bytes
         values = self.lines.at(variants, np.asarray(sizes, dtype=np.float64))
         deviation = np.sqrt(values.variance + self.error(budget) ** 2)
-        chance: Array = normal_cdf((math.log(budget) - values.mean) / deviation)
+        allowed = np.log(budget + self._not_held(variants, sizes))
+        chance: Array = normal_cdf((allowed - values.mean) / deviation)
         return chance
 
     def quantile(self, plan: Plan, share: float = 0.5) -> float:
@@ -137,7 +141,31 @@ class HeldBytes:
         at = np.array([self._index(plan)]), np.array([float(plan.micro_batch)])
         values = self.lines.at(*at)
         deviations = statistics.NormalDist().inv_cdf(share)
-        return math.exp(values.mean[0] + deviations * math.sqrt(values.variance[0]))
+        held = math.exp(values.mean[0] + deviations * math.sqrt(values.variance[0]))
+        least = self._fixed_bytes.get(self._index(plan), 0)
+        return max(held - float(self._not_held(*at)[0]), min(held, least))
+
+    @cached_property
+    def gradient_bytes(self) -> Array:
+        """(variants): bytes of gradients, which are held beside activations in an accumulation.
+
+        In a step of one micro-batch they are made while activations go, so that it holds so much
+        less than a line through plans that accumulate. 0 where that is unknown, or there is no such
+        choice. A variant that did not run has the fewest of those that did.
+        """
+        known: dict[int, int] = {}
+        for trial in self._measured:
+            index, gradients = self._index(trial.plan), trial.measurement.gradient_bytes
+            if gradients is not None and self._has_choice[index]:
+                known[index] = gradients
+        found = np.where(self._has_choice, float(min(known.values(), default=0)), 0.0)
+        found[list(known)] = list(known.values())
+        return found
+
+    def _not_held(self, variants: Indices, sizes: Array | MicroBatches) -> Array:
+        """Return (plans): bytes of their lines that plans without accumulation do not hold."""
+        whole = self._spec.space.samples_per_rank or math.inf
+        return np.where(np.asarray(sizes) >= whole, self.gradient_bytes[variants], 0.0)
 
     @cached_property
     def readings(self) -> list[Reading]:
@@ -161,18 +189,18 @@ class HeldBytes:
     def _reading(self, trial: Trial) -> Reading | None:
         measured, held = trial.measurement, trial.measurement.held_bytes
         index, size = self._index(trial.plan), float(trial.plan.micro_batch)
+        more = float(self._not_held(np.array([index]), np.array([size]))[0])
         if measured.outcome in (Outcome.OK, Outcome.OVER_BUDGET) and held:
             even, error = self._even(measured, held)
-            return Reading(index, size, math.log(even), error)
+            return Reading(index, size, math.log(even + more), error)
         if not measured.outcome.about_memory:
             return None
         # Of what ran out while other processes used part of the budget, it needs what it held.
         needed = held if measured.contended else self._spec.vram_budget_bytes
         if not needed:
             return None
-        return Reading(
-            index, size, math.log(needed), self._error(MEMORY_ERROR, needed), at_least=True
-        )
+        error = self._error(MEMORY_ERROR, needed)
+        return Reading(index, size, math.log(needed + more), error, at_least=True)
 
     @cached_property
     def _fixed_bytes(self) -> Mapping[int, int]:

@@ -149,7 +149,7 @@ def veto(beliefs: Beliefs, plan: Plan) -> Measurement | None:
     why = beliefs.exclusions.why(plan.settings)
     if why is not None:
         return Measurement(Outcome.UNSUPPORTED, detail=f"not run: {why}")
-    if plan.micro_batch > beliefs.bound[beliefs.index(plan)]:
+    if plan.micro_batch > beliefs.bound_at(beliefs.index(plan), plan.micro_batch):
         return Measurement(Outcome.OVER_BUDGET, detail="not run: a smaller one did not fit")
     if beliefs.oom_risk(plan) <= VETO_RISK:
         return None

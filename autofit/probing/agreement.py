@@ -156,6 +156,7 @@ def _of_all(replies: Sequence[Reply]) -> Reply:
         peak_reserved_bytes=fullest.peak_reserved_bytes,
         non_torch_bytes=fullest.non_torch_bytes,
         resident_bytes=fullest.resident_bytes,
+        gradient_bytes=fullest.gradient_bytes,
         evaluation_peak_bytes=max(
             (m.evaluation_peak_bytes for m in seen if m.evaluation_peak_bytes), default=None
         ),

@@ -69,6 +69,7 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         peak_reserved_bytes=peak.peak_reserved_bytes,
         non_torch_bytes=peak.non_torch_bytes,
         resident_bytes=min(steps.update_bytes, default=None),
+        gradient_bytes=min(steps.gradient_bytes, default=None),
         allocator_retries=ran.retries,
         loss=steps.loss if math.isfinite(steps.loss) else None,
         losses=[loss for loss in steps.losses if math.isfinite(loss)],
@@ -284,6 +285,7 @@ class _Steps:
         first_s: of each but the longest, those of its first step.
         end_bytes: allocated at the end of each step.
         update_bytes: allocated where updates began, once the optimizer has its state.
+        gradient_bytes: what these updates freed.
         losses: one of each block of steps.
         loss: the last one.
         warm_up_steps: how many steps the warm-up took.
@@ -300,6 +302,7 @@ class _Steps:
     first_s: list[float] = field(default_factory=list)
     end_bytes: list[int] = field(default_factory=list)
     update_bytes: list[int] = field(default_factory=list)
+    gradient_bytes: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     loss: float = math.nan
     warm_up_steps: int = 0
@@ -310,7 +313,8 @@ class _Steps:
         for _ in warm_up(self.training):
             self._run_one(batch)
         self.warm_up_steps = len(self.end_bytes)
-        del self.end_bytes[:-WARM_UP_STEPS], self.update_bytes[: 1 - WARM_UP_STEPS]
+        del self.end_bytes[:-WARM_UP_STEPS]
+        del self.update_bytes[: 1 - WARM_UP_STEPS], self.gradient_bytes[: 1 - WARM_UP_STEPS]
 
     def meet_shorter(self) -> None:
         """Time the first step of each length but the longest: its shapes are new."""
@@ -370,6 +374,9 @@ class _Steps:
     def _run_one(self, batch: Batch) -> None:
         self.loss = float(_step(self.training, self.device, batch, self.update_bytes)[0])
         self.end_bytes.append(self.device.allocated_bytes())
+        if self.update_bytes:
+            freed = self.update_bytes[-1] - self.end_bytes[-1]
+            self.gradient_bytes.append(max(freed, 0))
 
     def time(self, count: int) -> None:
         """Time so many steps, of each length one, between two looks at the clock."""

@@ -40,7 +40,7 @@ from autofit.searching.predicted_lines import most_seconds, predicted_lines
 from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Places, open_runner
 from autofit.searching.storage import check_opens
-from autofit.searching.study import Store
+from autofit.searching.study import COSTLY, Store
 from autofit.searching.wording import logged
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
@@ -228,7 +228,9 @@ class _Course:
         for_loader = 0.0 if self.workload.loader is None else SHARE_FOR_LOADER
         with (
             open_runner(prober, self._places, on_others, self._on_stage) as runner,
-            Store.open(self.asked.study, identity, began=limits.began) as self.store,
+            Store.open(
+                self.asked.study, identity, limits.began, self.asked.planned_steps
+            ) as self.store,
         ):
             if prober.vram_budget_bytes != survey.vram_budget_bytes:
                 baseline = None  # it ran within another budget
@@ -356,7 +358,7 @@ class _Course:
             "vram_budget": "free" if is_free else str(survey.vram_budget_bytes),
             "max_micro_batch": str(self.asked.options.max_micro_batch),
             **({"ranks": str(survey.world_size)} if survey.world_size > 1 else {}),
-            **({"costly settings": ",".join(costly)} if costly else {}),
+            **({COSTLY: ",".join(costly)} if costly else {}),
         }
 
     def _specify(

@@ -39,6 +39,8 @@ from autofit.training.fingerprint import differing_parts
 _ENDED, _ENDED_AT = "autofit_ended", "autofit_ended_at"  # the reason, and the effort of that search
 _SESSIONS = "autofit_session_seconds"
 _Reason: Any = str | None
+COSTLY = "costly settings"
+"""The part of an identity that names them; `planned_steps=0` leaves them out."""
 
 
 def _difference(part: str, stored: str | None, here: str | None) -> str:
@@ -84,6 +86,7 @@ class Store(AbstractContextManager["Store"]):
         study: str | os.PathLike[str] | None,
         identity: Mapping[str, str],
         began: float | None = None,
+        planned_steps: int | None = None,
     ) -> Self:
         """Open a study for the search that `identity` describes, part by part.
 
@@ -91,6 +94,8 @@ class Store(AbstractContextManager["Store"]):
             study: a file path, an Optuna storage URL, or None for memory.
             identity: as in `SearchSpec`; compared with the stored one, if there is one.
             began: when the session began, by `time.monotonic`; None: now.
+            planned_steps: as the caller asked, for the error where it decides which settings there
+                are.
 
         Raises:
             StudyError: it belongs to another search, is in use, or cannot be read or written.
@@ -99,7 +104,7 @@ class Store(AbstractContextManager["Store"]):
             opened, claim = open_study(study, held)
             store = cls(opened, name_of(study), claim, held, began)
             if store.spec is not None:
-                store._check_identity(store.spec.identity, identity)
+                store._check_identity(store.spec, identity, planned_steps)
             store._end_abandoned_trials()
             store._read_trials()
             store._held = held.pop_all()
@@ -203,10 +208,18 @@ class Store(AbstractContextManager["Store"]):
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def _check_identity(self, stored: Mapping[str, str], here: Mapping[str, str]) -> None:
+    def _check_identity(
+        self, spec: SearchSpec, here: Mapping[str, str], planned_steps: int | None
+    ) -> None:
+        stored = spec.identity
         parts = sorted(part for part in {*stored, *here} if stored.get(part) != here.get(part))
         if parts:
             differences = [_difference(part, stored.get(part), here.get(part)) for part in parts]
+            if COSTLY in parts:
+                samples, each = spec.planned_samples, spec.space.baseline.samples_per_step
+                there = (samples // each if samples else None) if COSTLY in stored else 0
+                if 0 in (there, planned_steps):
+                    differences.insert(0, f"planned_steps={there} there, {planned_steps} here")
             changes = "; ".join(dict.fromkeys(differences))
             raise StudyError(
                 f"the study {self.name} belongs to another search ({changes}): give another study, "

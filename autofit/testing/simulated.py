@@ -36,6 +36,7 @@ class SimulatedProber:
         step_time: plan -> seconds of one optimizer step, all its micro-batches included.
         allocated: plan -> bytes in live tensors at its peak; None: all that it holds.
         resident: plan -> bytes in live tensors as the optimizer begins to update; None: unknown.
+        gradients: plan -> bytes of that which gradients take; None: unknown.
         memory_noise: standard deviation of the log of the bytes held, from probe to probe.
         time_noise: standard deviation of the log of step times from probe to probe, or plan -> it:
             all steps of a probe are so much slower or faster, as on a machine that drifts.
@@ -68,6 +69,7 @@ class SimulatedProber:
         *,
         allocated: PlanFunction | None = None,
         resident: PlanFunction | None = None,
+        gradients: PlanFunction | None = None,
         memory_noise: float = 0.0,
         time_noise: PlanFunction | float = 0.0,
         step_noise: PlanFunction | float = 0.0,
@@ -81,7 +83,7 @@ class SimulatedProber:
             raise InvalidArgument(f"vram_budget_bytes must be above zero, got {vram_budget_bytes}")
         self.vram_budget_bytes = vram_budget_bytes
         self._memory, self._step_time = memory, step_time
-        self._allocated, self._resident = allocated, resident
+        self._allocated, self._resident, self._gradients = allocated, resident, gradients
         self._memory_noise = memory_noise
         self._time_noise = time_noise if callable(time_noise) else lambda plan: time_noise
         self._step_noise = step_noise if callable(step_noise) else lambda plan: step_noise
@@ -121,6 +123,7 @@ class SimulatedProber:
         if held > budget:
             return Measurement(Outcome.OOM, detail="the simulated budget ran out")
         run, allocated, resident = plan.accumulation_steps, self._allocated, self._resident
+        gradients = self._gradients
         return Measurement(
             Outcome.OK,
             step_times_s=self._steps(request, noise),
@@ -128,6 +131,7 @@ class SimulatedProber:
             peak_reserved_bytes=held,
             non_torch_bytes=0,
             resident_bytes=None if resident is None else math.floor(resident(plan)),
+            gradient_bytes=None if gradients is None else math.floor(gradients(plan)),
             allocator_retries=0,
             micro_batches_run=run if request.full_accumulation else min(2, run),
         )

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from autofit.measurement import Trial, TrialKind
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import CostHint, Dimension, Plan, Settings
+from autofit.planning.beliefs import Beliefs
 from autofit.planning.experts import Experts
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space
 from autofit.testing import SimulatedProber
 from autofit.units import GIB, MIB
+from tests.simulated import make_trial
 
 DTYPE, LAYOUT, FUSED, LEVEL = "precision.dtype", "layout.format", "optimizer.fused", "level.of"
 LEVERS = {
@@ -53,6 +55,29 @@ def test_levers_that_exclude_each_other_are_not_tried_together() -> None:
     apart = Dimension(("off", "on"), lever="on", when={DTYPE: ("default",)})
     variants = Experts.of(_spec({**LEVERS, "other.on": apart})).variants
     assert {v["other.on"] for v in variants if v[DTYPE] != "default"} == {"off"}
+
+
+def test_all_levers_together_are_those_that_no_fault_excludes() -> None:
+    spec = _spec({**LEVERS, LEVEL: LEVELS})
+    plain = spec.space.default_settings
+    ran = make_trial(0, spec.space.plan(4, plain), step_times_s=[0.1])
+    for excluded, left in ((FUSED, LAYOUT), (LAYOUT, FUSED)):
+        failed = spec.space.plan(4, {**plain, excluded: LEVERS[excluded].values[1]})
+        beliefs = Beliefs(spec, [ran, make_trial(1, failed, Outcome.NONFINITE)])
+        first = Experts.of(spec, beliefs.exclusions.why).variants[0]
+        assert first == {**plain, DTYPE: "bfloat16", left: LEVERS[left].values[1]}
+
+
+def test_the_plans_of_an_expert_are_run_with_the_levers_that_are_left() -> None:
+    spec = _spec(LEVERS, max_micro_batch=256)
+
+    def fault(plan: Plan) -> Measurement | None:
+        fails = plan.settings[FUSED] == "fused"
+        return Measurement(Outcome.UNSUPPORTED, detail="no kernel") if fails else None
+
+    prober = SimulatedProber(spec.vram_budget_bytes, _bytes, _seconds, fault=fault)
+    ran = [trial.plan.settings for trial in run_search(prober, spec).trials]
+    assert {FUSED: "default", LAYOUT: "channels_last", DTYPE: "bfloat16"} in ran
 
 
 def _seconds(plan: Plan) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, Scalar
 from autofit.planning.feasibility import Sizes, exclusions_of
+from autofit.searching.engine import run_search
 from autofit.space import Space
 from tests.simulated import (
     HALF,
@@ -90,6 +92,48 @@ def test_a_size_that_several_variants_are_refused_bounds_what_they_share(
     assert exclusions_of(device.spec(), disproved).bound(third) is None
     memory = [replace(trial, measurement=Measurement(Outcome.OOM)) for trial in trials[1:]]
     assert exclusions_of(device.spec(), [trials[0], *memory]).bound(third) is None
+
+
+@pytest.mark.parametrize("outcome", [Outcome.SIZE_LIMIT, Outcome.HOST_OOM])
+def test_a_value_that_is_refused_at_two_sizes_is_to_blame_itself(
+    device: SimulatedDevice, outcome: Outcome
+) -> None:
+    level: dict[str, Scalar] = {**HALF, "checkpointing.level": 2}
+    trials = [
+        make_trial(0, Plan(8, settings=PLAIN), step_times_s=[0.1]),
+        make_trial(1, Plan(32, settings=HALF), outcome, detail="no kernel"),
+        make_trial(2, Plan(6, settings=level), outcome, detail="no kernel"),
+        make_trial(3, Plan(4, settings=HALF), outcome, detail="no kernel"),
+    ]
+    assert exclusions_of(device.spec(), trials[:2]).why(HALF) is None
+    assert exclusions_of(device.spec(), trials[:3]).why(HALF) is None  # the level may be to blame
+    after = exclusions_of(device.spec(), trials)
+    assert after.why(HALF) == after.why(level) == f"{outcome.value}: no kernel"
+    assert after.why(PLAIN) is None
+    works = make_trial(4, Plan(2, settings=HALF), step_times_s=[0.1])
+    assert exclusions_of(device.spec(), [*trials, works]).why(HALF) is None
+
+
+def test_a_value_that_was_refused_at_larger_sizes_than_ran_alone_is_tried_at_smaller(
+    device: SimulatedDevice,
+) -> None:
+    trials = [
+        make_trial(0, Plan(8, settings=PLAIN), step_times_s=[0.1]),
+        make_trial(1, Plan(64, settings=HALF), Outcome.SIZE_LIMIT),
+        make_trial(2, Plan(32, settings=HALF), Outcome.SIZE_LIMIT),
+    ]
+    assert exclusions_of(device.spec(), trials).why(HALF) is None
+
+
+def test_a_search_gives_a_value_up_that_no_size_runs_with(device: SimulatedDevice) -> None:
+    def fault(plan: Plan) -> Measurement | None:
+        fails = plan.settings["precision.dtype"] == "bfloat16"
+        return Measurement(Outcome.SIZE_LIMIT, detail="no kernel") if fails else None
+
+    prober = device.prober(fault=fault)
+    run_search(prober, device.spec())
+    failed = [r.plan for r in prober.probed if r.plan.settings["precision.dtype"] == "bfloat16"]
+    assert 1 <= len(failed) <= 3
 
 
 def test_sizes_are_those_of_the_plans_of_the_space() -> None:

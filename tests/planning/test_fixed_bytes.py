@@ -118,6 +118,90 @@ def test_the_answer_is_near_the_best_of_all_plans_within_15_probes(training: Tra
     assert len(prober.probed) <= 15
 
 
+GRADIENTS = 2 * GIB
+"""Of weights, gradients and two moments."""
+
+
+@dataclass(frozen=True)
+class Gradual(Training):
+    """A training whose gradients are made while activations go, if a step has one micro-batch.
+
+    Attributes:
+        room: plain samples that fit beside weights and moments.
+        cast: what bfloat16 holds besides, as a share of the budget.
+    """
+
+    cast: float = 0.0
+
+    def memory(self, plan: Plan) -> float:
+        level: Any = plan.settings.get(LEVEL, 0)
+        half = plan.settings.get("precision.dtype") == "bfloat16"
+        factor = (0.7 if half else 1.0) * (1 - 0.15 * level)
+        beside = FIXED - (GRADIENTS if plan.accumulation_steps == 1 else 0)
+        of_sample = (self.budget - FIXED + GRADIENTS) / self.room
+        held = beside + of_sample * factor * plan.micro_batch
+        return max(held, FIXED) + (self.cast * self.budget if half else 0.0)
+
+    def prober(self) -> SimulatedProber:
+        return SimulatedProber(
+            self.budget,
+            self.memory,
+            self.step_time,
+            resident=lambda plan: FIXED,
+            gradients=lambda plan: GRADIENTS,
+            time_noise=0.005,
+            step_noise=0.01,
+        )
+
+
+GRADUAL = [
+    Gradual(0.8, 34, 8.0, 32, 4),
+    Gradual(0.85, 24, 8.0, 32, 4, has_settings=True),
+    Gradual(0.85, 24, 8.0, 32, 4, has_settings=True, cast=0.1),
+    Gradual(0.9, 40, 6.0, 64, 8, has_settings=True, cast=0.08),
+    Gradual(0.75, 30, 10.0, 48, 48, has_settings=True),
+]
+
+
+@pytest.mark.parametrize("training", GRADUAL, ids=str)
+def test_the_whole_batch_is_run_where_its_gradients_take_no_room(training: Gradual) -> None:
+    """Where smaller micro-batches run out of memory, since gradients are held beside them."""
+    result = run_search(training.prober(), training.spec())
+    assert result.best.plan.accumulation_steps == 1
+    assert training.speed(result.best.plan) >= 0.9 * training.best_speed()
+    assert result.probes <= 15
+
+
+def test_what_runs_out_of_memory_beside_gradients_bounds_no_step_without() -> None:
+    spec = SearchSpec(Space(DIMENSIONS, 4, global_batch=32), GIB)
+    plain = spec.space.default_settings
+    held: dict[str, Any] = {
+        "step_times_s": [0.1] * 3,
+        "peak_allocated_bytes": round(0.95 * GIB),
+        "peak_reserved_bytes": round(0.95 * GIB),
+        "non_torch_bytes": 0,
+        "resident_bytes": round(0.9 * GIB),
+    }
+    failed = make_trial(1, spec.space.plan(8, plain), Outcome.OOM)
+    for gradients, largest in ((None, 7), (0, 7), (round(0.45 * GIB), 32)):
+        first = make_trial(0, spec.space.plan(4, plain), **held, gradient_bytes=gradients)
+        beliefs = Beliefs(spec, [first, failed])
+        found = int(beliefs.largest_at(0.5)[0])
+        assert found <= largest
+        assert (found == 32) is (largest == 32)
+        assert beliefs.bound_at(0, 8) == 7
+
+
+def test_a_whole_batch_that_ran_out_of_memory_bounds_every_plan() -> None:
+    spec = SearchSpec(Space(DIMENSIONS, 4, global_batch=32), GIB)
+    plain = spec.space.default_settings
+    first = make_trial(
+        0, spec.space.plan(4, plain), peak_reserved_bytes=GIB // 2, gradient_bytes=GIB // 4
+    )
+    beliefs = Beliefs(spec, [first, make_trial(1, spec.space.plan(32, plain), Outcome.OOM)])
+    assert beliefs.bound_at(0, 32) == beliefs.bound_at(0, 16) == 31
+
+
 def _after(resident_bytes: int | None) -> Beliefs:
     """The beliefs after one probe of one sample, which held 85 % of the budget."""
     space = Space({"optimizer.state": Dimension(("default", "8bit"))}, 1)

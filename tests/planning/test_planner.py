@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autofit.measurement import Measurement, Outcome, TrialKind
-from autofit.plan import Dimension, Plan
+from autofit.plan import Dimension, Plan, Settings
 from autofit.planning import planner
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.search_spec import SearchSpec
@@ -22,6 +22,7 @@ from tests.simulated import (
     DIMENSIONS,
     MakeDevice,
     SimulatedDevice,
+    make_trial,
     with_predicted_lines,
 )
 
@@ -212,6 +213,36 @@ def test_a_warm_start_counts_where_one_was_measured(make_device: MakeDevice) -> 
         ]
         beliefs = Beliefs(spec, [*trials, *starts])
         assert beliefs.start_up_s[beliefs.index(compiled.plan)] == counted_s
+
+
+def test_what_a_cold_start_took_tells_what_others_of_the_setting_take(
+    make_device: MakeDevice,
+) -> None:
+    dimensions = {
+        "compile.mode": Dimension(
+            ("off", "parts", "whole"), trial_costs_s={"parts": 20.0, "whole": 50.0}
+        ),
+        "offload.on": Dimension((False, True), trial_cost_s=4.0),
+    }
+    device = make_device(dimensions=dimensions)
+    off: Settings = {"compile.mode": "off", "offload.on": False}
+    parts: Settings = {**off, "compile.mode": "parts"}
+    for is_warm, factor in ((False, 0.4), (True, 1.0), (None, 1.0)):
+        trials = [
+            make_trial(0, Plan(4, settings=off), step_times_s=[0.1]),
+            make_trial(
+                1,
+                Plan(4, settings=parts),
+                step_times_s=[0.1],
+                start_up_s=8.0,
+                start_is_warm=is_warm,
+            ),
+        ]
+        beliefs = Beliefs(device.spec(), trials)
+        costs_s = dict(zip(map(str, beliefs.variants), beliefs.trial_costs_s.tolist(), strict=True))
+        whole = {**off, "compile.mode": "whole"}
+        assert costs_s[str(whole)] == pytest.approx(50.0 * factor)
+        assert costs_s[str({**off, "offload.on": True})] == pytest.approx(4.0)
 
 
 def test_settings_that_forbid_accumulation_are_probed_in_one_micro_batch(

@@ -403,6 +403,16 @@ def test_what_is_resident_is_parameters_gradients_and_state_at_any_size() -> Non
     assert split == pytest.approx(few, rel=0.02)
 
 
+def test_the_bytes_of_gradients_are_those_that_an_update_frees() -> None:
+    weights = sum(p.numel() * p.element_size() for p in _net(2048).parameters())
+
+    def make() -> Workload:
+        return Workload(_net(2048), torch.randn(4, 64))
+
+    for plan in (Plan(4), Plan(256), Plan(4, accumulation_steps=8, global_batch=32)):
+        assert _measured(make, plan).gradient_bytes == pytest.approx(weights, rel=0.02)
+
+
 def test_what_a_training_step_holds_between_is_unknown() -> None:
     def step(training: Any, batch: Any) -> torch.Tensor:
         training.optimizer.zero_grad()
@@ -411,7 +421,9 @@ def test_what_a_training_step_holds_between_is_unknown() -> None:
         training.optimizer.step()
         return loss.detach()
 
-    assert _measured(_plain(training_step=step), Plan(4)).resident_bytes is None
+    measured = _measured(_plain(training_step=step), Plan(4))
+    assert measured.resident_bytes is None
+    assert measured.gradient_bytes is None
 
 
 class _Forgetful(torch.optim.SGD):

@@ -37,6 +37,23 @@ def test_a_workload_that_failed_is_measured_again(
     assert mended.baseline.ok
 
 
+@pytest.mark.parametrize("there", [0, 500])
+def test_settings_that_planned_steps_leaves_out_are_told_by_its_name(
+    device: SimulatedDevice, path: Path, there: int
+) -> None:
+    costly = {**IDENTITY, "costly settings": "compile.mode"}
+    asked = {0: IDENTITY, 500: costly}
+    samples = there * device.space.baseline.samples_per_step or None
+    with Store.open(path, asked[there], planned_steps=there) as store:
+        store.begin(replace(device.spec(), identity=asked[there], planned_samples=samples))
+    with pytest.raises(StudyError) as raised:
+        Store.open(path, asked[500 - there], planned_steps=500 - there)
+    assert f"planned_steps={there} there, {500 - there} here" in str(raised.value)
+    with pytest.raises(StudyError) as raised:  # as where a compiler is missing now
+        Store.open(path, {**asked[there], "costly settings": "other"}, planned_steps=700)
+    assert ("planned_steps" in str(raised.value)) is (there == 0)
+
+
 def test_a_study_without_its_baseline_is_refused(device: SimulatedDevice, path: Path) -> None:
     with Store.open(path, IDENTITY) as store:
         run_search(device.prober(), device.spec(), store=store, max_probes=4)
