@@ -109,7 +109,7 @@ def _gpus(named: Sequence[Any]) -> list[Gpu]:
     return sorted(found, key=lambda gpu: gpu.total_bytes)
 
 
-_TITLES = ("GPU", "memory", "needs", "fits", "largest micro-batch")
+_TITLES = ("GPU", "VRAM budget", "required", "fits", "largest micro-batch")
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class GpuTable:
 
     def _remarks(self) -> list[str]:
         first = next(iter(self.predictions.values()))
-        lines = ["needs: required bytes with their margin"]
+        lines = ["VRAM budget: all that is usable. Required: with the margin of the prediction"]
         if first.unknown_bytes:
             left = format_bytes(NCCL_BYTES)
             lines.append(f"NCCL: {NCCL_UNKNOWN}; ? means that {left} more would not fit")

@@ -13,7 +13,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, overload
 
@@ -22,7 +22,7 @@ from autofit.codec import to_json
 from autofit.devices.cpu import load_of_others
 from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.measurement import Measurement, Trial, TrialKind, median_interval
-from autofit.plan import Plan, ResolvedPlan
+from autofit.plan import Plan, ResolvedPlan, Settings
 from autofit.probing.probe import probe_if, run_one
 from autofit.probing.prober import Target
 from autofit.probing.torchrun import owned_by_rank_0
@@ -146,6 +146,7 @@ class SoakResult(Trial):
         deviations: differences from the report, one line each.
         busy: what others did on the device, here or in the search; speed is not compared then.
         was_busy: whether that was in the search.
+        defaults: the default of every setting, which text leaves out.
     """
 
     expected: Trial
@@ -153,6 +154,7 @@ class SoakResult(Trial):
     deviations: tuple[str, ...] = ()
     busy: str | None = None
     was_busy: bool = False
+    defaults: Settings = field(default_factory=dict)
 
     @property
     def compared(self) -> tuple[str, ...]:
@@ -194,7 +196,7 @@ class SoakResult(Trial):
         is_busy, when = self.busy is not None, "in the search" if self.was_busy else "now"
         agreeing = ", ".join(self.compared) or "nothing, for nothing could be compared"
         lines = [
-            f"{self.plan}: {self.steps} steps",
+            f"{self.plan.without(self.defaults)}: {self.steps} steps",
             f"peak reserved  {format_bytes(measured.peak_reserved_bytes)}"
             f" (report: {format_bytes(expected.peak_reserved_bytes)})",
             f"step time      {format_seconds(measured.step_time_s)}"
@@ -272,6 +274,7 @@ def soak(
         deviations=compare(best.measurement, measured, busy=busy is not None),
         busy=busy,
         was_busy=record.search.busy is not None,
+        defaults=record.default_settings,
     )
 
 

@@ -78,6 +78,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its tables cut long words
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Finds, by running it, the fastest way to train a PyTorch model within a VRAM budget.",
 )
 

@@ -78,11 +78,17 @@ class BatchWatch:
                 or a tensor that stays whole follows its samples.
         """
         steps = steps_for(samples, self._plan.micro_batch)
+        meant, whose = self._plan.samples_per_step, "" if gathered is None else " on this rank"
+        size = (
+            f"a training step got {samples} samples{whose}, but the plan ({self._plan}) takes "
+            f"{meant}{self._uneven()}"
+        )
         if self._keeps_split and steps > self._plan.accumulation_steps:
             raise InvalidArgument(
-                f"{self._about_size(samples)}; the search did not split batches, because "
-                "that changes this model's gradients or could not be compared: train on "
-                "batches of that size, or search again with allow_accumulation_change=True"
+                f"{size}: that would be {counted(steps, 'micro-batch')} instead of "
+                f"{self._plan.accumulation_steps}, which changes this model's gradients, or the "
+                f"search could not compare them. Train on batches of {meant} samples, or search "
+                "again with allow_accumulation_change=True"
             )
         if self._looks_left and (unequal := self._ignored_unequally(given, samples, gathered)):
             self._looks_left = 0
@@ -90,9 +96,10 @@ class BatchWatch:
         shapes = tuple(tuple(shape_of(tensor)) for tensor in tensors_of(given))
         if shapes in self._looked:
             return
-        meant = self._plan.samples_per_step
         if samples > meant or (samples < meant and not self._looked):
-            self._warn("size", self._about_size(samples), stacklevel + 1)
+            runs = f"the step runs as {counted(steps, 'micro-batch')} and updates on all {samples}"
+            reason = "larger" if samples > meant else "smaller"
+            self._warn(reason, f"{size}: {runs}", stacklevel + 1)
         if steps > 1 and isinstance(self._samples, Rows):
             self._refuse_growing(given, self._samples)
         is_made = isinstance(given, MicroBatches)
@@ -101,14 +108,10 @@ class BatchWatch:
         if not (is_made and self._looked):  # each may have shapes of its own
             self._looked.add(shapes)
 
-    def _about_size(self, samples: int) -> str:
-        plan = self._plan
-        steps, meant = steps_for(samples, plan.micro_batch), plan.samples_per_step
-        return (
-            f"a training step got {samples} samples, but the plan ({plan}) has {meant}: "
-            f"it runs as {counted(steps, 'micro-batch')}, with a global batch of "
-            f"{samples} instead of {meant}"
-        )
+    def _uneven(self) -> str:
+        """Return the plan's sizes where they differ, so that their product is not its samples."""
+        sizes = sorted(set(self._plan.micro_batch_sizes), reverse=True)
+        return f", in micro-batches of {' and '.join(map(str, sizes))}" if len(sizes) > 1 else ""
 
     def _ignored_unequally(self, given: Any, samples: int, gathered: Gathered | None) -> str | None:
         sizes = split_evenly(samples, steps_for(samples, self._plan.micro_batch))

@@ -429,13 +429,13 @@ def _on_one_device(model: torch.nn.Module, what: str) -> torch.nn.Module:
         wrapper = next((kind for kind in _PARALLEL if kind in kinds), None)
         if wrapper is not None:
             raise InvalidArgument(
-                f"{name or what} is already wrapped in {wrapper}: pass the plain "
+                f"{repr(name) if name else what} is already wrapped in {wrapper}: pass the plain "
                 "model, before it is wrapped"
             )
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
             raise InvalidArgument(
-                f"{name} is a DTensor, so the model is already distributed: pass the plain "
+                f"{name!r} is a DTensor, so the model is already distributed: pass the plain "
                 "model, before it is sharded"
             )
     return model
@@ -501,7 +501,7 @@ def compiled_part(model: torch.nn.Module) -> str | None:
         is_wrapped = type(module).__name__ == "OptimizedModule"
         if is_script or is_wrapped or vars(module).get(COMPILED_CALL) is not None:
             compiler = "torch.jit" if is_script else "torch.compile"
-            return f"{name or 'the model'} is already compiled, by {compiler}"
+            return f"{repr(name) if name else 'the model'} is already compiled, by {compiler}"
     return None
 
 
