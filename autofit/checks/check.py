@@ -148,8 +148,8 @@ def _check(
         probes = False
     if not probes and vram_budget is None and gpu is None:
         raise InvalidArgument(
-            'there is nothing to check against: give a vram_budget such as "24GiB", a gpu such '
-            'as "L4", or a device on which to probe'
+            'there is nothing to check against: give vram_budget="24GiB" or gpu="L4", or '
+            'device="cpu" to run the plan here'
         )
     chosen = load_strategies(strategies, plan=plan, world_size=world.size) if probes else ()
 

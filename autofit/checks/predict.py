@@ -109,6 +109,14 @@ def _gpus(named: Sequence[Any]) -> list[Gpu]:
     return sorted(found, key=lambda gpu: gpu.total_bytes)
 
 
+def largest_words(largest: int | None, plan: Plan) -> str:
+    """Return the largest micro-batch that fits, and whether the global batch allows no larger."""
+    if largest is None:
+        return "none"
+    is_all = plan.global_batch is not None and largest * plan.world_size >= plan.global_batch
+    return f"{largest}, the whole global batch" if is_all else str(largest)
+
+
 _TITLES = ("GPU", "VRAM budget", "required", "fits", "largest micro-batch")
 
 
@@ -166,5 +174,5 @@ class GpuTable:
         for name, each in self.predictions.items():
             needs, fits = format_bytes(each.interval[1]), each.fits()
             answer = {True: "yes", False: "no", None: "?"}[fits]
-            largest = str(each.largest_micro_batch or "none")
+            largest = largest_words(each.largest_micro_batch, each.plan)
             yield name, format_bytes(each.gpu.usable_bytes), needs, answer, largest

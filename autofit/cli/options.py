@@ -389,7 +389,8 @@ def load_target(target: str) -> Workload:
     made = _call(found, target) if callable(found) and not is_model else found
     if not isinstance(made, Workload):
         raise InvalidArgument(
-            f"{target} must be a Workload or a function that returns one, got {kind_of(made)}"
+            f"{target} must be a Workload or a function that returns one, got {kind_of(made)}: "
+            "return autofit.Workload(model, sample_batch, criterion=...)"
         )
     return made
 

@@ -135,7 +135,9 @@ def _largest_of(prediction: Prediction) -> tuple[int | None, str]:
         largest = prediction.largest_micro_batch
     except PredictionUnavailable as error:  # of other sizes; the plan's own answer stands
         return None, str(error)
-    return largest, str(largest or "none")
+    from autofit.checks.predict import largest_words
+
+    return largest, largest_words(largest, prediction.plan)
 
 
 def check(

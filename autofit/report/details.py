@@ -17,6 +17,7 @@ from autofit.report.summary import (
     beside_recommended,
     columns_of,
     evaluation_words,
+    how_speeds_compare,
     is_sure,
     loader_verdict,
     name_of,
@@ -69,7 +70,7 @@ def sections(record: Record, place: Place = IN_PYTHON) -> Iterator[Section]:
     """Yield the parts, those first that most readers want."""
     columns = columns_of(record)
     title = " and ".join(filter(None, columns)).capitalize()
-    yield Section(title, table=[columns, *figures(record)])
+    yield Section(title, list(how_speeds_compare(record)), [columns, *figures(record)])
     yield Section("Train by the plan", list(training_lines(record, place)), is_code=True)
     if by_hand := lines_by_hand(record):
         yield Section("The same in a loop of your own", by_hand, is_code=True)

@@ -16,7 +16,7 @@ FLAGS = frozenset({
 """Arguments that the shell has too, as a flag: the name with hyphens."""
 
 # Names without an underscore are words as well: they are arguments where "=" follows.
-_WORDS = "|".join(sorted(name for name in FLAGS if "_" not in name))
+_WORDS = "|".join(sorted(name for name in {*FLAGS, "plan"} if "_" not in name))
 _NAMES = "|".join(sorted((name for name in FLAGS if "_" in name), key=len, reverse=True))
 _ARGUMENT = re.compile(
     rf"(?<![\w.(\['\"/-])(?:(?P<name>{_NAMES})(?![\w-])|(?P<word>{_WORDS})(?==))"
@@ -29,6 +29,7 @@ def in_shell_words(text: str) -> str:
 
     def flag(match: re.Match[str]) -> str:
         name = (match["name"] or match["word"]).replace("_", "-")
+        name = "plan-from" if name == "plan" else name  # in the shell it takes reports alone
         value = match["text"] or match["value"]
         return f"--{name} {value}" if value else f"--{name}"
 

@@ -67,19 +67,20 @@ class Summary:
         A warning is never cut or left out, whatever room there is. The last remarks are left out
         and counted where the lines would be more than `most_lines`.
         """
-        warnings = [
-            line
-            for text in self.warnings
-            for line in textwrap.wrap(f"{ACT}{text}", width, subsequent_indent="  ")
-        ]
+        warnings = [line for text in self.warnings for line in _wrapped(f"{ACT}{text}", width)]
         for unseen in range(len(self.remarks) + 1):
             shown = self.remarks[: len(self.remarks) - unseen]
-            lines = [*warnings, *textwrap.wrap(". ".join(shown), width, subsequent_indent="  ")]
+            lines = [*warnings, *_wrapped(". ".join(shown), width)]
             if unseen:
                 lines.append(f"{counted(unseen, 'note')} more: see More")
             if len(lines) <= most_lines:
                 return lines
         return lines
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return lines of a paragraph; a flag is never broken at its hyphens."""
+    return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def summary(record: Record, place: Place = IN_PYTHON) -> Summary:
@@ -375,8 +376,8 @@ def sizes_that_failed(record: Record) -> Iterator[str]:
 
 def _remarks(record: Record) -> Iterator[str]:
     best, baseline = record.recommended, record.baseline_beside_best
-    yield from _how_speeds_compare(record)
-    if line := rate_line(record):
+    yield from how_speeds_compare(record)
+    if record.is_decided and (line := rate_line(record)):
         yield line
     failed = any(sizes_that_failed(record))
     if best.plan == baseline.plan and record.is_decided and not failed:
@@ -385,7 +386,7 @@ def _remarks(record: Record) -> Iterator[str]:
             plans = len({trial.plan for trial in probes_of(record.trials)})
             yield f"No faster plan was found: {counted(plans, 'plan')} ran"
         elif record.is_confirmed:
-            yield "The fastest other plan is too little faster to tell: the baseline wins ties"
+            yield "The fastest other plan is hardly faster: such a tie goes to the baseline"
     if (factor := record.factor) is not None and factor < 1 and best.plan != baseline.plan:
         less = (baseline.measurement.held_bytes or 0) - (best.measurement.held_bytes or 0)
         if less > 0:
@@ -401,7 +402,7 @@ def _remarks(record: Record) -> Iterator[str]:
     yield from (note for note in record.notes if note.startswith(NOT_TRIED))
 
 
-def _how_speeds_compare(record: Record) -> Iterator[str]:
+def how_speeds_compare(record: Record) -> Iterator[str]:
     """Yield how the speedup was made, where the two throughputs would give another one."""
     beside = beside_recommended(record)
     if beside is None or not (beside.ok and record.is_decided):
@@ -410,8 +411,8 @@ def _how_speeds_compare(record: Record) -> Iterator[str]:
     ahead = record.ahead(record.recommended.plan, beside.plan)
     if all(speeds) and not ahead.low <= math.log((speeds[0] or 1) / (speeds[1] or 1)) <= ahead.high:
         yield (
-            "Throughput is the median step of a plan's fastest run; the speedup compares the plans "
-            "run by run and leaves out steps that other processes slowed down"
+            "Throughput is of all steps of a plan's fastest run; the speedup, of steps that were "
+            "hardly disturbed, in all runs"
         )
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from autofit.errors import InvalidArgument, release_exception, users_code
 from autofit.plan import Plan, Settings, check_count
@@ -139,6 +140,11 @@ class Workload:
         if self.collate_fn is not None:
             self._take_samples(self.collate_fn)
         elif not self.makes_batches:
+            if isinstance(given, Dataset | DataLoader):
+                raise InvalidArgument(
+                    f"the sample batch is {kind_of(given)}, which is no batch: pass one, such "
+                    "as next(iter(loader)), or the data set's samples and their collate_fn="
+                )
             if isinstance(given, Lengths):
                 given.check_rows()
             for _, batch in self._mix:

@@ -73,6 +73,12 @@ def test_what_predict_and_check_tell_has_the_same_names(target: str) -> None:
             assert re.search(rf"(?m)^ +{name} +[\d.]+ \wiB", said), (name, said)
 
 
+def test_a_largest_micro_batch_that_the_global_batch_bounds_is_said_so(target: str) -> None:
+    said = run("predict", target, "--gpu", "L4", "--global-batch", "32")[1]
+    assert re.search(r"largest micro-batch +32, the whole global batch on L4", said)
+    assert "whole" not in run("predict", target, "--gpu", "L4")[1]
+
+
 def test_predict_says_no_and_exits_with_1(target: str) -> None:
     code, said = run("predict", target, "--gpu", "L4", "--micro-batch", "4000000")
     assert code == 1

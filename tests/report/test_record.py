@@ -224,7 +224,9 @@ def test_the_speeds_that_are_shown_are_those_of_trials(
     ratio = math.log((shown[best] or 0.0) / (shown[baseline] or 1.0))
     is_apart = not ahead.low <= ratio <= ahead.high
     assert is_apart == (slow_s > 0.4)
-    assert ("fastest run" in render(given)) == is_apart, "the text says how the factor was made"
+    assert ("fastest run" in render(given, verbose=True)) == is_apart, (
+        "the text says how the factor was made"
+    )
 
 
 def test_where_nothing_was_decided_the_baseline_is_what_is_run(record: Record) -> None:
