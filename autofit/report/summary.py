@@ -484,14 +484,14 @@ _BATCHES = {
 
 
 def samples_words(record: Record) -> str | None:
-    """Return what holds the samples of a batch: "Samples: ids, labels; constant: positions"."""
+    """Return what holds the samples of a batch: "ids, labels; constant: positions"."""
     shapes, batched = record.workload["sample_shapes"], record.workload.get("batched")
     how = _BATCHES.get(record.workload.get("samples", ""))
     if how is not None or batched is None:
         return how
     constant = [_shown_name(name).strip() or name for name in shapes if name not in batched]
     held = [_shown_name(name).strip() or name for name in shapes if name in batched]
-    return f"Samples: {_listed(held)}" + f"; constant: {_listed(constant)}" * bool(constant)
+    return _listed(held) + f"; constant: {_listed(constant)}" * bool(constant)
 
 
 def _listed(words: Sequence[str]) -> str:

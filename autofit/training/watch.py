@@ -162,12 +162,9 @@ class BatchWatch:
     def _larger(self, made: MicroBatches) -> str | None:
         if self._sample_size is None:
             return None
-        shapes = map(_shape_in, self._sample_shapes.values())
-        before = sum(map(math.prod, shapes)) / self._sample_size
-        now = max(
-            sum(tensor.numel() for tensor in tensors_of(batch)) / size
-            for batch, size in zip(made.batches, made.sizes, strict=True)
-        )
+        each = zip(made.batches, made.sizes, strict=True)
+        told = (self._elements(batch, size, self._sample_size) for batch, size in each)
+        now, before = max(told, key=lambda pair: pair[0] - MOST_ABOVE_THE_MEAN * pair[1])
         if now <= MOST_ABOVE_THE_MEAN * before:
             return None
         return (
@@ -175,6 +172,21 @@ class BatchWatch:
             f"batch had {before:.4g}: the plan may not fit larger samples, or may not be the "
             "fastest for them. Search again with the largest samples"
         )
+
+    def _elements(self, batch: Batch, size: int, sample_size: int) -> tuple[float, float]:
+        """Return the elements a sample of a micro-batch and of the sample batch.
+
+        Without constants, of which fewer samples have more each: what has one shape in both though
+        these differ in their samples.
+        """
+        now = {name: shape_of(tensor) for name, tensor in named_tensors(batch)}
+        before = {name: _shape_in(shape) for name, shape in self._sample_shapes.items()}
+        constant = {name for name in now if size != sample_size and now[name] == before.get(name)}
+        counts = [
+            sum(math.prod(shape) for name, shape in shapes.items() if name not in constant)
+            for shapes in (now, before)
+        ]
+        return counts[0] / size, counts[1] / sample_size
 
     def _longer(self, batch: Batch, samples: int) -> str | None:
         for name, now in describe(batch).items():
