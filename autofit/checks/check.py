@@ -52,8 +52,8 @@ def check(
 ) -> Verdict:
     """Check whether a plan trains within a VRAM budget.
 
-    With a report the plan is its best one; its budget, its GPU and what its search measured there
-    are used where no others are given. A plan that was tuned on the CPU is probed on the CPU.
+    With a report the plan is its recommended one; its budget, its GPU and what its search measured
+    there are used where no others are given. A plan that was tuned on the CPU is probed on the CPU.
 
     Args:
         workload: model, sample batch, loss and optimizer.

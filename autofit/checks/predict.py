@@ -65,8 +65,8 @@ def predict(
 
     Args:
         workload: what is trained.
-        plan: a plan, or a report, whose best plan is predicted with what its search measured;
-            None: the baseline.
+        plan: a plan, or a report, whose recommended plan is predicted with what its search
+            measured; None: the baseline.
         gpu: a name such as "L4" or "A100-80GB", a size such as "24GiB", or bytes; None: the
             report's, else H200. Several: a list of these, or ["all"] for all that are known.
         world_size: how many GPUs train together, each with its share of the global batch; None:

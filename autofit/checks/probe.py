@@ -1,4 +1,4 @@
-"""`autofit.probe`: run one plan; or a report's best plan for longer, to see whether it holds.
+"""`autofit.probe`: run one plan; or a report's recommended plan for longer: does it hold?
 
 The latter is a probe of N optimizer steps on the sample batch, compared in peak, speed and loss, so
 growth between steps, allocator retries, other processes and faults are watched too. On the CPU,
@@ -79,13 +79,13 @@ def probe(
 ) -> Trial:
     """Run one plan and return what it needs and how fast it is.
 
-    With a report and steps=200 its best plan trains for that long, within the report's budget, and
-    the `SoakResult` says how peak, speed and loss compare with the report.
+    With a report and steps=200 its recommended plan trains for that long, within the report's
+    budget, and the `SoakResult` says how peak, speed and loss compare with the report.
 
     Args:
         workload: what is trained.
-        plan: what to run, or a report, whose best plan is run; None: the baseline. Settings that
-            a plan leaves out are at their default.
+        plan: what to run, or a report, whose recommended plan is run; None: the baseline. Settings
+            that a plan leaves out are at their default.
         steps: timed optimizer steps; None: as many as a search times.
         vram_budget: as for `search`; None with a report and steps: the report's.
         device: one device, as for `search`; None with a report and steps: the report's.
@@ -138,10 +138,10 @@ _NOISE = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class SoakResult(Trial):
-    """A longer training of a report's best plan, compared with its trial in the report.
+    """A longer training of a report's recommended plan, compared with its trial in the report.
 
     Attributes:
-        expected: the report's best trial.
+        expected: the trial of the report's recommended plan.
         vram_budget_bytes: that it was trained within.
         deviations: differences from the report, one line each.
         busy: what others did on the device, here or in the search; speed is not compared then.
@@ -225,7 +225,7 @@ def soak(
     vram_budget: str | float | None = None,
     strategies: Sequence[Strategy] = (),
 ) -> SoakResult:
-    """Train the report's best plan for `steps` optimizer steps, and compare, as `probe` says.
+    """Train the report's recommended plan for `steps` optimizer steps, and compare as `probe`.
 
     Args:
         record, strategies: of the search; the installed ones are used for other names.

@@ -201,7 +201,7 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
 
 
 def read_earlier(path: str | os.PathLike[str]) -> tuple[Verdict, Settings]:
-    """Return the earlier verdict, or that of a report's best plan, and its default settings.
+    """Return the earlier verdict, or that of a report's recommended plan, and its default settings.
 
     Raises:
         InvalidArgument: the file cannot be read, or is neither of the two.

@@ -241,7 +241,7 @@ StudyName = Annotated[
     ),
 ]
 Profile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="trace of the best plan: .json or .json.gz")
+    Path | None, typer.Option(metavar="FILE", help="trace of the answer: .json or .json.gz")
 ]
 EpochSamples = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="samples of an epoch: report its time")
@@ -265,7 +265,7 @@ PlanFrom = Annotated[
     Path | None,
     typer.Option(
         metavar="REPORT",
-        help="the best plan of this report",
+        help="the recommended plan of this report",
         callback=checked("autofit.report.report:load"),
     ),
 ]
