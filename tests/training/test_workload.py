@@ -146,7 +146,7 @@ def test_a_data_set_is_not_taken_for_a_batch() -> None:
         with pytest.raises(InvalidArgument, match=r"no batch: .*next\(iter\(loader\)\).*collate"):
             Workload(nn.Linear(4, 1), not_a_batch, **given)
     collated = Workload(nn.Linear(4, 1), rows, collate_fn=default_collate, **given)
-    assert collated.sample_batch_size == 8
+    assert collated.collate_fn is default_collate
 
 
 def test_a_criterion_gets_output_and_target() -> None:
