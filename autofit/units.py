@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 from autofit.errors import InvalidArgument
 
@@ -147,6 +148,21 @@ def rounded(value: float, spread: float = 0.0, decimals: int | None = None) -> s
     if spread > 0:
         shown = min(shown, -math.floor(math.log10(spread)))
     return f"{round(value, shown):.{max(shown, 0)}f}"
+
+
+def memory_words(kind: str) -> str:
+    """Return the name of a kind of memory: "optimizer_state" -> "optimizer state"."""
+    return "non-torch" if kind == "non_torch" else kind.replace("_", " ")
+
+
+def quoted(names: Iterable[str], most: int = 3) -> str:
+    """Return the first names in quotes, and how many more: "'0', 'head' and 2 more".
+
+    In quotes, since modules of an `nn.Sequential` are named by numbers.
+    """
+    named = [repr(name) if name else "the model itself" for name in names]
+    more = f" and {len(named) - most} more" if len(named) > most else ""
+    return ", ".join(named[:most]) + more
 
 
 def counted(count: int, noun: str) -> str:

@@ -116,8 +116,8 @@ class HeadLoss(OneSetting):
         if missing := [name for name in payload["heads"] if name not in heads]:
             raise InvalidArgument(
                 f"{SETTING} is for the heads of the model that was searched, and this model has no "
-                f"nn.Linear of {FEWEST_CLASSES} classes or more named {', '.join(missing)}: apply "
-                "to that model, or search again with this one"
+                f"nn.Linear of {FEWEST_CLASSES} classes or more named "
+                f"{', '.join(map(repr, missing))}: apply to that model, or search again"
             )
         return deferred([heads[name] for name in payload["heads"]], value)
 

@@ -208,15 +208,10 @@ def why_not_replicated(unused: Unused) -> str:
 
 
 def named(parameters: Iterable[str]) -> str:
-    """Return the first parameters and their modules in words."""
+    """Return the first parameters in quotes, and how many more there are."""
     names = list(parameters)
-    modules = list(dict.fromkeys(name.rpartition(".")[0] or "the model itself" for name in names))
-    return f"{_first_of(names)} (of {_first_of(modules)})"
-
-
-def _first_of(names: list[str]) -> str:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+    return ", ".join(map(repr, names[:_MOST_NAMES])) + more
 
 
 def _said(ranks: Iterable[int]) -> str:

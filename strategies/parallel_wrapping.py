@@ -105,19 +105,19 @@ def _check_can_be_sharded(model: nn.Module, modules: list[str]) -> None:
         is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if is_embedding and module.sparse and module.weight.requires_grad:
             raise Unsupported(
-                f"fully_shard needs dense gradients, but those of {name or 'the model'} "
-                "are sparse: create it with sparse=False"
+                "fully_shard needs dense gradients, but those of "
+                f"{repr(name) if name else 'the model'} are sparse: create it with sparse=False"
             )
 
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise Unsupported(
-                f"fully_shard splits parameters along their first dimension, but {name} is "
+                f"fully_shard splits parameters along their first dimension, but {name!r} is "
                 "a scalar: give it one dimension, as in nn.Parameter(torch.ones(1))"
             )
         if not parameter.is_contiguous():
             raise Unsupported(
-                f"fully_shard needs contiguous parameters, but {name} is not contiguous "
+                f"fully_shard needs contiguous parameters, but {name!r} is not contiguous "
                 "(as in channels_last)"
             )
 
@@ -127,8 +127,8 @@ def _check_can_be_sharded(model: nn.Module, modules: list[str]) -> None:
         together = [left.pop(id(p)) for p in part if id(p) in left]
         if len(types := {str(p.dtype) for p in together}) > 1:
             raise Unsupported(
-                f"fully_shard needs parameters of one dtype, but {name or 'the model'} has "
-                f"{', '.join(sorted(types))}"
+                "fully_shard needs parameters of one dtype, but "
+                f"{repr(name) if name else 'the model'} has {', '.join(sorted(types))}"
             )
 
 

@@ -67,9 +67,10 @@ def updated_in_backward(training: TrainingView, optimizer: Optimizer) -> Iterato
 
 
 def _twice(training: TrainingView, parameter: Tensor) -> str:
-    names = [name for name, each in training.model.named_parameters() if each is parameter]
+    named = training.model.named_parameters()
+    names = ", ".join(repr(name) for name, each in named if each is parameter)
     return (
-        f"{WHEN}=backward: {' '.join(names) or 'a parameter'} was updated in the backward pass, "
+        f"{WHEN}=backward: {names or 'a parameter'} was updated in the backward pass, "
         "and then got another gradient in it, as a reentrant checkpoint of a module that is called "
         "twice does. The weights are not those of plain training now: restore them, and train with "
         f"{WHEN}=step, or with use_reentrant=False"

@@ -18,7 +18,15 @@ import torch
 from autofit.codec import Amount, Count, Duration, Number, from_json, read_json, to_json
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan, Scalar
-from autofit.units import counted, format_bytes, format_rate, format_seconds, parse_bytes, rounded
+from autofit.units import (
+    counted,
+    format_bytes,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    quoted,
+    rounded,
+)
 
 
 @dataclass(frozen=True)
@@ -187,6 +195,8 @@ def test_no_digit_is_shown_that_the_spread_hides(value: float, spread: float, te
         (format_seconds(59.9), "59.9 s"),
         (format_seconds(0.9999), "1.00 s"),
         (format_rate(0.004), "0.0040 samples/s"),
+        (quoted(["1", ""]), "'1', the model itself"),
+        (quoted(map(str, range(5))), "'0', '1', '2' and 2 more"),
         (counted(2, "process"), "2 processes"),
         (counted(2, "entry"), "2 entries"),
         (counted(2, "day"), "2 days"),

@@ -386,7 +386,7 @@ def test_ctrl_c_returns_the_report_of_what_was_measured() -> None:
     assert report.best.ok
     assert report.best in report.trials
     shown = report.to_text(width=1000)  # of a noisy machine it decides nothing
-    assert "Not confirmed: " in shown or "interrupted before that could be told" in shown
+    assert "Not confirmed: " in shown or "interrupted first" in shown
     assert "idle" not in shown, "that is no noise"
 
 

@@ -36,7 +36,7 @@ def test_a_training_that_fits_passes_and_one_that_does_not_fails(shown: str) -> 
     for passed in ("small", "reduced", "split"):
         assert re.search(rf"^PASSED .*::test_{passed}$", shown, re.MULTILINE)
     assert re.search(r"99999 x 1 does not fit in 2\.00 GiB.*largest micro-batch", shown)
-    for line in (r"required.*GiB", r"allowed.*2\.00 GiB", "activations"):
+    for line in (r"required.*GiB", r"VRAM budget.*2\.00 GiB", "activations"):
         assert re.search(line, shown)
 
 

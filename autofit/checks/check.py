@@ -52,8 +52,8 @@ def check(
 ) -> Verdict:
     """Check whether a plan trains within a VRAM budget.
 
-    With a report the plan is its best one; its budget, its GPU and what its search measured there
-    are used where no others are given. A plan that was tuned on the CPU is probed on the CPU.
+    With a report the plan is its recommended one; its budget, its GPU and what its search measured
+    there are used where no others are given. A plan that was tuned on the CPU is probed on the CPU.
 
     Args:
         workload: model, sample batch, loss and optimizer.
@@ -148,8 +148,8 @@ def _check(
         probes = False
     if not probes and vram_budget is None and gpu is None:
         raise InvalidArgument(
-            'there is nothing to check against: give a vram_budget such as "24GiB", a gpu such '
-            'as "L4", or a device on which to probe'
+            'there is nothing to check against: give vram_budget="24GiB" or gpu="L4", or '
+            'device="cpu" to run the plan here'
         )
     chosen = load_strategies(strategies, plan=plan, world_size=world.size) if probes else ()
 

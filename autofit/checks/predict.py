@@ -65,8 +65,8 @@ def predict(
 
     Args:
         workload: what is trained.
-        plan: a plan, or a report, whose best plan is predicted with what its search measured;
-            None: the baseline.
+        plan: a plan, or a report, whose recommended plan is predicted with what its search
+            measured; None: the baseline.
         gpu: a name such as "L4" or "A100-80GB", a size such as "24GiB", or bytes; None: the
             report's, else H200. Several: a list of these, or ["all"] for all that are known.
         world_size: how many GPUs train together, each with its share of the global batch; None:
@@ -109,7 +109,15 @@ def _gpus(named: Sequence[Any]) -> list[Gpu]:
     return sorted(found, key=lambda gpu: gpu.total_bytes)
 
 
-_TITLES = ("GPU", "memory", "needs", "fits", "largest micro-batch")
+def largest_words(largest: int | None, plan: Plan) -> str:
+    """Return the largest micro-batch that fits, and whether the global batch allows no larger."""
+    if largest is None:
+        return "none"
+    is_all = plan.global_batch is not None and largest * plan.world_size >= plan.global_batch
+    return f"{largest}, the whole global batch" if is_all else str(largest)
+
+
+_TITLES = ("GPU", "VRAM budget", "required", "fits", "largest micro-batch")
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,7 @@ class GpuTable:
 
     def _remarks(self) -> list[str]:
         first = next(iter(self.predictions.values()))
-        lines = ["needs: required bytes with their margin"]
+        lines = ["VRAM budget: all that is usable. Required: with the margin of the prediction"]
         if first.unknown_bytes:
             left = format_bytes(NCCL_BYTES)
             lines.append(f"NCCL: {NCCL_UNKNOWN}; ? means that {left} more would not fit")
@@ -166,5 +174,5 @@ class GpuTable:
         for name, each in self.predictions.items():
             needs, fits = format_bytes(each.interval[1]), each.fits()
             answer = {True: "yes", False: "no", None: "?"}[fits]
-            largest = str(each.largest_micro_batch or "none")
+            largest = largest_words(each.largest_micro_batch, each.plan)
             yield name, format_bytes(each.gpu.usable_bytes), needs, answer, largest

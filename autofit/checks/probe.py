@@ -1,4 +1,4 @@
-"""`autofit.probe`: run one plan; or a report's best plan for longer, to see whether it holds.
+"""`autofit.probe`: run one plan; or a report's recommended plan for longer: does it hold?
 
 The latter is a probe of N optimizer steps on the sample batch, compared in peak, speed and loss, so
 growth between steps, allocator retries, other processes and faults are watched too. On the CPU,
@@ -13,7 +13,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, overload
 
@@ -22,7 +22,7 @@ from autofit.codec import to_json
 from autofit.devices.cpu import load_of_others
 from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.measurement import Measurement, Trial, TrialKind, median_interval
-from autofit.plan import Plan, ResolvedPlan
+from autofit.plan import Plan, ResolvedPlan, Settings
 from autofit.probing.probe import probe_if, run_one
 from autofit.probing.prober import Target
 from autofit.probing.torchrun import owned_by_rank_0
@@ -79,13 +79,13 @@ def probe(
 ) -> Trial:
     """Run one plan and return what it needs and how fast it is.
 
-    With a report and steps=200 its best plan trains for that long, within the report's budget, and
-    the `SoakResult` says how peak, speed and loss compare with the report.
+    With a report and steps=200 its recommended plan trains for that long, within the report's
+    budget, and the `SoakResult` says how peak, speed and loss compare with the report.
 
     Args:
         workload: what is trained.
-        plan: what to run, or a report, whose best plan is run; None: the baseline. Settings that
-            a plan leaves out are at their default.
+        plan: what to run, or a report, whose recommended plan is run; None: the baseline. Settings
+            that a plan leaves out are at their default.
         steps: timed optimizer steps; None: as many as a search times.
         vram_budget: as for `search`; None with a report and steps: the report's.
         device: one device, as for `search`; None with a report and steps: the report's.
@@ -138,14 +138,15 @@ _NOISE = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class SoakResult(Trial):
-    """A longer training of a report's best plan, compared with its trial in the report.
+    """A longer training of a report's recommended plan, compared with its trial in the report.
 
     Attributes:
-        expected: the report's best trial.
+        expected: the trial of the report's recommended plan.
         vram_budget_bytes: that it was trained within.
         deviations: differences from the report, one line each.
         busy: what others did on the device, here or in the search; speed is not compared then.
         was_busy: whether that was in the search.
+        defaults: the default of every setting, which text leaves out.
     """
 
     expected: Trial
@@ -153,6 +154,7 @@ class SoakResult(Trial):
     deviations: tuple[str, ...] = ()
     busy: str | None = None
     was_busy: bool = False
+    defaults: Settings = field(default_factory=dict)
 
     @property
     def compared(self) -> tuple[str, ...]:
@@ -194,7 +196,7 @@ class SoakResult(Trial):
         is_busy, when = self.busy is not None, "in the search" if self.was_busy else "now"
         agreeing = ", ".join(self.compared) or "nothing, for nothing could be compared"
         lines = [
-            f"{self.plan}: {self.steps} steps",
+            f"{self.plan.without(self.defaults)}: {self.steps} steps",
             f"peak reserved  {format_bytes(measured.peak_reserved_bytes)}"
             f" (report: {format_bytes(expected.peak_reserved_bytes)})",
             f"step time      {format_seconds(measured.step_time_s)}"
@@ -223,7 +225,7 @@ def soak(
     vram_budget: str | float | None = None,
     strategies: Sequence[Strategy] = (),
 ) -> SoakResult:
-    """Train the report's best plan for `steps` optimizer steps, and compare, as `probe` says.
+    """Train the report's recommended plan for `steps` optimizer steps, and compare as `probe`.
 
     Args:
         record, strategies: of the search; the installed ones are used for other names.
@@ -272,6 +274,7 @@ def soak(
         deviations=compare(best.measurement, measured, busy=busy is not None),
         busy=busy,
         was_busy=record.search.busy is not None,
+        defaults=record.default_settings,
     )
 
 

@@ -1,4 +1,4 @@
-"""A report in place of a plan: its best plan, what its settings mean, and whose workload it is."""
+"""A report in place of a plan: the plan it recommends, what its settings mean, and its workload."""
 
 from __future__ import annotations
 

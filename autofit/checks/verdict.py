@@ -21,7 +21,7 @@ from autofit.errors import InvalidArgument
 from autofit.notebook import shown
 from autofit.plan import Plan, Settings
 from autofit.report.record import Record
-from autofit.units import format_bytes
+from autofit.units import format_bytes, memory_words
 
 METHODS = {"probe": "a probe: run on the device", "predict": "a dry run on torch's meta device"}
 """By its name, how a verdict was found, for a reader."""
@@ -94,7 +94,7 @@ class Verdict:
 
     def _needs(self) -> str:
         how = "measured" if self.method == "probe" else "predicted"
-        needs = f"{format_bytes(self.required_bytes)} {how}"
+        needs = f"required {format_bytes(self.required_bytes)} ({how})"
         needs += f" + {format_bytes(self.margin_bytes)} margin" if self.margin_bytes else ""
         if self.evaluation_bytes is not None and self.evaluation_bytes == self.required_bytes:
             needs += ", in an evaluation"
@@ -107,16 +107,16 @@ class Verdict:
         """Return (what, figure): how it was found, and bytes by kind."""
         sizes: list[tuple[str, int | None]] = [("required", self.required_bytes)]
         sizes += [("margin", self.margin_bytes)] if self.margin_bytes else []
-        sizes += [("allowed", self.vram_budget_bytes), ("headroom", self.headroom_bytes)]
+        sizes += [("VRAM budget", self.vram_budget_bytes), ("headroom", self.headroom_bytes)]
         sizes += (self.breakdown or {}).items()
-        rows = [(name.replace("_", " "), format_bytes(size)) for name, size in sizes]
+        rows = [(memory_words(name), format_bytes(size)) for name, size in sizes]
         if self.evaluation_bytes is not None:
             rows.append(("evaluation", format_bytes(self.evaluation_bytes)))
         rows += [("NCCL", NCCL_UNKNOWN)] if self.unknown_bytes else []
         return [("method", METHODS.get(self.method, self.method)), *rows]
 
     def explain(self) -> str:
-        """Return the verdict and a table of required, allowed and broken-down bytes."""
+        """Return the verdict and a table of its bytes, by kind too."""
         lines = [f"  {name:<16}{size:>12}" for name, size in self.rows()]
         return "\n".join([str(self), *lines])
 
@@ -201,7 +201,7 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
 
 
 def read_earlier(path: str | os.PathLike[str]) -> tuple[Verdict, Settings]:
-    """Return the earlier verdict, or that of a report's best plan, and its default settings.
+    """Return the earlier verdict, or that of a report's recommended plan, and its default settings.
 
     Raises:
         InvalidArgument: the file cannot be read, or is neither of the two.

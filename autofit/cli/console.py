@@ -32,8 +32,8 @@ from autofit.errors import (
 )
 from autofit.measurement import Outcome
 from autofit.report.details import changes
+from autofit.report.place import Place, in_shell_words
 from autofit.report.report import Report, load, write
-from autofit.report.summary import Place
 from autofit.report.text import WIDTH, in_markdown, in_text, laid_out
 from autofit.streams import LossyStream, complain
 from autofit.world import world_of_environment
@@ -71,9 +71,12 @@ def show_report(
         except InvalidArgument as error:
             lost.append(str(error))
         else:
+            say_written(path)
             held_by = held_by or (path if path.suffix == ".json" else None)
         report = _shown_at(report, held_by)
     kept = _kept(report) if held_by is None and not as_json else None
+    if kept is not None:
+        say(f"wrote {kept}, which the machine may delete: give --out to keep a report")
     report = _shown_at(report, held_by or kept)
     try:
         shown = json.dumps(report.to_dict(), indent=1) if as_json else None
@@ -117,7 +120,7 @@ def _program() -> str:
 
 
 def export_report(report: Path, stack: str, paths: Sequence[Path]) -> None:
-    """Print a report's best plan as a stack's text, or write it to the file that is given.
+    """Print a report's recommended plan as a stack's text, or write it to the file that is given.
 
     Raises:
         InvalidArgument: there is no such stack, or several files or one that cannot be written.
@@ -127,6 +130,8 @@ def export_report(report: Path, stack: str, paths: Sequence[Path]) -> None:
     for path in paths:
         check_out(path, (path.suffix,))
     text = _shown_at(load(report), report).export(stack, *paths)
+    for path in paths:
+        say_written(path)
     if not paths:
         print_result(text.rstrip("\n"))
 
@@ -140,6 +145,7 @@ def show_changes(before: Report, after: Report, paths: Iterable[Path]) -> None:
     section = changes(before.record, after.record)
     for path in paths:
         write(path, {".md": lambda: "\n".join(in_markdown(section)) + "\n"}, "a comparison")
+        say_written(path)
     print_result(laid_out(in_text(section), **{"width": WIDTH, **style()}))
 
 
@@ -193,6 +199,11 @@ def print_result(text: str) -> None:
 def say(line: str) -> None:
     """Tell on standard error how far a command is."""
     _print_error(f"autofit: {line}")
+
+
+def say_written(path: Path) -> None:
+    """Tell on standard error that a file was written."""
+    say(f"wrote {path}")
 
 
 def _print_error(text: str) -> None:
@@ -253,7 +264,7 @@ def _show_error(error: BaseException) -> int:
     if getattr(error, "said_by_rank_0", False):
         return 3 if is_users(error) else getattr(error, "exit_code", 4)
     if isinstance(error, AutofitError):
-        _print_error(f"autofit: {error}")
+        _print_error(f"autofit: {in_shell_words(str(error))}")
         return error.exit_code
     _show_traceback(error)
     return 3 if is_users(error) else 4

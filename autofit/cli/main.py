@@ -78,6 +78,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its tables cut long words
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Finds, by running it, the fastest way to train a PyTorch model within a VRAM budget.",
 )
 
@@ -211,8 +212,8 @@ def probe(
 ) -> None:
     """Run one plan and print its memory and speed.
 
-    --plan-from REPORT --steps 200 trains a report's best plan for longer and compares it with the
-    report; the exit code is 1 where it deviates.
+    --plan-from REPORT --steps 200 trains a report's recommended plan for longer and compares it
+    with the report; the exit code is 1 where it deviates.
     """
     with stdout_for_results_only():
         start_server_ahead()
@@ -249,7 +250,7 @@ def report(
     export: Annotated[
         str | None,
         typer.Option(
-            help="print the best plan for pytorch, accelerate or deepspeed; --out FILE writes it"
+            help="print the plan for pytorch, accelerate or deepspeed; --out FILE writes it"
         ),
     ] = None,
     epoch_samples: EpochSamples = None,

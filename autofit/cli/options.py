@@ -25,6 +25,7 @@ import typer
 from autofit.devices.request import check_budget, device_names
 from autofit.errors import InvalidArgument, users_code
 from autofit.plan import Plan, Scalar
+from autofit.report.place import in_shell_words
 from autofit.report.report import Report, check_writable, load
 from autofit.units import kind_of
 
@@ -45,6 +46,18 @@ Target = Annotated[
 # Each option is checked when it is read: before torch is imported, which takes seconds.
 
 
+def refused_by_name(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a callback whose errors name the option, as those of the command line itself do."""
+
+    def callback(value: Any) -> Any:
+        try:
+            return check(value)
+        except InvalidArgument as error:
+            raise typer.BadParameter(in_shell_words(str(error))) from error
+
+    return callback
+
+
 def read_budget(text: str | None) -> str | float | None:
     """Return "24" as bytes and "0.5" as a fraction; the device reads other texts."""
     if text is None or not re.fullmatch(r"-?\d*\.?\d+|-?\d+\.", text):
@@ -52,6 +65,7 @@ def read_budget(text: str | None) -> str | float | None:
     return float(text) if "." in text else int(text)
 
 
+@refused_by_name
 def _check_budget(text: str | None) -> str | None:
     check_budget(read_budget(text))
     return text
@@ -65,9 +79,10 @@ def checked(check: str) -> Callable[[Any], Any]:
             resolve_name(check)(value)
         return value
 
-    return callback
+    return refused_by_name(callback)
 
 
+@refused_by_name
 def _check_devices(names: str | None) -> str | None:
     if names != "all":  # how many there are is asked of torch, later
         device_names(names)
@@ -81,6 +96,7 @@ def by_commas(texts: list[str] | None) -> list[str] | None:
     return [part for text in texts for part in text.split(",")]
 
 
+@refused_by_name
 def _check_strategies(texts: list[str] | None) -> list[str] | None:
     from autofit.registry import check_installed
 
@@ -90,6 +106,7 @@ def _check_strategies(texts: list[str] | None) -> list[str] | None:
     return names
 
 
+@refused_by_name
 def _check_settings(texts: list[str] | None) -> list[str] | None:
     # A comma parts two settings where another "strategy.name=" follows, else it is of the value.
     settings = [part for text in texts or () for part in re.split(r",(?=\w+\.\w+=)", text)]
@@ -97,7 +114,7 @@ def _check_settings(texts: list[str] | None) -> list[str] | None:
     for text in settings:
         name, _ = _read_setting(text)
         if name in by_name:
-            raise InvalidArgument(f"--set gives {name} twice, as {by_name[name]} and as {text}")
+            raise InvalidArgument(f"{name} is given twice, as {by_name[name]} and as {text}")
         by_name[name] = text
     _check_strategies([name.partition(".")[0] for name in by_name])
     return settings
@@ -224,7 +241,7 @@ StudyName = Annotated[
     ),
 ]
 Profile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="trace of the best plan: .json or .json.gz")
+    Path | None, typer.Option(metavar="FILE", help="trace of the answer: .json or .json.gz")
 ]
 EpochSamples = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="samples of an epoch: report its time")
@@ -248,7 +265,7 @@ PlanFrom = Annotated[
     Path | None,
     typer.Option(
         metavar="REPORT",
-        help="the best plan of this report",
+        help="the recommended plan of this report",
         callback=checked("autofit.report.report:load"),
     ),
 ]
@@ -318,7 +335,7 @@ def check_out(path: Path, forms: Sequence[str] = REPORT_FORMS) -> None:
 def _read_setting(text: str) -> tuple[str, Scalar]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise InvalidArgument(f"--set takes strategy.name=value, got {text!r}")
+        raise InvalidArgument(f"write strategy.name=value, got {text!r}")
     try:
         read = json.loads(value)
     except ValueError:
@@ -372,7 +389,8 @@ def load_target(target: str) -> Workload:
     made = _call(found, target) if callable(found) and not is_model else found
     if not isinstance(made, Workload):
         raise InvalidArgument(
-            f"{target} must be a Workload or a function that returns one, got {kind_of(made)}"
+            f"{target} must be a Workload or a function that returns one, got {kind_of(made)}: "
+            "return autofit.Workload(model, sample_batch, criterion=...)"
         )
     return made
 

@@ -22,7 +22,7 @@ from autofit.checks.verdict import (
     markdown,
     read_fraction,
 )
-from autofit.cli.console import leads, print_result, say, stdout_for_results_only
+from autofit.cli.console import leads, print_result, say, say_written, stdout_for_results_only
 from autofit.cli.options import (
     AsJson,
     Budget,
@@ -39,6 +39,7 @@ from autofit.cli.options import (
     given_plan,
     load_target,
     read_budget,
+    refused_by_name,
     with_eval_batch,
 )
 from autofit.errors import InvalidArgument, PredictionUnavailable, users_code
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from autofit.prediction.predict import Prediction
 
 
+@refused_by_name
 def _check_gpus(texts: list[str] | None) -> list[str] | None:
     from autofit.devices.gpu_catalogue import find_gpu
 
@@ -133,7 +135,9 @@ def _largest_of(prediction: Prediction) -> tuple[int | None, str]:
         largest = prediction.largest_micro_batch
     except PredictionUnavailable as error:  # of other sizes; the plan's own answer stands
         return None, str(error)
-    return largest, str(largest or "none")
+    from autofit.checks.predict import largest_words
+
+    return largest, largest_words(largest, prediction.plan)
 
 
 def check(
@@ -218,6 +222,7 @@ def _show(
     try:
         if junit_path is not None:
             _write(junit_path, junit_xml(target, verdict, regression))
+            say_written(junit_path)
         if page:
             _write(Path(page), markdown(target, verdict, regression), mode="a")
     except OSError as error:

@@ -11,7 +11,9 @@ from autofit.errors import InvalidArgument
 from autofit.units import MOST_BYTES, check_size, format_bytes, parse_bytes
 
 
-def budget_bytes(vram_budget: str | float | None, *, total_bytes: int, free_bytes: int) -> int:
+def budget_bytes(
+    vram_budget: str | float | None, *, total_bytes: int, free_bytes: int, is_cpu: bool = False
+) -> int:
     """Return a VRAM budget in bytes.
 
     Args:
@@ -19,6 +21,7 @@ def budget_bytes(vram_budget: str | float | None, *, total_bytes: int, free_byte
             free memory less 3 %, but at least 256 MiB and at most a tenth.
         total_bytes: the device's memory.
         free_bytes: what this process could use of it now.
+        is_cpu: whether the device is the CPU, which is also what runs where there is no GPU.
 
     Raises:
         InvalidArgument: it cannot be read, is below 1 MiB, or is larger than the device.
@@ -27,9 +30,11 @@ def budget_bytes(vram_budget: str | float | None, *, total_bytes: int, free_byte
         return free_bytes - min(max(int(0.03 * free_bytes), 256 * 2**20), free_bytes // 10)
     budget = _read_budget(vram_budget, total_bytes)
     if budget > total_bytes:
+        device = "CPU" if is_cpu else "device"
+        way_out = '. Without a GPU, pass device="cpu" and a smaller vram_budget' * is_cpu
         raise InvalidArgument(
-            f"a VRAM budget of {format_bytes(budget)} is more than the device has "
-            f"({format_bytes(total_bytes)})"
+            f"a VRAM budget of {format_bytes(budget)} is more than the {device} has "
+            f"({format_bytes(total_bytes)}){way_out}"
         )
     return budget
 

@@ -58,6 +58,7 @@ from autofit.training.samples import Collated, Made, Rows, Samples
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.watch import IGNORED
 from autofit.training.workload import Workload
+from autofit.units import quoted
 
 Repeated: TypeAlias = Callable[[], Iterable[StepTrace]]
 
@@ -183,7 +184,7 @@ class _Compared:
         if not self.apart:
             return f"{self.comparison.gradient:.1%}"
         largest = sorted(self.apart, key=lambda name: -self.apart[name])[:3]
-        told = ", ".join(f"{self.apart[name]:.1%} in {name}" for name in largest)
+        told = ", ".join(f"{self.apart[name]:.1%} in {name!r}" for name in largest)
         return f"{told} ({self.comparison.gradient:.2%} of all gradients together)"
 
 
@@ -278,7 +279,7 @@ def _kept_by(split: _Compared, workload: Workload) -> SplitGradients:
     """Return the decision where split gradients differ from whole ones."""
     comparison, way_out = split.comparison, "allow_accumulation_change"
     what = "which normalize over the batch" if comparison.normalizes_over_batch else "most of all"
-    where = f" (in {', '.join(comparison.modules)}, {what})" if comparison.modules else ""
+    where = f" (in {quoted(comparison.modules)}, {what})" if comparison.modules else ""
     if not comparison.normalizes_over_batch and workload.loss_weight is None:
         way_out += ", or loss_weight where the loss is a mean over something other than samples"
     why = f"Split gradients differ from whole ones by {split.by()}{'' if split.apart else where}"

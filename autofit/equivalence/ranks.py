@@ -41,6 +41,7 @@ from autofit.training.evaluation import modes_kept
 from autofit.training.ranks import Ranks
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload
+from autofit.units import quoted
 
 _EACH = 3
 """The most samples of a rank: two micro-batches of different sizes."""
@@ -277,7 +278,7 @@ def _why_not(
         return None
     if found.equal:
         return None
-    where = f", most of all in {', '.join(found.modules)}" if found.modules else ""
+    where = f", most of all in {quoted(found.modules)}" if found.modules else ""
     return (
         "was skipped: the gradients of the ranks differ from one process's by "
         f"{found.gradient:.1%}{where}. Call every module through the model that "
@@ -295,10 +296,9 @@ def normalizing_apart(model: torch.nn.Module) -> list[str]:
     ]
     if not names:
         return []
-    first = f"{', '.join(names[:3])}{' and others' * (len(names) > 3)}"
     return [
         (
-            f"{first} normalize over their own rank's micro-batch, so several ranks "
+            f"{quoted(names)} normalize over their own rank's micro-batch, so several ranks "
             "train differently from one process. Under DistributedDataParallel the "
             "running statistics are those of rank 0, whose buffers are sent to all "
             "ranks before each optimizer step; under fully_shard each rank keeps its "

@@ -321,11 +321,12 @@ def _why_not_run(beliefs: Beliefs, name: str, value: Scalar, sizes: MicroBatches
     cost_s = min(float(beliefs.known.trial_costs_s[i]) for i in fitting)
     if cost_s > 0 and beliefs.spec.planned_samples:
         return _why_costly(beliefs, best, float(beliefs.start_up_s[fitting[at]]), cost_s)
-    rates = (
-        f"predicted to reach {_rate(best, deviation)} at most, and the leading plan "
-        f"{_rate(ahead, beliefs.deviation(incumbent.plan))}"
-    )
-    return rates if best <= ahead else f"not tried before the search stopped: {rates}"
+    own, of_best = _rate(best, deviation), _rate(ahead, beliefs.deviation(incumbent.plan))
+    beside = f"and the best plan reaches {of_best}"
+    if own == of_best:
+        beside = f"{'no' if best <= ahead else 'hardly'} faster than the best plan"
+    early = "" if best <= ahead else "not tried before the search stopped: "
+    return f"{early}predicted to reach {own} at most, {beside}"
 
 
 def _why_costly(beliefs: Beliefs, best: float, start_up_s: float, cost_s: float) -> str:

@@ -170,7 +170,7 @@ class Labels:
                 Unsupported(
                     "the memory of a sparse gradient depends on which rows repeat and on the "
                     "number of steps",
-                    f"the gradient of {name}: a dense one, as of Embedding(sparse=False), can be "
+                    f"the gradient of {name!r}: a dense one, as of Embedding(sparse=False), can be "
                     "predicted",
                 )
             )

@@ -33,7 +33,7 @@ from autofit.space import Space
 from autofit.strategy import Phase, Strategy
 from autofit.training.loss import STOOD_IN
 from autofit.training.workload import Workload, check_arguments
-from autofit.units import format_bytes
+from autofit.units import format_bytes, memory_words
 
 
 @hides_own_frames
@@ -273,16 +273,17 @@ class Prediction:
         low, high = (format_bytes(size) for size in self.interval)
         rows = {
             "required": f"{format_bytes(self.required_bytes)} ({low} to {high})",
-            "fits": f"{FITS[self.fits()]}, in {format_bytes(self.gpu.usable_bytes)}",
+            "VRAM budget": f"{format_bytes(self.gpu.usable_bytes)}, all that is usable",
+            "fits": FITS[self.fits()],
             "peak reserved": format_bytes(self.peak_reserved_bytes),
             "peak allocated": f"{format_bytes(self.peak_allocated_bytes)}, of which at that moment",
-            **{f"  {kind}": format_bytes(self.breakdown[kind]) for kind in KINDS},
+            **{f"  {memory_words(kind)}": format_bytes(self.breakdown[kind]) for kind in KINDS},
             "non-torch": format_bytes(self.breakdown["non_torch"]),
         }
         if self.unknown_bytes:
             rows["NCCL"] = NCCL_UNKNOWN
         if self.evaluation_bytes is not None:
-            rows["evaluation"] = f"{format_bytes(self.evaluation_bytes)}, within what is required"
+            rows["evaluation"] = f"{format_bytes(self.evaluation_bytes)}, part of required"
         if not self.breakdown["gradients"]:
             rows["  gradients"] += " (they do not exist yet at the peak)"
         if self.has_stand_in_loss:

@@ -193,7 +193,10 @@ class Prober(AbstractContextManager["Prober"]):
             on_stage("starting a worker")
             device = self._open(ends_at)
             self.vram_budget_bytes = budget_bytes(
-                vram_budget, total_bytes=device.total_bytes, free_bytes=device.free_bytes
+                vram_budget,
+                total_bytes=device.total_bytes,
+                free_bytes=device.free_bytes,
+                is_cpu=device.exclusive_key is None,
             )
             if device.exclusive_key is not None:
                 self._lock = DeviceLock(device.exclusive_key)

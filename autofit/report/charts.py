@@ -15,9 +15,17 @@ from html import escape
 from typing import Any
 
 from autofit.measurement import Trial, probes_of
-from autofit.report.details import PLANS, outcome_words
+from autofit.report.details import PLANS, outcome_words, trial_of
 from autofit.report.record import Record, one_a_plan
-from autofit.report.summary import describe, is_sure, plan_words, speed_words
+from autofit.report.summary import (
+    beside_recommended,
+    describe,
+    is_sure,
+    name_of,
+    plan_words,
+    role_of,
+    speed_words,
+)
 from autofit.units import GIB, KIB, MIB, TIB, counted, format_bytes
 
 KINDS: Mapping[str, str] = {
@@ -90,11 +98,13 @@ def frontier_chart(record: Record) -> Chart:
 
 
 def _draw_plans(plot: Plot, fits: list[Trial], size: int, record: Record) -> None:
-    best, baseline = record.best.plan, record.baseline_beside_best.plan
-    names = {baseline: "baseline", best: "best" if best != baseline else "baseline, the best"}
-    for trial in sorted(fits, key=lambda each: (each.plan in names, each.plan == best)):
+    first, second = record.recommended, beside_recommended(record)
+    pair = [trial.plan for trial in (first, second) if trial is not None]
+    names = {plan: role_of(plan, record) for plan in pair}
+    for trial in sorted(fits, key=lambda each: (each.plan in names, each.plan == first.plan)):
         x, y = _held(trial) / size, record.speed_of(trial) or 0.0
-        kind = "best" if trial.plan == best else names.get(trial.plan, "tried")
+        kind = "baseline" if trial.plan in names else "tried"
+        kind = "best" if trial.plan == first.plan else kind  # what is recommended stands out
         plot.upright_between(x, *_seen(trial, record), "whisker")
         plot.dot(x, y, kind, _about(trial, record))
         if name := names.get(trial.plan):
@@ -130,8 +140,8 @@ def memory_charts(record: Record) -> Iterator[Chart]:
     }
     most = max((max(_totals(use)) for use in known.values()), default=0)
     for key, use in known.items():
-        trial = record.best if key == "best" else record.baseline_beside_best
-        title = f"Memory over a step: {PLANS[key]}"
+        trial = trial_of(key, record)
+        title = f"Memory over a step: {name_of(trial.plan, record)}"
         yield Chart(title, _steps_shown(trial, use, record), _timeline(title, use, most))
 
 

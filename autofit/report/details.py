@@ -9,33 +9,37 @@ from typing import Any
 
 from autofit.measurement import ACT, BOUNDS, Trial, TrialKind, spread_of
 from autofit.report.paste import lines_by_hand, lines_of_trainer
+from autofit.report.place import IN_PYTHON, Place
 from autofit.report.rates import rate_rows
 from autofit.report.record import Record
 from autofit.report.summary import (
-    IN_PYTHON,
-    Place,
     apply_line,
+    beside_recommended,
+    columns_of,
     evaluation_words,
+    how_speeds_compare,
     is_sure,
     loader_verdict,
+    name_of,
     pay_off,
     plan_words,
     range_words,
     ratio_words,
+    role_of,
     rounded_within,
     samples_words,
     settings_words,
     speed_words,
     written,
 )
-from autofit.units import counted, format_bytes, format_rate, format_seconds
+from autofit.units import counted, format_bytes, format_rate, format_seconds, quoted
 
-PLANS = {"best": "best plan", "baseline": "baseline"}
-"""Key of a plan among a record's findings -> its name."""
+PLANS = ("best", "baseline")
+"""Keys of a record's findings and memory, see `trial_of`."""
 TRIAL_TITLES = ("trial", "kind", "plan", "settings", "outcome", "samples/s", "memory", "step")
 ABOUT_TRIALS = (
-    "A plan is micro-batch x accumulation steps. Memory is peak reserved plus non-torch bytes. "
-    "Ranges are 95 % intervals."
+    "A plan is micro-batch x accumulation steps. Speeds are medians of a trial's steps, with their "
+    "95 % intervals. Memory is peak reserved plus non-torch bytes."
 )
 _SHORT_DETAIL = 60
 _MOST_MODULES = 6
@@ -64,11 +68,13 @@ class Section:
 
 def sections(record: Record, place: Place = IN_PYTHON) -> Iterator[Section]:
     """Yield the parts, those first that most readers want."""
-    yield Section("Best plan and baseline", table=[("", "best", "baseline"), *figures(record)])
+    columns = columns_of(record)
+    title = " and ".join(filter(None, columns)).capitalize()
+    yield Section(title, list(how_speeds_compare(record)), [columns, *figures(record)])
     yield Section("Train by the plan", list(training_lines(record, place)), is_code=True)
     if by_hand := lines_by_hand(record):
         yield Section("The same in a loop of your own", by_hand, is_code=True)
-    if notes := list(_notes(record)):
+    if notes := list(map(place.words, _notes(record))):
         yield Section("Notes", notes)
     yield from _findings(record)
     yield Section(
@@ -77,7 +83,7 @@ def sections(record: Record, place: Place = IN_PYTHON) -> Iterator[Section]:
         [TRIAL_TITLES, *(trial_cells(trial, record) for trial in record.trials)],
     )
     if record.skipped:
-        rows = [(written(each.settings), each.why) for each in record.skipped]
+        rows = [(written(each.settings), place.words(each.why)) for each in record.skipped]
         yield Section("Skipped", table=[("settings", "why"), *rows])
     yield Section("Search and environment", table=[("", ""), *environment_rows(record).items()])
 
@@ -89,7 +95,8 @@ def _findings(record: Record) -> Iterator[Section]:
             (str(rank), format_bytes(use.held_bytes), format_seconds(use.step_time_s))
             for rank, use in enumerate(ranks)
         ]
-        yield Section("Ranks of the best plan", table=[("rank", "held", "own step time"), *held])
+        whose = name_of(record.recommended.plan, record)
+        yield Section(f"Ranks of the {whose}", table=[("rank", "held", "own step time"), *held])
     if evaluation := record.findings.get("evaluation"):
         why = [f"Not tried to the end: {evaluation['failed']}"] if "failed" in evaluation else []
         yield Section("Evaluation", [evaluation_words(record), *why])
@@ -101,42 +108,59 @@ def _findings(record: Record) -> Iterator[Section]:
         ]
         consumed = format_rate(loader["consumed_samples_per_second"])
         own = f"your loader has num_workers={loader['own_workers']}"
-        lines = [f"{loader_verdict(loader)}. The best plan consumes {consumed}; {own}."]
+        whose = name_of(record.recommended.plan, record)
+        lines = [f"{loader_verdict(loader)}. The {whose} consumes {consumed}; {own}."]
         if loader["keeps_workers"]:
             lines.append("Workers of an IterableDataset may repeat samples: num_workers stays.")
         lines += loader["warnings"]
         lines += [f"Not measured to the end: {loader['failed']}"] if "failed" in loader else []
         yield Section("Data loading", lines, [("num_workers", "delivered"), *rates])
-    yield from _bounds(record.findings.get("bounds") or {})
-    if modules := record.memory.get("best", {}).get("modules"):
+    yield from _bounds(record)
+    for key in PLANS:
+        modules = record.memory.get(key, {}).get("modules", ())
         sizes = [(sum(part["bytes"].values()), part) for part in modules]
         largest = sorted(sizes, key=lambda each: -each[0])[:_MOST_MODULES]
         rows = [
-            (f"{part['name']} {part['class']} x {part['count']}".strip(), format_bytes(total))
+            (f"{_module_words(part)} x {part['count']}", format_bytes(total))
             for total, part in largest
         ]
-        yield Section("Memory of the best plan at its peak", table=[("module", "bytes"), *rows])
+        if rows:
+            title = f"Memory of the {name_of(trial_of(key, record).plan, record)} at its peak"
+            yield Section(title, table=[("module", "bytes"), *rows])
 
 
-def _bounds(bounds: Mapping[str, Any]) -> Iterator[Section]:
+def _module_words(part: Mapping[str, Any]) -> str:
+    """Return name and class of a module: "'layers.1' Linear"; of the model its class alone."""
+    return f"{quoted([part['name']])} {part['class']}" if part["name"] else str(part["class"])
+
+
+def trial_of(key: str, record: Record) -> Trial:
+    """Return the trial that one of `PLANS` means."""
+    return record.best if key == "best" else record.baseline_beside_best
+
+
+def _bounds(record: Record) -> Iterator[Section]:
     """Yield the shares of a step by what bounds it, as torch's profiler saw them."""
+    bounds = record.findings.get("bounds") or {}
     plans = [key for key in PLANS if bounds.get(key)]
     rows = [(name, *(f"{bounds[key].get(name, 0.0):.0%}" for key in plans)) for name in BOUNDS]
-    table = [("", *(PLANS[key] for key in plans)), *rows] if plans else []
+    titles = ("", *(role_of(trial_of(key, record).plan, record) for key in plans))
+    table = [titles, *rows] if plans else []
     why = [f"Not profiled: {bounds['failed']}"] if "failed" in bounds else []
     if table or why:
         yield Section("What a step is spent on", why, table)
 
 
 def figures(record: Record) -> list[tuple[str, str, str]]:
-    """Return (label, the best plan's figure, the baseline's) for all that the answer leaves out."""
-    held = record.best.measurement.held_bytes
+    """Return (label, the recommended plan's figure, that beside it) for what the answer omits."""
+    first, second = record.recommended, beside_recommended(record)
+    held = first.measurement.held_bytes
     headroom = None if held is None else record.vram_budget_bytes - held
-    columns = [_figures(trial, record) for trial in (record.best, record.baseline_beside_best)]
+    beside = {} if second is None else _figures(second, record)
     return [
-        *((name, columns[0][name], columns[1][name]) for name in columns[0]),
+        *((name, words, beside.get(name, "")) for name, words in _figures(first, record).items()),
         ("headroom", format_bytes(headroom), ""),
-        *rate_rows(record),
+        *rate_rows(record, first, second),
     ]
 
 
@@ -183,12 +207,14 @@ def _notes(record: Record) -> Iterator[str]:
         yield start.words(record)
     if record.difference is not None:
         yield (
-            f"Best plan against baseline, same samples: loss {record.difference['loss']:.2g}, "
-            f"gradients {record.difference['gradient']:.2g} (relative differences)"
+            f"Relative differences of the {name_of(record.best.plan, record)} from the baseline on "
+            f"the same samples: loss {record.difference['loss']:.2g}, gradients "
+            f"{record.difference['gradient']:.2g}"
         )
     for key, use in record.memory.items():
         if "why_not" in use:
-            yield f"The memory of the {PLANS.get(key, key)} is not shown: {use['why_not']}"
+            whose = name_of(trial_of(key, record).plan, record)
+            yield f"The memory of the {whose} is not shown: {use['why_not']}"
     yield from (note for note in record.notes if note not in acts)
 
 

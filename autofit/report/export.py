@@ -11,8 +11,9 @@ from textwrap import wrap
 from typing import Any
 
 from autofit.errors import InvalidArgument
+from autofit.report.place import IN_PYTHON, Place
 from autofit.report.record import Part, Record, parts_of
-from autofit.report.summary import IN_PYTHON, Place, one_line
+from autofit.report.summary import one_line
 from autofit.strategy import Strategy
 
 _HALF = {"bfloat16": "bf16", "float16": "fp16"}

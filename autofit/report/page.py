@@ -13,8 +13,9 @@ from importlib.resources import files
 
 from autofit.report.charts import KINDS, Chart, frontier_chart, legend, memory_charts
 from autofit.report.details import TRIAL_TITLES, Section, sections
+from autofit.report.place import IN_PYTHON, Place
 from autofit.report.record import Record
-from autofit.report.summary import IN_PYTHON, Place, Summary, is_sure, summary
+from autofit.report.summary import Summary, is_sure, summary
 
 _KINDS = {f"kind-{kind}": name for kind, name in KINDS.items()}
 _RANGE = re.compile(r"\([\d.]+-[\d.]+\)")

@@ -12,10 +12,11 @@ from autofit.report.record import Record, rates_of
 from autofit.units import format_flops, format_seconds, rounded
 
 
-def rate_rows(record: Record) -> Iterator[tuple[str, str, str]]:
-    """Yield (label, the best plan's rate, the baseline's)."""
-    best, baseline = (_words(record, trial) for trial in (record.best, record.baseline_beside_best))
-    yield from ((label, words, baseline.get(label, "")) for label, words in best.items())
+def rate_rows(record: Record, first: Trial, second: Trial | None) -> Iterator[tuple[str, str, str]]:
+    """Yield (label, the first trial's rate, the second's)."""
+    beside = {} if second is None else _words(record, second)
+    for label, words in _words(record, first).items():
+        yield label, words, beside.get(label, "")
     if tokens := record.workload.get("tokens"):
         share = tokens["padding_share"]
         padding = "" if share is None else f", {share:.0%} of them padding"

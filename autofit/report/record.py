@@ -315,10 +315,10 @@ class Record:
         return sorted(ran, key=lambda trial: trial.samples_per_second or 0.0)
 
     def compared_speed(self, plan: Plan) -> float | None:
-        """Return the plan's samples/s by the final comparison; None: it had no turn.
+        """Return samples/s by which plans of the final comparison compare; None: it had no turn.
 
-        The best plan has those of its fastest turn, which work of others slowed down least; the
-        others so many times as many as `ahead` says, so that speeds and factors agree.
+        The best plan has those of its fastest turn, and the others so many times as many as `ahead`
+        says. They order plans and tell what one saves; what is shown is measured, see `speed_of`.
         """
         return self._compared_speeds.get(plan)
 
@@ -335,31 +335,27 @@ class Record:
         }
 
     def speed_of(self, trial: Trial) -> float | None:
-        """Return the plan's samples/s in the final comparison, the trial's own if that was cut.
+        """Return the plan's samples/s as a probe measured them.
 
-        The baseline's then too are what the factor says, where there is one.
+        Of its fastest turn in the final comparison, which work of others slowed down least; the
+        trial's own where it had none, or where that did not come to its end.
         """
-        best, own = self.best, trial.samples_per_second
-        if self.is_confirmed:
-            return self.compared_speed(trial.plan) or own
-        is_told = self.is_decided and trial.plan == self.trial(self.baseline_number).plan
-        if is_told and own and trial.plan != best.plan and best.samples_per_second:
-            return best.samples_per_second / math.exp(self.ahead(best.plan, trial.plan).log)
-        return own
+        turns = self.turns(trial.plan) if self.is_confirmed else []
+        return (turns[-1] if turns else trial).samples_per_second
 
     def speed_range(self, trial: Trial) -> tuple[float | None, float | None]:
         """Return the 95 % interval of the speed that `speed_of` returns; None: nothing was timed.
 
         By all of the plan's turns; of a plan that had none, by the steps of the trial.
         """
-        speed, own = self.speed_of(trial), trial.samples_per_second
+        speed = self.speed_of(trial)
         low, high = trial.samples_per_second_low, trial.samples_per_second_high
-        if not (speed and own and low and high):
+        if not (speed and low and high):
             return low, high
         if self.is_confirmed and self.turns(trial.plan):
             told = self._rounds.speed(trial.plan)
             return speed * math.exp(told.low - told.log), speed * math.exp(told.high - told.log)
-        return speed * low / own, speed * high / own
+        return low, high
 
     @cached_property
     def _rounds(self) -> Rounds:
@@ -386,11 +382,9 @@ class Record:
         return frontier(self.trials, self.speed_of, is_compared=self.is_confirmed)
 
     @property
-    def finalists(self) -> list[tuple[Plan, float]]:
-        """The plans of the final comparison with their samples/s, the fastest first."""
-        plans = dict.fromkeys(t.plan for t in self.trials if t.kind is TrialKind.CONFIRMATION)
-        speeds = [(plan, speed) for plan in plans if (speed := self.compared_speed(plan))]
-        return sorted(speeds, key=lambda each: -each[1])
+    def finalists(self) -> list[Plan]:
+        """The plans of the final comparison that fit, the fastest first, by `compared_speed`."""
+        return sorted(self._compared_speeds, key=lambda plan: -self._compared_speeds[plan])
 
     def payloads(self, settings: Settings) -> dict[str, Any]:
         """Return the payloads of these values, by setting."""

@@ -20,8 +20,9 @@ from autofit.errors import InvalidArgument
 from autofit.measurement import ACT, Trial
 from autofit.notebook import shown
 from autofit.plan import Plan, check_count
+from autofit.report.place import Place
 from autofit.report.record import Record
-from autofit.report.summary import Place, one_line, summary, warnings_of
+from autofit.report.summary import one_line, summary, warnings_of
 from autofit.strategy import Strategy
 from autofit.units import counted
 

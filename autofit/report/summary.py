@@ -6,10 +6,8 @@ form lays out the same `Summary`, so none says more than another.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +16,7 @@ from typing import Any
 from autofit.measurement import ACT, NOT_TRIED, Outcome, RankUse, StartUp, Trial, probes_of
 from autofit.plan import Plan, Settings, unlike
 from autofit.report.paste import lines_of_trainer
+from autofit.report.place import IN_PYTHON, Place
 from autofit.report.rates import rate_line
 from autofit.report.record import Record, Undecided
 from autofit.rounds import Estimate
@@ -38,52 +37,6 @@ _MOST_SHAPES = 3
 _ZEROS = re.compile(r"\.0+ ")
 
 Columns = tuple[str, str, str]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a result is shown, which decides what can be run there.
-
-    Attributes:
-        path: the JSON file that holds the report; None: none does, and it is a Python variable.
-        program: how the shell calls autofit; None: the result is shown in Python.
-        has_functions: whether the report itself holds the functions of the search.
-    """
-
-    path: str | None = None
-    program: str | None = None
-    has_functions: bool = False
-
-    @property
-    def report(self) -> str:
-        """The report, in Python."""
-        path = json.dumps(self.path, ensure_ascii=False)
-        return f"autofit.load({path})" if self.is_shell else "report"
-
-    @property
-    def more(self) -> str:
-        """What shows all of the report."""
-        in_python = "print(report.to_text(verbose=True))"
-        return f"{self._command} -v" if self.is_shell else in_python
-
-    @property
-    def page(self) -> str:
-        """What writes the page with the charts."""
-        in_python = 'report.save("report.html")'
-        return f"{self._command} --out report.html" if self.is_shell else in_python
-
-    @property
-    def is_shell(self) -> bool:
-        """Whether a shell is there, and a file that holds the report."""
-        return self.program is not None and self.path is not None
-
-    @property
-    def _command(self) -> str:
-        return f"{self.program} report {shlex.quote(self.path or '')}"
-
-
-IN_PYTHON = Place()
-"""A report that was loaded, and is the variable `report`."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +67,10 @@ class Summary:
         A warning is never cut or left out, whatever room there is. The last remarks are left out
         and counted where the lines would be more than `most_lines`.
         """
-        warnings = [
-            line
-            for text in self.warnings
-            for line in textwrap.wrap(f"{ACT}{text}", width, subsequent_indent="  ")
-        ]
+        warnings = [line for text in self.warnings for line in _wrapped(f"{ACT}{text}", width)]
         for unseen in range(len(self.remarks) + 1):
             shown = self.remarks[: len(self.remarks) - unseen]
-            lines = [*warnings, *textwrap.wrap(". ".join(shown), width, subsequent_indent="  ")]
+            lines = [*warnings, *_wrapped(". ".join(shown), width)]
             if unseen:
                 lines.append(f"{counted(unseen, 'note')} more: see More")
             if len(lines) <= most_lines:
@@ -129,18 +78,19 @@ class Summary:
         return lines
 
 
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return lines of a paragraph; a flag is never broken at its hyphens."""
+    return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
+
+
 def summary(record: Record, place: Place = IN_PYTHON) -> Summary:
     """Return the answer of a record as it is shown at that place."""
-    beside, columns = beside_recommended(record), ("", "best", "baseline")
-    if recommends_baseline(record):
-        is_candidate = record.best.plan != record.recommended.plan
-        columns = ("", "baseline", "best candidate" if is_candidate else "next best")
     return Summary(
         title=_title(record),
-        columns=columns if beside else (columns[0], columns[1], ""),
-        rows=tuple(_rows(record, beside)),
-        warnings=tuple(warnings_of(record)),
-        remarks=tuple(_remarks(record)),
+        columns=columns_of(record),
+        rows=tuple(_rows(record, beside_recommended(record))),
+        warnings=tuple(map(place.words, warnings_of(record))),
+        remarks=tuple(map(place.words, _remarks(record))),
         apply=apply_line(record, place),
         more=place.more,
     )
@@ -166,10 +116,37 @@ def recommends_baseline(record: Record) -> bool:
     return record.recommended.plan == record.baseline_beside_best.plan
 
 
+def columns_of(record: Record) -> Columns:
+    """Return the titles over the recommended plan and what it is shown beside."""
+    beside = beside_recommended(record)
+    return (
+        "",
+        role_of(record.recommended.plan, record),
+        "" if beside is None else role_of(beside.plan, record),
+    )
+
+
+def role_of(plan: Plan, record: Record) -> str:
+    """Return what every form calls a plan: "baseline", "best" or "fastest other".
+
+    Best is the plan that is recommended and is not the baseline; where the baseline is recommended,
+    the fastest other plan stands beside it.
+    """
+    if plan == record.baseline_beside_best.plan:
+        return "baseline"
+    return "best" if plan == record.recommended.plan else "fastest other"
+
+
+def name_of(plan: Plan, record: Record) -> str:
+    """Return that in a sentence: "baseline", "best plan" or "fastest other plan"."""
+    role = role_of(plan, record)
+    return role if role == "baseline" else f"{role} plan"
+
+
 def beside_recommended(record: Record) -> Trial | None:
     """Return what the recommended plan is shown beside.
 
-    The baseline; beside the baseline itself the best candidate, or the next best plan.
+    The baseline; beside the baseline itself the fastest other plan; None: there is none.
     """
     if not recommends_baseline(record):
         return record.baseline_beside_best
@@ -313,7 +290,7 @@ def written(settings: Settings) -> str:
 def next_best(record: Record) -> Trial | None:
     """Return the fastest plan but the best, by the final comparison if it was in it."""
     best = record.best.plan
-    compared = [plan for plan, _ in record.finalists if plan != best] if record.is_confirmed else []
+    compared = [plan for plan in record.finalists if plan != best] if record.is_confirmed else []
     if compared:
         return record.turns(compared[0])[-1]
     ran = [t for t in probes_of(record.trials) if t.plan != best and t.ok and t.samples_per_second]
@@ -349,9 +326,9 @@ def warnings_of(record: Record) -> Iterator[str]:
 
 
 _UNDECIDED = {
-    Undecided.TIMEOUT: "the time was over before that could be told: give a longer timeout",
-    Undecided.MAX_PROBES: "max_probes was reached before that could be told: allow more",
-    Undecided.INTERRUPTED: "the search was interrupted before that could be told: let it end",
+    Undecided.TIMEOUT: "The time was over first: give a longer timeout",
+    Undecided.MAX_PROBES: "The search reached max_probes first: allow more",
+    Undecided.INTERRUPTED: "The search was interrupted first: let it end",
 }
 
 
@@ -360,17 +337,17 @@ def undecided_words(record: Record) -> str:
     search, reason = record.search, record.search.undecided_because
     why = _UNDECIDED.get(reason) if reason else None
     if reason is Undecided.FAILED:
-        why = f"the search ended before that could be told ({search.stopped_because})"
+        why = f"The search ended first: {search.stopped_because}"
     if why is None:
         busy = f" ({search.busy})" if search.busy else ""
-        why = f"speeds are too near or too unsteady{busy}: search again on an idle machine"
+        why = f"Speeds are too close or too unsteady{busy}: search again on an idle machine"
     if not recommends_baseline(record):
-        return f"Not decided whether another plan is over 5 % faster: {why}"
+        return f"Not decided whether another plan is over 5 % faster. {why}"
     if record.best.plan == record.recommended.plan:
-        return f"Not decided whether another plan is over 5 % faster than the baseline: {why}"
+        return f"Not decided whether another plan is over 5 % faster than the baseline. {why}"
     return (
-        "Not decided whether the best candidate is faster than the baseline, so that the baseline "
-        f"is recommended: {why}"
+        "Not decided whether the fastest other plan beats the baseline, so the baseline is "
+        f"recommended. {why}"
     )
 
 
@@ -399,17 +376,17 @@ def sizes_that_failed(record: Record) -> Iterator[str]:
 
 def _remarks(record: Record) -> Iterator[str]:
     best, baseline = record.recommended, record.baseline_beside_best
-    if line := rate_line(record):
+    yield from how_speeds_compare(record)
+    if record.is_decided and (line := rate_line(record)):
         yield line
     failed = any(sizes_that_failed(record))
     if best.plan == baseline.plan and record.is_decided and not failed:
         other = next_best(record)
-        speed = 0.0 if other is None else record.speed_of(other) or 0.0
-        if speed <= (record.speed_of(best) or 0.0):
+        if other is None or record.ahead(other.plan, best.plan).log <= 0:
             plans = len({trial.plan for trial in probes_of(record.trials)})
             yield f"No faster plan was found: {counted(plans, 'plan')} ran"
         elif record.is_confirmed:
-            yield "The next best plan is faster by no more than a tie, which goes to the baseline"
+            yield "The fastest other plan is hardly faster: such a tie goes to the baseline"
     if (factor := record.factor) is not None and factor < 1 and best.plan != baseline.plan:
         less = (baseline.measurement.held_bytes or 0) - (best.measurement.held_bytes or 0)
         if less > 0:
@@ -423,6 +400,20 @@ def _remarks(record: Record) -> Iterator[str]:
         yield evaluation_words(record)
     yield from validity(record)
     yield from (note for note in record.notes if note.startswith(NOT_TRIED))
+
+
+def how_speeds_compare(record: Record) -> Iterator[str]:
+    """Yield how the speedup was made, where the two throughputs would give another one."""
+    beside = beside_recommended(record)
+    if beside is None or not (beside.ok and record.is_decided):
+        return
+    speeds = [record.speed_of(trial) for trial in (record.recommended, beside)]
+    ahead = record.ahead(record.recommended.plan, beside.plan)
+    if all(speeds) and not ahead.low <= math.log((speeds[0] or 1) / (speeds[1] or 1)) <= ahead.high:
+        yield (
+            "Throughput is of all steps of a plan's fastest run; the speedup, of steps that were "
+            "hardly disturbed, in all runs"
+        )
 
 
 def evaluation_words(record: Record) -> str:
@@ -493,14 +484,14 @@ _BATCHES = {
 
 
 def samples_words(record: Record) -> str | None:
-    """Return what holds the samples of a batch: "Samples: ids, labels; constant: positions"."""
+    """Return what holds the samples of a batch: "ids, labels; constant: positions"."""
     shapes, batched = record.workload["sample_shapes"], record.workload.get("batched")
     how = _BATCHES.get(record.workload.get("samples", ""))
     if how is not None or batched is None:
         return how
     constant = [_shown_name(name).strip() or name for name in shapes if name not in batched]
     held = [_shown_name(name).strip() or name for name in shapes if name in batched]
-    return f"Samples: {_listed(held)}" + f"; constant: {_listed(constant)}" * bool(constant)
+    return _listed(held) + f"; constant: {_listed(constant)}" * bool(constant)
 
 
 def _listed(words: Sequence[str]) -> str:

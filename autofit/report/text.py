@@ -19,8 +19,9 @@ from rich.text import Text
 from autofit.codec import without_commands
 from autofit.measurement import ACT
 from autofit.report.details import TRIAL_TITLES, Section, sections
+from autofit.report.place import IN_PYTHON, Place
 from autofit.report.record import Record
-from autofit.report.summary import IN_PYTHON, MOST_LINES, Place, is_sure, summary
+from autofit.report.summary import MOST_LINES, is_sure, summary
 
 WIDTH = 100
 _LEAST_WIDTH = 20  # a terminal may say that it has one column, which takes no words

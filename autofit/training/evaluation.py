@@ -13,7 +13,7 @@ from autofit.measurement import IN_EVALUATION
 from autofit.training.batch import Batch
 from autofit.training.loss import EvalStep
 from autofit.training.training import Training
-from autofit.units import counted
+from autofit.units import counted, quoted
 
 # Bytes of an element -> the type of whole numbers of that size.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -89,10 +89,9 @@ def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
 def _refuse(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if changed:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise InvalidArgument(
-            f"eval_step changed {what} of {', '.join(name or 'the model' for name in changed[:3])}"
-            f"{more}: an evaluation must leave parameters, buffers and modes as they were"
+            f"eval_step changed {what} of {quoted(changed)}: an evaluation must leave "
+            "parameters, buffers and modes as they were"
         )
 
 

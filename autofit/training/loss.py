@@ -114,7 +114,7 @@ class Recipe:
             if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
                 raise InvalidArgument(
                     f"with criterion= the batch must be (input, target), got {kind_of(batch)}; "
-                    "for any other batch pass loss_fn=(model, batch) -> loss"
+                    "for a list of samples pass collate_fn=, for any other batch loss_fn="
                 )
             output = call_model(model, batch[0])
             return scalar(self.criterion(output, batch[1]), "criterion"), LossSource.CRITERION
@@ -158,8 +158,12 @@ def scalar(loss: Any, name: str) -> torch.Tensor:
         InvalidArgument: it is not one number as a tensor; `name` says who made it.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise InvalidArgument(f"{name} must return a scalar tensor, got {got}")
+        if isinstance(loss, torch.Tensor):
+            got, way_out = f"one of shape {list(loss.shape)}", ": return its mean over the samples"
+        else:
+            got = kind_of(loss)
+            way_out = ": leave .item() and float() out" * isinstance(loss, int | float)
+        raise InvalidArgument(f"{name} must return a scalar tensor, got {got}{way_out}")
     return loss.reshape(())
 
 

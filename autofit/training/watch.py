@@ -78,11 +78,17 @@ class BatchWatch:
                 or a tensor that stays whole follows its samples.
         """
         steps = steps_for(samples, self._plan.micro_batch)
+        meant, whose = self._plan.samples_per_step, "" if gathered is None else " on this rank"
+        size = (
+            f"a training step got {samples} samples{whose}, but the plan ({self._plan}) takes "
+            f"{meant}{self._uneven()}"
+        )
         if self._keeps_split and steps > self._plan.accumulation_steps:
             raise InvalidArgument(
-                f"{self._about_size(samples)}; the search did not split batches, because "
-                "that changes this model's gradients or could not be compared: train on "
-                "batches of that size, or search again with allow_accumulation_change=True"
+                f"{size}: that would be {counted(steps, 'micro-batch')} instead of "
+                f"{self._plan.accumulation_steps}, which changes this model's gradients, or the "
+                f"search could not compare them. Train on batches of {meant} samples, or search "
+                "again with allow_accumulation_change=True"
             )
         if self._looks_left and (unequal := self._ignored_unequally(given, samples, gathered)):
             self._looks_left = 0
@@ -90,9 +96,10 @@ class BatchWatch:
         shapes = tuple(tuple(shape_of(tensor)) for tensor in tensors_of(given))
         if shapes in self._looked:
             return
-        meant = self._plan.samples_per_step
         if samples > meant or (samples < meant and not self._looked):
-            self._warn("size", self._about_size(samples), stacklevel + 1)
+            runs = f"the step runs as {counted(steps, 'micro-batch')} and updates on all {samples}"
+            reason = "larger" if samples > meant else "smaller"
+            self._warn(reason, f"{size}: {runs}", stacklevel + 1)
         if steps > 1 and isinstance(self._samples, Rows):
             self._refuse_growing(given, self._samples)
         is_made = isinstance(given, MicroBatches)
@@ -101,14 +108,10 @@ class BatchWatch:
         if not (is_made and self._looked):  # each may have shapes of its own
             self._looked.add(shapes)
 
-    def _about_size(self, samples: int) -> str:
-        plan = self._plan
-        steps, meant = steps_for(samples, plan.micro_batch), plan.samples_per_step
-        return (
-            f"a training step got {samples} samples, but the plan ({plan}) has {meant}: "
-            f"it runs as {counted(steps, 'micro-batch')}, with a global batch of "
-            f"{samples} instead of {meant}"
-        )
+    def _uneven(self) -> str:
+        """Return the plan's sizes where they differ, so that their product is not its samples."""
+        sizes = sorted(set(self._plan.micro_batch_sizes), reverse=True)
+        return f", in micro-batches of {' and '.join(map(str, sizes))}" if len(sizes) > 1 else ""
 
     def _ignored_unequally(self, given: Any, samples: int, gathered: Gathered | None) -> str | None:
         sizes = split_evenly(samples, steps_for(samples, self._plan.micro_batch))
@@ -159,12 +162,9 @@ class BatchWatch:
     def _larger(self, made: MicroBatches) -> str | None:
         if self._sample_size is None:
             return None
-        shapes = map(_shape_in, self._sample_shapes.values())
-        before = sum(map(math.prod, shapes)) / self._sample_size
-        now = max(
-            sum(tensor.numel() for tensor in tensors_of(batch)) / size
-            for batch, size in zip(made.batches, made.sizes, strict=True)
-        )
+        each = zip(made.batches, made.sizes, strict=True)
+        told = (self._elements(batch, size, self._sample_size) for batch, size in each)
+        now, before = max(told, key=lambda pair: pair[0] - MOST_ABOVE_THE_MEAN * pair[1])
         if now <= MOST_ABOVE_THE_MEAN * before:
             return None
         return (
@@ -172,6 +172,21 @@ class BatchWatch:
             f"batch had {before:.4g}: the plan may not fit larger samples, or may not be the "
             "fastest for them. Search again with the largest samples"
         )
+
+    def _elements(self, batch: Batch, size: int, sample_size: int) -> tuple[float, float]:
+        """Return the elements a sample of a micro-batch and of the sample batch.
+
+        Without constants, of which fewer samples have more each: what has one shape in both though
+        these differ in their samples.
+        """
+        now = {name: shape_of(tensor) for name, tensor in named_tensors(batch)}
+        before = {name: _shape_in(shape) for name, shape in self._sample_shapes.items()}
+        constant = {name for name in now if size != sample_size and now[name] == before.get(name)}
+        counts = [
+            sum(math.prod(shape) for name, shape in shapes.items() if name not in constant)
+            for shapes in (now, before)
+        ]
+        return counts[0] / size, counts[1] / sample_size
 
     def _longer(self, batch: Batch, samples: int) -> str | None:
         for name, now in describe(batch).items():

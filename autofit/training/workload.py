@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from autofit.errors import InvalidArgument, release_exception, users_code
 from autofit.plan import Plan, Settings, check_count
@@ -134,6 +135,11 @@ class Workload:
         if self.collate_fn is not None:
             self._take_samples(self.collate_fn)
         elif not self.makes_batches:
+            if isinstance(given, Dataset | DataLoader):
+                raise InvalidArgument(
+                    f"the sample batch is {kind_of(given)}, which is no batch: pass one, such "
+                    "as next(iter(loader)), or the data set's samples and their collate_fn="
+                )
             if isinstance(given, Lengths):
                 given.check_rows()
             for _, batch in self._mix:
@@ -424,13 +430,13 @@ def _on_one_device(model: torch.nn.Module, what: str) -> torch.nn.Module:
         wrapper = next((kind for kind in _PARALLEL if kind in kinds), None)
         if wrapper is not None:
             raise InvalidArgument(
-                f"{name or what} is already wrapped in {wrapper}: pass the plain "
+                f"{repr(name) if name else what} is already wrapped in {wrapper}: pass the plain "
                 "model, before it is wrapped"
             )
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
             raise InvalidArgument(
-                f"{name} is a DTensor, so the model is already distributed: pass the plain "
+                f"{name!r} is a DTensor, so the model is already distributed: pass the plain "
                 "model, before it is sharded"
             )
     return model
@@ -496,7 +502,7 @@ def compiled_part(model: torch.nn.Module) -> str | None:
         is_wrapped = type(module).__name__ == "OptimizedModule"
         if is_script or is_wrapped or vars(module).get(COMPILED_CALL) is not None:
             compiler = "torch.jit" if is_script else "torch.compile"
-            return f"{name or 'the model'} is already compiled, by {compiler}"
+            return f"{repr(name) if name else 'the model'} is already compiled, by {compiler}"
     return None
 
 

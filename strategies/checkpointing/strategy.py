@@ -257,7 +257,7 @@ def _notes(left_out: Mapping[str, str]) -> Iterator[str]:
             continue
         alike.setdefault(_DETAILS.sub("", why), []).append(unit)
     for units in alike.values():
-        named = [unit or "the model itself" for unit in units[:MOST_NAMED]]
+        named = [repr(unit) if unit else "the model itself" for unit in units[:MOST_NAMED]]
         more = f" and {len(units) - MOST_NAMED} more" if len(units) > MOST_NAMED else ""
         are = "is" if len(units) == 1 else "are"
         reasons = dict.fromkeys(left_out[unit] for unit in units)

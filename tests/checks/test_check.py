@@ -48,7 +48,7 @@ def test_it_does_not_fit_by_prediction() -> None:
     assert check(workload(), plan=smaller, vram_budget="2GiB", gpu="L4").fits
     assert str(smaller.micro_batch) in str(verdict)
     explained = verdict.explain()
-    assert all(word in explained for word in ("required", "allowed", "activations", "weights"))
+    assert all(word in explained for word in ("required", "VRAM budget", "activations", "weights"))
 
 
 def test_a_model_that_refuses_one_sample_has_a_largest_micro_batch() -> None:

@@ -56,6 +56,9 @@ def test_a_healthy_plan_holds_its_peak(report: autofit.Report, workload: autofit
     assert endured.measurement.peak_allocated_bytes == told.peak_allocated_bytes
     assert not any("peak" in line or "loss" in line for line in endured.deviations)
     assert soak(report.record, workload, steps=8).steps == 8
+    shown = endured.plan.without(report.record.default_settings)
+    assert shown != endured.plan
+    assert str(endured).startswith(f"{shown}: {STEPS} steps\n"), "without settings at their default"
     assert endured.to_dict()["plan"] == to_json(report.plan)
     (note,) = (note for note in report.record.notes if "VRAM budget" in note)
     assert "process" in note

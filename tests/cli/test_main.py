@@ -22,9 +22,10 @@ import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from autofit.cli.console import show_report
+from autofit.cli.console import export_report, show_report
 from autofit.cli.main import app, main
 from autofit.errors import AutofitError
+from autofit.report.place import FLAGS, in_shell_words
 from autofit.report.report import load
 
 SOURCE = '''
@@ -257,7 +258,8 @@ def test_a_saved_report_is_shown_in_any_form_without_torch(
     forms = [tmp_path / f"r{suffix}" for suffix in (".json", ".html", ".md", ".txt", ".csv")]
     command = [sys.executable, "-c", WITHOUT_TORCH, *(f"--out={form}" for form in forms)]
     shown = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
-    assert (shown.stdout, shown.stderr) == (searched.out, "")
+    assert shown.stdout == searched.out
+    assert sorted(shown.stderr.splitlines()) == sorted(f"autofit: wrote {form}" for form in forms)
     assert json.loads(forms[0].read_text()) == json.loads((folder / "report.json").read_text())
     assert forms[1].read_text().startswith("<!doctype html>")
     assert forms[2].read_text().startswith("### small on cpu")
@@ -277,7 +279,7 @@ def test_two_reports_are_compared(
     later = tmp_path / "later.json"
     later.write_text(json.dumps(changed))
     ran = forked("report", "report.json", str(later), "--out", str(tmp_path / "changes.md"))
-    assert ran.code == 0, ran.err
+    assert (ran.code, ran.err) == (0, f"autofit: wrote {tmp_path / 'changes.md'}\n")
     assert re.search(r"^VRAM budget +32.0 MiB +64.0 MiB$", ran.out, re.MULTILINE), ran.out
     assert "| VRAM budget | 32.0 MiB | 64.0 MiB |" in (tmp_path / "changes.md").read_text()
     for refused in (["--json"], ["--out", str(tmp_path / "changes.csv")]):
@@ -346,15 +348,22 @@ def test_a_probe_without_options_runs_the_baseline(here: Callable[..., Ran]) -> 
         (["serach", "models.py:small"], "No such command 'serach'"),
         (["search", "models.py:small", "--vram-bugdet", "1GiB"], "--vram-bugdet"),
         (["search", "models.py:small", "--max-probes", "0"], "Invalid value"),
+        (
+            ["search", "models.py:small", "--vram-budget", "10XB"],
+            "'--vram-budget': cannot read '10XB'",
+        ),
+        (["search", "models.py:small", "--strategies", "presicion"], "'--strategies': "),
+        (["check", "models.py:small", "--gpu", "L5"], "'--gpu': "),
+        (["probe", "models.py:small", "--set", "precision"], "'--set': write strategy.name=value"),
         (["search", "gone.py:small"], "gone.py"),
         (["search", "models.py:small", "--out", "report.yaml"], ".html, .md, .txt or .csv"),
         (["search", "models.py:small", "--out", "no/r.json"], "no/r.json"),
         (["search", "models.py:small", "--out", f"{'r' * 300}.json"], "too long"),
         (
             ["probe", "models.py:small", "--set", "a.b=1", "--set", "a.b=2"],
-            "a.b twice, as a.b=1 and as a.b=2",
+            "a.b is given twice, as a.b=1 and as a.b=2",
         ),
-        (["check", "models.py:small", "--set", "a.b=1,c.d=2,a.b=1"], "a.b twice"),
+        (["check", "models.py:small", "--set", "a.b=1,c.d=2,a.b=1"], "a.b is given twice"),
         (["report", "gone.json"], "gone.json"),
         (["report", "models.py"], "autofit: models.py is not a JSON"),
     ],
@@ -519,6 +528,23 @@ def test_a_result_that_cannot_be_printed_is_kept_for_its_user_alone(
     assert load(kept).record == report.record
 
 
+def test_each_file_that_is_written_is_named_on_standard_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = Path(__file__).parents[1] / "report" / "tiny_resnet.json"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    out = tmp_path / "train.py"
+    export_report(saved, "pytorch", [out])
+    assert capsys.readouterr() == ("", f"autofit: wrote {out}\n")
+    show_report(load(saved), (), as_json=False)
+    (kept,) = tmp_path.glob("*.json")
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"autofit: wrote {kept}, which")
+    assert str(kept) in shown.out
+    show_report(load(saved), (), as_json=False, loaded_from=saved)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_report_that_no_folder_takes_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -601,6 +627,39 @@ def ends_with_a_report(
     report = json.loads((folder / "cut_short.json").read_text())
     assert report["best"]["outcome"] == "ok"
     assert report["search"]["stopped_because"] == "interrupted"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_budget_of_a_gpu_where_there_is_none_names_the_cpu(here: Callable[..., Ran]) -> None:
+    ran = here("search", "models.py:small", "--vram-budget", "1000TiB")
+    assert ran.code == 2
+    assert re.search(r"pass --device cpu and a smaller --vram-budget$", ran.err.strip())
+
+
+def test_the_shell_is_told_of_flags_and_python_of_arguments() -> None:
+    for said, in_shell in (
+        ("Pass global_batch= to keep it", "Pass --global-batch to keep it"),
+        ('use device="cpu", or wait', "use --device cpu, or wait"),
+        ("allow_accumulation_change=True tries", "--allow-accumulation-change tries"),
+        (
+            "use micro_batch=8, or leave global_batch out",
+            "use --micro-batch 8, or leave --global-batch out",
+        ),
+        ("gpu='L4' asks", "--gpu L4 asks"),
+        ("pass the report as plan=, or probe", "pass the report as --plan-from, or probe"),
+        ("pass loss_weight= or criterion=", "pass loss_weight= or criterion="),
+        ("the device is busy", "the device is busy"),
+        ("Workload(global_batch=8)", "Workload(global_batch=8)"),
+        ("settings.device=cpu in my_device=3", "settings.device=cpu in my_device=3"),
+    ):
+        assert in_shell_words(said) == in_shell
+    options = {
+        option.removeprefix("--")
+        for command in get_command(app).commands.values()  # type: ignore[attr-defined]
+        for each in command.params
+        for option in each.opts
+    }
+    assert {name.replace("_", "-") for name in FLAGS} <= options
 
 
 COMMANDS = ("search", "probe", "predict", "check", "report", "doctor")

@@ -14,7 +14,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import autofit
 from autofit.cli.main import app, main
+from autofit.cli.options import load_target
 from autofit.errors import InvalidArgument
 
 WORKLOAD = """
@@ -63,10 +65,24 @@ def test_check_says_no_and_what_would_fit(target: str) -> None:
     assert "largest micro-batch" in said
 
 
+def test_what_predict_and_check_tell_has_the_same_names(target: str) -> None:
+    predicted = run("predict", target, "--gpu", "L4")[1]
+    checked = autofit.check(load_target(target), gpu="L4").explain()
+    for name in ("required", "VRAM budget", "optimizer state", "non-torch", "activations"):
+        for said in (predicted, checked):
+            assert re.search(rf"(?m)^ +{name} +[\d.]+ \wiB", said), (name, said)
+
+
+def test_a_largest_micro_batch_that_the_global_batch_bounds_is_said_so(target: str) -> None:
+    said = run("predict", target, "--gpu", "L4", "--global-batch", "32")[1]
+    assert re.search(r"largest micro-batch +32, the whole global batch on L4", said)
+    assert "whole" not in run("predict", target, "--gpu", "L4")[1]
+
+
 def test_predict_says_no_and_exits_with_1(target: str) -> None:
     code, said = run("predict", target, "--gpu", "L4", "--micro-batch", "4000000")
     assert code == 1
-    assert re.search(r"fits +no, in 22", said)
+    assert re.search(r"VRAM budget +22\.0 GiB.*\n +fits +no", said)
     code, said = run("predict", target, "--gpu", "L4", "--json")
     assert (code, json.loads(said)["fits"]) == (0, True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -60,8 +61,16 @@ def test_one_parameter_that_differs_does_not_hide_in_all_gradients_together() ->
     assert found.comparison.modules == ("router",)
     (note,) = found.notes
     assert note.startswith(ACT)
-    assert "router.weight" in note
+    assert "'router.weight'" in note
     assert "allow_accumulation_change" in note
+
+
+def test_modules_that_are_named_by_numbers_are_quoted() -> None:
+    found = decided(lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    assert found.comparison is not None
+    assert found.comparison.modules == ("1",)
+    (note,) = found.notes
+    assert re.search(r"by [\d.]+% \(in '1', which normalize", note)
 
 
 class Attentive(nn.Module):

@@ -16,8 +16,8 @@ from autofit.errors import InvalidArgument
 from autofit.integrations import lightning as integration
 from autofit.plan import Plan
 from autofit.report.details import training_lines
+from autofit.report.place import Place
 from autofit.report.report import Report
-from autofit.report.summary import Place
 from autofit.training.samples import Collated
 
 QUICK = autofit.SearchOptions(effort="quick")

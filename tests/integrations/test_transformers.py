@@ -16,8 +16,8 @@ import autofit
 from autofit.errors import InvalidArgument
 from autofit.plan import Dimension, Plan
 from autofit.report.details import training_lines
+from autofit.report.place import Place
 from autofit.report.report import Report
-from autofit.report.summary import Place
 
 WANTED = "not installed: pip install -e .[dev]"
 transformers = pytest.importorskip("transformers", reason=f"transformers is {WANTED}")

@@ -114,7 +114,7 @@ def test_a_parameter_that_one_rank_alone_uses_is_named(side: str, lacking: int) 
         prober.survey()
     said = str(caught.value)
     assert f"rank {lacking} gets no gradient" in said
-    assert "branch.side.weight, branch.side.bias (of branch.side)" in said
+    assert "'branch.side.weight', 'branch.side.bias'" in said
     assert "find_unused_parameters" in said
 
 
@@ -124,7 +124,7 @@ def test_a_parameter_that_no_rank_uses_leaves_the_modes_that_shard() -> None:
         assert survey.dimensions["parallel.mode"].values == SHARDED
         (note,) = (note for note in survey.notes if " skipped" in note)
         assert note.startswith("parallel.mode: ddp, ddp_view, zero1 skipped")
-        assert "branch.side.weight, branch.side.bias (of branch.side)" in note
+        assert "'branch.side.weight', 'branch.side.bias'" in note
         assert probed(prober, "fsdp2").outcome is Outcome.OK
 
 
@@ -157,7 +157,7 @@ def test_batch_norm_is_told_and_hides_no_gradients_that_are_not_shared() -> None
     with ranks_of(build=Normalizing) as prober:
         survey = prober.survey()
         assert survey.dimensions["parallel.mode"].values == (*DDP, *SHARDED)
-        assert sum("blocks.0.1, blocks.1.1 normalize" in note for note in survey.notes) == 1
+        assert sum("'blocks.0.1', 'blocks.1.1' normalize" in note for note in survey.notes) == 1
         assert probed(prober, "ddp").outcome is Outcome.OK
     with ranks_of(build=Normalizing, loss_fn=past_the_wrapper) as prober:
         assert prober.survey().dimensions["parallel.mode"].values == SHARDED

@@ -23,7 +23,7 @@ from torch import nn
 from autofit.errors import InvalidArgument
 from autofit.report.report import load
 from autofit.report.details import training_lines
-from autofit.report.summary import Place
+from autofit.report.place import Place
 
 rank = int(os.environ["RANK"])
 torch.distributed.init_process_group("gloo")

@@ -16,10 +16,11 @@ import pytest
 
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Dimension
-from autofit.report.details import PLANS
+from autofit.report.details import trial_of
 from autofit.report.page import page
 from autofit.report.record import Record, SearchSummary
 from autofit.report.report import load
+from autofit.report.summary import name_of
 from autofit.units import MIB, format_bytes
 from tests import browser as browsers
 
@@ -131,9 +132,9 @@ def test_the_memory_over_a_step_is_the_reports(measured: Record) -> None:
     html = page(measured)
     for key, use in measured.memory.items():
         peak = max(map(sum, zip(*use["bytes"].values(), strict=True)))
-        chart = html.partition(f'aria-label="Memory over a step: {PLANS[key]}"')[2].partition(
-            "</section>"
-        )[0]
+        name = name_of(trial_of(key, measured).plan, measured)
+        _, _, chart = html.partition(f'aria-label="Memory over a step: {name}"')
+        chart = chart.partition("</section>")[0]
         assert f"peak {format_bytes(peak)}" in chart
         drawn = re.findall(r'<path class="kind-(\w+)"', chart)
         assert set(drawn) == {kind for kind, held in use["bytes"].items() if any(held)}

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from autofit.errors import InvalidArgument
+from autofit.plan import Plan
 from autofit.report.record import Record
 from autofit.report.report import Report, load
 from autofit.strategy import TrainingView
@@ -212,6 +213,26 @@ def _labelled(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_more_samples_than_the_plans_are_warned_of_once(record: Record, own_loop: bool) -> None:
     (warned,) = _step(record, *map(_labelled, (32, 40, 48, 5)), own_loop=own_loop)
     assert re.search(r"\b40\b.*4 x 8.*\b32\b.*10 micro-batches", warned)
+
+
+def test_fewer_samples_at_first_do_not_hide_more_later(record: Record) -> None:
+    fewer, more = _step(record, *map(_labelled, (20, 50, 24, 65)))
+    assert re.search(r"got 20 samples.* takes 32:.* 5 micro-batches.* all 20$", fewer)
+    assert re.search(r"got 50 samples.* takes 32:.* 13 micro-batches.* all 50$", more)
+
+
+def test_the_samples_of_a_plan_are_those_of_its_micro_batches(record: Record) -> None:
+    """3 x 11 are 33, and the plan has 32 samples: the message says how."""
+    uneven = replace(record.trials[0], plan=Plan.split(32, 3))
+    (warned,) = _step(replace(record, trials=(uneven, *record.trials[1:])), _labelled(40))
+    assert "(3 x 11) takes 32, in micro-batches of 3 and 2:" in warned
+
+
+def test_a_split_that_was_not_found_equal_is_refused_and_not_said_to_run(record: Record) -> None:
+    kept = {**record.workload, "may_change_accumulation": False}
+    with pytest.raises(InvalidArgument, match=r"got 40 samples.* takes 32: that would be 10") as no:
+        _step(replace(record, workload=kept), _labelled(40))
+    assert "runs as" not in str(no.value)
 
 
 def test_samples_longer_than_the_sample_batchs_are_warned_of_once(record: Record) -> None:

@@ -17,9 +17,10 @@ from autofit.errors import InvalidArgument
 from autofit.measurement import ACT, NOT_TRIED, Measurement, Outcome, RankUse, Trial, TrialKind
 from autofit.plan import Plan
 from autofit.report.page import page
+from autofit.report.place import Place
 from autofit.report.record import Record, Undecided
 from autofit.report.report import Report
-from autofit.report.summary import MOST_LINES, Place, pay_off, summary, validity
+from autofit.report.summary import MOST_LINES, pay_off, summary, validity
 from autofit.report.text import render
 
 FACTOR = re.compile(r"\d(?:\.\d+)?x\b")
@@ -34,7 +35,7 @@ def rows(record: Record, width: int = 200) -> dict[str, tuple[str, str]]:
     lines = render(record, width).splitlines()[3:]
     table = lines[: lines.index("")]
     titles = render(record, width).splitlines()[2]
-    start, other = re.search(r"\S", titles), re.search(r"\S+(?: best| candidate)?$", titles)
+    start, other = re.search(r"\S", titles), re.search(r"\S+(?: other)?$", titles)
     assert start is not None
     assert other is not None
     return {
@@ -227,7 +228,39 @@ def test_the_baseline_as_the_best_plan_stands_beside_the_next_one(record: Record
     assert "No faster plan" not in render(cut), "trial 3 measured faster"
     alone = replace(record, trials=record.trials[:1], best_number=0, recommended_number=0)
     assert "1 plan ran" in render(alone)
-    assert "next best" not in render(alone)
+    assert "fastest other" not in render(alone)
+
+
+def columns(text: str) -> list[str]:
+    """The titles of the answer's table, and of that which repeats it in full."""
+    titles = r"(?m)^ +((?:best|baseline|fastest other)(?: +(?:baseline|fastest other))?)$"
+    return [" | ".join(re.split("  +", found)) for found in re.findall(titles, text)]
+
+
+def test_a_column_has_one_meaning_in_every_report(record: Record) -> None:
+    """Best is recommended and no baseline; what only stands beside a baseline has another name."""
+    won = replace(
+        compared(record, baseline=[400, 400], best=[410, 410]), best_number=6, recommended_number=6
+    )
+    for shown, titles in (
+        (record, "best | baseline"),
+        (undecided(record), "baseline | fastest other"),
+        (replace(undecided(record), best_number=13), "baseline | fastest other"),
+        (won, "baseline | fastest other"),
+        (replace(won, trials=won.trials[:1], best_number=0, recommended_number=0), "baseline"),
+    ):
+        assert columns(in_full(shown)) == [titles] * 2
+        drawn = set(re.findall(r'<text class="(?:best|baseline)-words[^>]*>([^<]+)<', page(shown)))
+        assert drawn == set(titles.split(" | "))
+
+
+def test_the_table_in_full_is_of_the_plans_of_the_answer(record: Record) -> None:
+    noisy = undecided(record)
+    (_, table), sizes = in_full(noisy).split("Baseline and fastest other"), []
+    for label in ("micro-batch", "headroom"):
+        found: Any = re.search(rf"(?m)^{label} +(.*)$", table)
+        sizes.append(found[1].split("  ")[0])
+    assert sizes == ["4", "38.0 MiB"], "of the baseline, which is recommended"
 
 
 def test_what_to_act_on_stands_above_remarks(record: Record) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan
@@ -126,6 +127,26 @@ def test_what_is_no_loss_is_refused(recipe: dict[str, Any], answer: Any, words: 
     batch = (X, X) if "criterion" in recipe else X
     with pytest.raises(InvalidArgument, match=words):
         Recipe(**recipe).loss_and_source(Says(answer), batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [(torch.ones(2), r"one of shape \[2\]: return its mean"), (0.5, "a float: leave .item")],
+)
+def test_what_is_no_scalar_says_how_to_make_it_one(loss: Any, words: str) -> None:
+    recipe = Recipe(loss_fn=lambda model, batch: loss)
+    with pytest.raises(InvalidArgument, match=words):
+        recipe.loss_and_source(nn.Identity(), torch.ones(2))
+
+
+def test_a_data_set_is_not_taken_for_a_batch() -> None:
+    rows = TensorDataset(torch.zeros(8, 4), torch.zeros(8, 1))
+    given: dict[str, Any] = {"criterion": nn.functional.mse_loss}
+    for not_a_batch in (rows, DataLoader(rows, batch_size=4)):
+        with pytest.raises(InvalidArgument, match=r"no batch: .*next\(iter\(loader\)\).*collate"):
+            Workload(nn.Linear(4, 1), not_a_batch, **given)
+    collated = Workload(nn.Linear(4, 1), rows, collate_fn=default_collate, **given)
+    assert collated.collate_fn is default_collate
 
 
 def test_a_criterion_gets_output_and_target() -> None:

@@ -199,7 +199,7 @@ def _context(model: nn.Module, width: int = 4, **given: Any) -> PlainContext:
         ),
         (
             _context(nn.Sequential(CheckpointsItself()), 8),
-            "^0 is not checkpointed: its own code already checkpoints a part",
+            "^'0' is not checkpointed: its own code already checkpoints a part",
         ),
         (
             _context(CheckpointsItself(), 8),

@@ -1,0 +1,46 @@
+"""What a plan's user is warned of, by the numbers of samples that a step is given."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from autofit.plan import Plan
+from autofit.training.batch import describe
+from autofit.training.samples import MicroBatches
+from autofit.training.watch import BatchWatch
+
+LENGTH = 8
+
+
+def collated(samples: int, length: int = LENGTH) -> dict[str, Any]:
+    return {"x": torch.zeros(samples, length), "codebook": torch.zeros(64, LENGTH)}
+
+
+def warned_of(*steps: tuple[int, int]) -> list[str]:
+    """What is said of steps of (samples, length), where the plan and the search had 16 of 8."""
+    watch = BatchWatch(Plan(16), describe(collated(16)), sample_size=16)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for samples, length in steps:
+            made = MicroBatches((collated(samples, length),), (samples,))
+            watch.look(made, samples, stacklevel=1)
+    return [str(each.message) for each in warned]
+
+
+@pytest.mark.parametrize("samples", [2, 15])
+def test_fewer_samples_beside_a_constant_are_not_larger_samples(samples: int) -> None:
+    """Each has a larger share of the constant."""
+    (about_size,) = warned_of((samples, LENGTH))
+    assert f"got {samples} samples" in about_size
+    assert "16" in about_size
+
+
+def test_larger_samples_are_said_with_their_own_elements() -> None:
+    (larger,) = warned_of((16, LENGTH), (16, 8 * LENGTH))
+    assert "has 96 elements a sample, but the sample batch had 40" in larger
+    _, larger = warned_of((2, 2 * LENGTH))
+    assert "has 16 elements a sample, but the sample batch had 8" in larger
