@@ -110,6 +110,15 @@ def test_what_slows_every_round_more_cancels() -> None:
     assert ahead.log == pytest.approx(math.log(1.25), abs=0.03)
 
 
+@pytest.mark.parametrize("drift", [0.03, -0.03])
+def test_what_drifts_from_round_to_round_hides_no_small_gain(drift: float) -> None:
+    searched = trials((SEARCH, FIRST, 1.0), (SEARCH, SECOND, 1.02))
+    slower = [math.exp(drift * at) for at in range(3)]
+    rounds = in_rounds([(by, 1.04 * by) for by in slower])
+    ahead = Rounds([*searched, *rounds]).ahead(FIRST, SECOND)
+    assert 0 < ahead.low < math.log(1.04) < ahead.high
+
+
 def test_many_steady_probes_are_told_from_a_slow_baseline() -> None:
     """Eight probes at 117 to 137 samples/s against a baseline of 61 were "11 to 140"."""
     speeds = [(117, 61), (137, 62), (125, 55), (131, 64)]

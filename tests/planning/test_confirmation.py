@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
-from autofit.plan import CostHint, Dimension, Plan
+from autofit.plan import CostHint, Dimension, Plan, Scalar
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.confirmation import answer_of, best_of, next_turn
 from autofit.planning.constants import MOST_ROUNDS
@@ -421,7 +421,7 @@ def test_of_equally_fast_plans_the_more_exact_one_wins(device: SimulatedDevice) 
 
 def test_of_equally_fast_plans_the_one_without_recomputation_wins(make_device: MakeDevice) -> None:
     """Although the other one has fewer settings that are not plain, and holds less."""
-    hints = {1: CostHint(bytes_per_sample=0.5, seconds_per_sample=1.1)}
+    hints: Mapping[Scalar, CostHint] = {1: CostHint(0.5, seconds_per_sample=1.1)}
     device = make_device(
         dimensions={
             "precision.dtype": Dimension(("default", "bfloat16")),
