@@ -63,10 +63,8 @@ NOISY = 0.1  # log step time: from this scatter on, a reader is told that it bou
 
 # What is believed beforehand.
 # Log bytes that a probe holds around its line, where no segment is larger: learned, among these.
-MEMORY_ERROR, MEMORY_ERRORS = 0.02, (0.005, 0.01, 0.02, 0.04)
-SCATTER_PRIOR = 0.7  # deviation of its log
-# From few readings a small scatter is chance: with less, 0.6 OOMs on recorded grids with lines.
-FEW_READINGS, LEAST_SCATTER_OF_FEW = 6, 0.01  # readings; log bytes
+# A smaller one is chance: with 0.005, 0.6 OOMs on recorded grids with lines.
+MEMORY_ERROR, MEMORY_ERRORS = 0.02, (0.01, 0.02, 0.04)
 MEMORY_SPREAD = 0.003  # log bytes by which a plan departs from its line
 LEAST_GROWING = 0.02  # share of what a first probe holds, beside what is known to be fixed
 TIME_SPREADS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)  # log seconds, likewise; learned, among these

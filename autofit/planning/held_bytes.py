@@ -18,13 +18,10 @@ from numpy.typing import NDArray
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
 from autofit.planning.constants import (
-    FEW_READINGS,
     LEAST_GROWING,
-    LEAST_SCATTER_OF_FEW,
     MEMORY_ERROR,
     MEMORY_ERRORS,
     MEMORY_SPREAD,
-    SCATTER_PRIOR,
     TINY,
 )
 from autofit.planning.feasibility import MicroBatches
@@ -80,16 +77,9 @@ class HeldBytes:
     @cached_property
     def _scatter(self) -> float:
         """Standard deviation of log bytes around the lines, as far as the readings tell."""
-        exact = sum(not reading.at_least for reading in self.readings)
-        if not exact:
+        if all(reading.at_least for reading in self.readings):
             return MEMORY_ERROR
-
-        def evidence(scatter: float) -> float:
-            surprise = math.log(scatter / MEMORY_ERROR) / SCATTER_PRIOR
-            return self._lines(scatter).evidence - surprise**2 / 2
-
-        least = LEAST_SCATTER_OF_FEW if exact < FEW_READINGS else 0.0
-        return max((error for error in MEMORY_ERRORS if error >= least), key=evidence)
+        return max(MEMORY_ERRORS, key=lambda scatter: self._lines(scatter).evidence)
 
     def error(self, held_bytes: float) -> float:
         """Return the standard deviation of the log of what a probe holds, around its line.
