@@ -100,7 +100,7 @@ def searched(target: str, budget: str, max_probes: int | None, path: Path) -> No
     """Search in this process as the command line does, and note its parts."""
     notes = _Notes(path)
     notes.note("importing the command line")
-    from autofit.cli import console, main, progress  # noqa: F401  # as the command does
+    from autofit.cli import console, main  # noqa: F401  # as the command does
     from autofit.cli.options import load_target
 
     notes.note(f"loading {target}")

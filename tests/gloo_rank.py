@@ -93,6 +93,12 @@ def cases() -> Iterator[tuple[str, Plan]]:
         yield name, Plan(MICRO_BATCH, accumulation_steps=steps, settings=settings)
 
 
+def _uses(tensor: torch.Tensor) -> int:
+    """Return how many hold the tensor, among them threads of C++."""
+    count: int = tensor._use_count()  # type: ignore[attr-defined]  # torch does not declare it
+    return count
+
+
 @contextmanager
 def nothing_held_after(tracer: MemoryTracer) -> Iterator[None]:
     """Have sharding's collectives return when gloo holds nothing of what they were given or made.
@@ -106,9 +112,9 @@ def nothing_held_after(tracer: MemoryTracer) -> Iterator[None]:
         def called(*given: Any, **named: Any) -> Any:
             tensors = [each for each in named.values() if isinstance(each, torch.Tensor)]
             assert tensors, "sharding gives them by name"
-            uses, last = [each._use_count() for each in tensors], tracer.last_number
+            uses, last = [_uses(each) for each in tensors], tracer.last_number
             work = call(*given, **named)
-            while uses != [each._use_count() for each in tensors] or any(
+            while uses != [_uses(each) for each in tensors] or any(
                 number > last for number in tracer.live_numbers()
             ):
                 time.sleep(0.001)
