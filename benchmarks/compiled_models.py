@@ -229,7 +229,8 @@ MODELS = {
         _labelled,
     ),
     "resnet": Model(Convolutional, _images, of_images),
-    "lstm": Model(lambda: Recurrent(nn.LSTM), _tokens, of_tokens),
+    # Few steps: where its layer is compiled, it is unrolled
+    "lstm": Model(lambda: Recurrent(nn.LSTM), lambda n: tokens(n, 8, _TOKENS), of_tokens),
     "scan": Model(Scanned, _tokens, of_tokens),
 }
 """Ten models: of transformers, as timm has them, and recurrent."""

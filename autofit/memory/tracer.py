@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from threading import RLock
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -96,7 +95,6 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._storages: dict[int, _Storage] = {}
         self._last_number = _FOREIGN
         self._collected: deque[_Storage] = deque()
-        self._one_thread = RLock()
         self._busy = False
         self._aside = False
 
@@ -262,26 +260,16 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self.resized[tracked.number] = before
 
     def _on_collected(self, tracked: _Storage) -> None:
-        # A storage may be collected at any time, also while the allocator is at work, and on any
-        # thread: those that exchange the gradients of ranks let go of tensors too.
+        # A storage may be collected at any time, also while the allocator is at work.
         self._collected.append(tracked)
         self._release_collected()
 
     def _release_collected(self) -> None:
-        """Release what was collected; while the allocator is at work, that does it afterwards."""
-        while self._collected and self._one_thread.acquire(blocking=False):
-            try:
-                if self._busy:
-                    return
-                if self._collected:  # another thread may have taken the last
-                    self._forget(self._collected.popleft())
-            finally:
-                self._one_thread.release()
-
-    def _forget(self, tracked: _Storage) -> None:
-        if self._storages.get(tracked.key) is tracked:
-            del self._storages[tracked.key]
-        self._free(tracked.number, tracked.block)
+        while self._collected and not self._busy:
+            tracked = self._collected.popleft()
+            if self._storages.get(tracked.key) is tracked:
+                del self._storages[tracked.key]
+            self._release(tracked.number, tracked.block)
 
     def _allocate(self, nbytes: int) -> tuple[int, Block | None]:
         """Return a new number and its block (None for an empty storage)."""
@@ -289,27 +277,21 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         number = self._last_number
         if not nbytes:
             return number, None
-        with self._one_thread:
-            self._busy = True
-            try:
-                block = self.allocator.allocate(nbytes)
-                if self._record:
-                    self.events.append((number, nbytes))
-                    if torch.is_grad_enabled() and not in_backward():
-                        self.forward.add(number)
-            except OutOfBudget as refusal:
-                raise _out_of_memory(refusal) from None
-            finally:
-                self._busy = False
+        self._busy = True
+        try:
+            block = self.allocator.allocate(nbytes)
+            if self._record:
+                self.events.append((number, nbytes))
+                if torch.is_grad_enabled() and not in_backward():
+                    self.forward.add(number)
+        except OutOfBudget as refusal:
+            raise _out_of_memory(refusal) from None
+        finally:
+            self._busy = False
         self._release_collected()
         return number, block
 
     def _release(self, number: int, block: Block | None) -> None:
-        with self._one_thread:
-            self._free(number, block)
-        self._release_collected()
-
-    def _free(self, number: int, block: Block | None) -> None:
         if block is None:
             return
         self._busy = True
@@ -317,6 +299,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if self._record:
             self.events.append((-number, 0))
         self._busy = False
+        self._release_collected()
 
 
 def _out_of_memory(refusal: OutOfBudget) -> torch.OutOfMemoryError:

@@ -114,17 +114,11 @@ def costly_seconds(beliefs: Beliefs) -> Array:
 
 
 def planned_seconds(beliefs: Beliefs) -> float:
-    """Return how long the planned steps take with the incumbent; infinite: nobody knows.
-
-    Without a global batch its steps may have more samples than the baseline's, by which planned
-    samples are counted: who takes such a plan trains as many steps of it.
-    """
-    samples, incumbent = beliefs.spec.planned_samples, beliefs.incumbent
-    if not samples or incumbent is None:
+    """Return how long the planned training takes with the incumbent; infinite: nobody knows."""
+    samples = beliefs.spec.planned_samples
+    if not samples or beliefs.incumbent is None:
         return math.inf
-    plan = incumbent.plan
-    step_s = plan.samples_per_step / math.exp(beliefs.mean_log_speed(plan))
-    return samples / beliefs.spec.space.baseline.samples_per_step * step_s
+    return samples / math.exp(beliefs.mean_log_speed(beliefs.incumbent.plan))
 
 
 def _costly_seconds_left(beliefs: Beliefs) -> float:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from queue import Queue
 from typing import Any
 
 import pytest
@@ -37,30 +34,6 @@ def test_what_dies_after_the_mode_was_left_is_released(tracer: MemoryTracer) -> 
     assert tracer.allocator.allocated_bytes == 512
     del tensor
     assert tracer.allocator.allocated_bytes == 0
-
-
-def test_what_other_threads_let_go_of_is_released_once(tracer: MemoryTracer) -> None:
-    """As those that exchange the gradients of ranks do, while the training allocates."""
-    made: Queue[torch.Tensor | None] = Queue()
-
-    def let_go() -> None:
-        while made.get() is not None:
-            pass
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor() as threads, tracer:
-            ended = [threads.submit(let_go) for _ in range(2)]
-            for size in range(1, 4000):
-                made.put(torch.empty(size))
-            for _ in ended:
-                made.put(None)
-        assert [each.result() for each in ended] == [None, None]
-    finally:
-        sys.setswitchinterval(interval)
-    assert tracer.allocator.allocated_bytes == 0
-    assert tracer.live_numbers() == []
 
 
 def test_a_storage_that_was_seen_does_not_count_when_an_operator_returns_it(

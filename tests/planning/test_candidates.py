@@ -100,6 +100,30 @@ def test_costly_probes_take_at_most_a_tenth_of_the_training(steps: int) -> None:
     assert spent_s <= 0.1 * planned_seconds(Beliefs(spec, cheap))
 
 
+@pytest.mark.parametrize(("took_s", "modes"), [(10.0, {"off", "blocks"}), (2.0, {"whole"})])
+def test_a_dearer_value_is_tried_where_a_cold_start_took_less_than_expected(
+    took_s: float, modes: set[str]
+) -> None:
+    """40 s are more than a tenth of this training, and a fifth of that is not."""
+    spec, trials = _searched(1000)
+    assert {trial.plan.settings[MODE] for trial in trials} == {"off", "blocks"}
+    searched = [
+        replace(
+            trial,
+            measurement=replace(
+                trial.measurement, seconds=1.0 + took_s, start_up_s=took_s, start_is_warm=False
+            ),
+        )
+        if _cost_s(trial.plan)
+        else trial
+        for trial in trials
+        if trial.kind is not TrialKind.CONFIRMATION
+    ]
+    decided = planner.decide(Beliefs(spec, searched))
+    mode = decided.settings[MODE] if isinstance(decided, Plan) else "off"
+    assert mode in modes
+
+
 LEVEL, COSTLY, HARMFUL = "checkpointing.level", "slow.start", "harm.on"
 LARGE = {
     DTYPE: Dimension(("default", "tf32", "bfloat16", "float16")),
