@@ -172,8 +172,9 @@ def as_called(made: Any, **changed: Any) -> tuple[Callable[..., Any], tuple[()]]
         made: an instance of a dataclass.
         changed: fields that are given in another form.
     """
+    kind: Callable[..., Any] = type(made)
     given = {f.name: getattr(made, f.name) for f in fields(made)}
-    return partial(type(made), **(given | changed)), ()
+    return partial(kind, **(given | changed)), ()
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,9 @@ def _look_at_step(
     from autofit.probing.profile import look_at_step
 
     profiled, flops = look_at_step(session, **given)
-    is_known = profiled is not None and step_time_s is not None
-    return profiled.shares(step_time_s) if is_known else None, flops
+    if profiled is None or step_time_s is None:
+        return None, flops
+    return profiled.shares(step_time_s), flops
 
 
 def _peak_flops_per_s(record: Record) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -134,7 +134,7 @@ def test_a_plan_that_no_time_is_left_to_repeat_is_no_trial(device: SimulatedDevi
 
 
 def test_a_grid_ends_the_search_once_each_of_its_plans_has_run(device: SimulatedDevice) -> None:
-    grid = {
+    grid: dict[str, Sequence[Any]] = {
         "precision.dtype": ["default", "bfloat16"],
         "checkpointing.level": [0],
         "micro_batch": [4, 6],

@@ -91,9 +91,9 @@ def test_a_trial_keeps_its_number_when_another_finishes_first(device: SimulatedD
         later = Trial(second.number, TrialKind.SEARCH, plan, ok)
         earlier = Trial(first.number, TrialKind.BASELINE, plan, ok)
         store.record(second, later)
-        assert store.trials == (later,)
+        assert list(store.trials) == [later]
         store.record(first, earlier)
-        assert store.trials == (earlier, later)
+        assert list(store.trials) == [earlier, later]
     assert (earlier.number, later.number) == (0, 1)
 
 
