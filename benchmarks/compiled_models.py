@@ -229,8 +229,7 @@ MODELS = {
         _labelled,
     ),
     "resnet": Model(Convolutional, _images, of_images),
-    # Few steps: where its layer is compiled, it is unrolled
-    "lstm": Model(lambda: Recurrent(nn.LSTM), lambda n: tokens(n, 8, _TOKENS), of_tokens),
+    "lstm": Model(lambda: Recurrent(nn.LSTM), _tokens, of_tokens),
     "scan": Model(Scanned, _tokens, of_tokens),
 }
 """Ten models: of transformers, as timm has them, and recurrent."""

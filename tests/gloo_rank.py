@@ -110,7 +110,7 @@ def nothing_held_after(tracer: MemoryTracer) -> Iterator[None]:
 
     def after(call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*given: Any, **named: Any) -> Any:
-            tensors = [each for each in named.values() if isinstance(each, torch.Tensor)]
+            tensors: list[Any] = [v for v in named.values() if isinstance(v, torch.Tensor)]
             assert tensors, "sharding gives them by name"
             uses, last = [_uses(each) for each in tensors], tracer.last_number
             work = call(*given, **named)
