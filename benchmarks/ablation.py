@@ -38,7 +38,6 @@ _PLANNING = "autofit.planning."
 CONSTANTS = (
     "constants.MIN_WORTH",
     "constants.PATIENCE",
-    "constants.NOISE_WORTH",
     "constants.SURPRISE",
     "constants.POTENTIAL_CREDIT",
     "constants.OOM_COST",

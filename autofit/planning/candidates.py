@@ -29,7 +29,6 @@ from autofit.planning.constants import (
     MAX_WITHOUT_FIT,
     MIN_WORTH,
     MULTIPLE,
-    NOISE_WORTH,
     PATIENCE,
     RISKS,
     SURE,
@@ -144,11 +143,8 @@ def _best_new(
 
 
 def _least_worth(beliefs: Beliefs) -> float:
-    assert beliefs.incumbent is not None
-    factor = beliefs.spec.effort.least_worth_factor
-    # A quick search looks for large gains alone, and noise does not make those small.
-    noise = min(factor, 1.0) * NOISE_WORTH * beliefs.errors.of(beliefs.incumbent)
-    return max(factor * MIN_WORTH, noise) * max(1.0, len(beliefs.probes) / PATIENCE) ** 2
+    patience = max(1.0, len(beliefs.probes) / PATIENCE) ** 2
+    return beliefs.spec.effort.least_worth_factor * MIN_WORTH * patience
 
 
 def _candidates(beliefs: Beliefs, allowed: Mask) -> tuple[Indices, MicroBatches, Mask]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 MIN_WORTH = 0.005  # log speed
 PATIENCE = 10  # probes. 8: -0.1 points, -0.9 probes; 13: +0.3 +- 0.3, +0.9
 QUICK, THOROUGH = 10.0, 0.25  # times the least worth; a promise of `effort`
-NOISE_WORTH = 0.05  # of the noise of the incumbent's probes: no gain below it is looked for
 MAX_WITHOUT_FIT = 12  # probes while nothing fits; not measured
 # The fewest and the most that a search without a limit usually takes, final comparison included.
 USUAL_PROBES = (11, 24)  # probes
@@ -59,7 +58,7 @@ MOST_RIVALS = 2  # plans
 COMPARED_LONGER = 2.0
 HEADROOM = 2.0  # deviations of held bytes below the budget: 98 % of all runs fit
 MOST_ACCIDENTS = 3  # in a row, before a plan that ran shows whether the machine is to blame
-NOISY = 0.1  # log step time: from this scatter on, a reader is told that it bounds the gains
+NOISY = 0.1  # log step time: from this scatter on, a reader is told that gains may be hidden
 
 # What is believed beforehand.
 # Log bytes that a probe holds around its line, where no segment is larger: learned, among these.

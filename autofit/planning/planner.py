@@ -121,7 +121,7 @@ def decide(
         return Proposal.of(beliefs, plan)
     why = "no plan left is expected to gain enough to be worth a probe"
     noise = beliefs.errors.of(incumbent)
-    if noise > NOISY:  # which bounds the gains that are looked for
+    if noise > NOISY:  # which hides gains
         why += f", where measurements scatter by {noise:.0%}"
     return NothingLeft(why)
 
