@@ -146,7 +146,7 @@ def test_a_workload_of_what_cannot_be_trained(said: dict[str, Any], words: str) 
 
 def test_a_function_that_builds_what_is_wrapped_is_refused_once_it_has() -> None:
     workload = autofit.Workload(lambda: nn.Sequential(WRAPPED), batch())
-    with pytest.raises(autofit.InvalidArgument, match=r"0 is .*DataParallel.*plain model"):
+    with pytest.raises(autofit.InvalidArgument, match=r"'0' is .*DataParallel.*plain model"):
         workload.build_model()
 
 
