@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, SpawnContext
 from typing import IO, Any
@@ -277,7 +278,7 @@ def serve(parent_pid: int) -> None:
     gc.freeze()  # pages that no collection writes to stay shared
     os.register_at_fork(after_in_child=requests.close)
     requests.settimeout(IDLE_S)
-    processes = process_context()
+    processes = processes_here()
     while True:
         try:
             asked = socket.recv_fds(requests, _MOST_NAME_BYTES, _MOST_DESCRIPTORS)
@@ -294,7 +295,7 @@ def serve(parent_pid: int) -> None:
     os._exit(0)
 
 
-def process_context() -> ForkContext | SpawnContext:
+def processes_here() -> ForkContext | SpawnContext:
     """Return how this process may start another: by a fork, where all its threads are in it.
 
     The threads of numpy's linear algebra end at a fork, and come back when they are needed.
@@ -303,8 +304,8 @@ def process_context() -> ForkContext | SpawnContext:
         if (pid := os.fork()) == 0:
             os._exit(0)
     os.waitpid(pid, 0)
-    is_alone = len(os.listdir("/proc/self/task")) == 1
-    return multiprocessing.get_context("fork") if is_alone else multiprocessing.get_context("spawn")
+    has_one_thread = len(os.listdir("/proc/self/task")) == 1
+    return get_context("fork") if has_one_thread else get_context("spawn")
 
 
 def _run(function: str, given: Sequence[Connection]) -> None:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from autofit.probing.fork_server import process_context
+from autofit.probing.fork_server import processes_here
 from autofit.probing.process_lifetime import adopt_orphans, die_with_parent
 
 
@@ -29,8 +29,7 @@ def supervise(owner: Connection, *given: Connection) -> None:
     """
     adopt_orphans()
     children_ended = _ends_of_children()
-    processes = process_context()
-    worker = processes.Process(target=_work, args=(owner, given))
+    worker = processes_here().Process(target=_work, args=(owner, given))
     worker.start()
     for each in given:
         each.close()

@@ -189,11 +189,12 @@ def probe_there(results: Any) -> None:
 def test_a_daemon_may_search() -> None:
     """As workers of Dask and of a `multiprocessing.Pool` are: they may start no processes of it."""
     processes = multiprocessing.get_context("spawn")
-    results = processes.Queue()
+    results = processes.SimpleQueue()
     process = processes.Process(target=probe_there, args=(results,), daemon=True)
     process.start()
-    assert results.get(timeout=300) is Outcome.OK
     process.join()
+    assert process.exitcode == 0
+    assert results.get() is Outcome.OK
 
 
 def test_a_fork_of_the_caller_has_a_worker_of_its_own_and_leaves_the_callers_alone() -> None:
@@ -202,9 +203,9 @@ def test_a_fork_of_the_caller_has_a_worker_of_its_own_and_leaves_the_callers_alo
         worker = prober.worker_pid
         child = multiprocessing.get_context("fork").Process(target=probe_there, args=(results,))
         child.start()
-        assert results.get() is Outcome.OK
         child.join()
         assert child.exitcode == 0
+        assert results.get() is Outcome.OK
         assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement.ok
         assert prober.worker_pid == worker
 
