@@ -6,9 +6,10 @@ import pytest
 
 from autofit.devices.cuda import open_device
 from autofit.plan import Scalar
-from benchmarks.compiled_models import BUDGET, MODELS, REGION, WITHIN, apart, space_of, trained
+from benchmarks.compiled_models import BUDGET, MODELS, REGION, Eager, space_of, trained
 
 SAMPLES, STEPS = 5, 20
+MOST_OF_SPREAD = 10.0  # as the benchmark's page judges
 
 
 def test_there_are_ten_models() -> None:
@@ -27,8 +28,8 @@ def test_losses_are_those_of_eager_training(name: str, region: str, budget: floa
     space = space_of(name, SAMPLES, device)
     settings: dict[str, Scalar] = {"compile.mode": "default", REGION: region, BUDGET: budget}
     assert space.allows({**space.default_settings, **settings})
-    eager = trained(name, space, {}, device, STEPS)
+    eager = Eager.of(name, space, device, STEPS)
     found = trained(name, space, settings, device, STEPS)
-    assert eager.losses[-1] != eager.losses[0]
-    assert apart(eager, found) <= WITHIN
+    assert eager.plain.losses[-1] != eager.plain.losses[0]
+    assert eager.times_spread(found) <= MOST_OF_SPREAD
     assert not any("run eagerly" in note or "ran eagerly" in note for note in found.notes)

@@ -16,7 +16,7 @@ from autofit.planning import planner
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.candidates import _is_needless, planned_seconds
 from autofit.planning.constants import MAX_VARIANTS
-from autofit.planning.planner import believing
+from autofit.planning.planner import Proposal, believing
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space
@@ -120,7 +120,7 @@ def test_a_dearer_value_is_tried_where_a_cold_start_took_less_than_expected(
         if trial.kind is not TrialKind.CONFIRMATION
     ]
     decided = planner.decide(Beliefs(spec, searched))
-    mode = decided.settings[MODE] if isinstance(decided, Plan) else "off"
+    mode = decided.plan.settings[MODE] if isinstance(decided, Proposal) else "off"
     assert mode in modes
 
 

@@ -238,8 +238,8 @@ def channels_last() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "batch", "words"),
     [
-        (Scaled(), torch.randn(4, 8), "scale is a scalar"),
-        (channels_last(), torch.randn(4, 4, 8, 8), "weight is not contiguous"),
+        (Scaled(), torch.randn(4, 8), "'scale' is a scalar"),
+        (channels_last(), torch.randn(4, 4, 8, 8), "'weight' is not contiguous"),
     ],
 )
 def test_parameters_that_cannot_be_cut_are_named(

@@ -288,7 +288,7 @@ class Nested(nn.Module):
 
 def test_a_second_gradient_after_the_update_raises() -> None:
     """A checkpoint that begins after the search: what it leaves would be no plain training."""
-    refused = pytest.raises(Unsupported, match=r"inner\.(weight|bias) was updated")
+    refused = pytest.raises(Unsupported, match=r"'inner\.(weight|bias)' was updated")
     with begun(torch.optim.AdamW, {WHEN: "backward"}, nested()) as live, refused:
         live.step(nested().sample_batch)
     with begun(torch.optim.AdamW, {WHEN: "backward"}) as live:

@@ -323,7 +323,7 @@ def test_the_report_notes_it(checkpointing: Strategy) -> None:
     model = Stack([Clean, Counts, Clean, Clean])
     context = PlainContext(lambda: Workload(model, torch.randn(4, WIDTH)))
     levels = checkpointing.dimensions(context)["checkpointing.level"]
-    assert [note for note in context.notes if "blocks.1 " in note and "calls" in note]
+    assert [note for note in context.notes if "'blocks.1' " in note and "calls" in note]
     named = {unit for payload in levels.payloads.values() for unit in payload["units"]}
     assert {"blocks.0", "blocks.2"} <= named
     assert "blocks.1" not in named
