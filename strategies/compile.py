@@ -81,10 +81,11 @@ _NOT_FUSED_BETWEEN = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.05)
 # Least share of a compilation's time that compiling blocks alone must save to be offered.
 LEAST_SAVED = 0.2
 _SAMPLES = 2
-# Seconds of a compilation: fixed, and for each operator of forward and backward. On a CPU as in
-# benchmarks/results/compile-2026-11-22.md; on a GPU a guess within 20 to 45 s for GPT-2-small and
-# ResNet-50.
-_CPU_COST_S = (15.0, 0.07)
+# Seconds of a compilation: fixed, and for each operator of forward and backward. On a CPU between
+# what was measured of transformers and of convolutions
+# (benchmarks/results/cold-and-warm-starts-2026-11-29.md); on a GPU a guess within 20 to 45 s for
+# GPT-2-small and ResNet-50.
+_CPU_COST_S = (10.0, 0.03)
 _CUDA_COST_S = (10.0, 0.03)
 
 

@@ -318,7 +318,7 @@ def _why_not_run(beliefs: Beliefs, name: str, value: Scalar, sizes: MicroBatches
     at = int(speeds.argmax())
     best, deviation = float(speeds[at]), math.sqrt(float(times.variance[at]))
     ahead = beliefs.mean_log_speed(incumbent.plan)
-    cost_s = min(float(beliefs.known.trial_costs_s[i]) for i in fitting)
+    cost_s = min(float(beliefs.trial_costs_s[i]) for i in fitting)
     if cost_s > 0 and beliefs.spec.planned_samples:
         return _why_costly(beliefs, best, float(beliefs.start_up_s[fitting[at]]), cost_s)
     own, of_best = _rate(best, deviation), _rate(ahead, beliefs.deviation(incumbent.plan))
