@@ -96,10 +96,10 @@ def test_an_evaluation_may_end_in_training_mode_but_not_change_the_model() -> No
 
     assert autofit.probe(workload(restores), **HERE).ok
     for step, words in (
-        (trains, "values of 1.running_mean"),
-        (updates, "values of 0.weight"),
+        (trains, "values of '1.running_mean'"),
+        (updates, "values of '0.weight'"),
         (half_in_training, "mode"),
-        (Unfrozen(), "requires_grad of 0.weight"),
+        (Unfrozen(), "requires_grad of '0.weight'"),
     ):
         with pytest.raises(InvalidArgument, match=f"eval_step changed the {words}"):
             autofit.probe(workload(step), **HERE)

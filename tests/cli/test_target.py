@@ -186,4 +186,4 @@ def test_a_report_of_an_unknown_gpu_without_its_memory_asks_for_one(
     )
     ended = autofit(folder, "check", "train.py:make", "--plan-from", report)
     assert ended.returncode == 2, ended.stderr
-    assert "gpu=" in ended.stderr
+    assert "--gpu" in ended.stderr

@@ -98,6 +98,9 @@ def test_a_worker_that_is_killed_leaves_no_process_and_is_told(
         )
         probing.prober.renew()
         assert not running(worker)
+        end = time.monotonic() + SECONDS_TO_WAIT
+        while marked() != {server} and time.monotonic() < end:
+            time.sleep(0.02)  # the supervisor ends itself once it has said that nothing is left
         assert marked() == {server}
 
 
