@@ -45,10 +45,9 @@ _REAP_S = 10.0  # for a process that was killed to end
 # The first is what making an optimizer imports.
 _PRELOADED = ("torch._dynamo", "autofit.probing.worker", "autofit.probing.supervisor")
 _MOST_DESCRIPTORS, _MOST_NAME_BYTES = 16, 256  # of a request
-_VARIABLES = {
-    "KINETO_LOG_LEVEL": "6",  # else torch's profiler announces itself in the last words
-    "PYTHONUNBUFFERED": "1",  # as -u, where a worker is no fork
-}
+# Else torch's profiler announces itself in the last words: it reads this when it is first used.
+QUIET = {"KINETO_LOG_LEVEL": "6"}
+_UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # as -u, where a worker is no fork
 # Variables that no library reads: pytest names each test there.
 _IGNORED = {"PYTEST_CURRENT_TEST"}
 _SERVE = """
@@ -99,7 +98,7 @@ class ForkServer:
                     stdout=printed,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    env={**os.environ, **_VARIABLES},
+                    env={**QUIET, **os.environ, **_UNBUFFERED},
                 )
         except BaseException:
             requests.close()

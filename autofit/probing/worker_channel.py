@@ -285,10 +285,7 @@ class WorkerProcess:
 
     def _send(self, message: bytes, deadline: Deadline) -> None:
         """Send a message; `_Late`: it is not read in time. One that has ended need not read it."""
-        seconds = min(max(deadline.seconds_left, 1e-3), _LONGEST_SECONDS)
-        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-        with socket.socket(fileno=os.dup(self._wire.fileno())) as wire:
-            wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._bound(socket.SO_SNDTIMEO, deadline)
         try:
             self._wire.send_bytes(message)
         except BlockingIOError:
@@ -302,11 +299,26 @@ class WorkerProcess:
             if not deadline.seconds_left:
                 raise _Late
             on_stage(STILL_RUNNING)
-        if self._wire.poll():
-            with contextlib.suppress(EOFError, OSError):
+        try:
+            if self._wire.poll():
+                self._bound(socket.SO_RCVTIMEO, deadline)
                 received: bytes | str = self._wire.recv()
                 return received
+        except BlockingIOError:  # it sent the beginning, or user code wrote there
+            raise _Late from None
+        except (EOFError, OSError):
+            pass
+        except Exception:  # unpickling what is no message may raise anything
+            words = "the worker sent what is no reply: does its code write to every descriptor?"
+            raise NoReply(Outcome.CRASHED, words) from None
         return None
+
+    def _bound(self, option: int, deadline: Deadline) -> None:
+        """Have the wire raise BlockingIOError where it waits beyond the deadline."""
+        seconds = min(max(deadline.seconds_left, 1e-3), _LONGEST_SECONDS)
+        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        with socket.socket(fileno=os.dup(self._wire.fileno())) as wire:
+            wire.setsockopt(socket.SOL_SOCKET, option, limit)
 
     def kill(self) -> None:
         """End it and all that it started at once, and wait for it (within bounds)."""
