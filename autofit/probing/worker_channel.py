@@ -84,6 +84,7 @@ class WorkerChannel:
         threads: int | None = None,
     ) -> None:
         self.process: WorkerProcess | None = None
+        self._drops = 0
         self._device: DeviceFacts | None = None
         self._strategies = strategies
         self._files = [nameless_file()]
@@ -108,10 +109,11 @@ class WorkerChannel:
     def open(self, ends_at: float = math.inf) -> DeviceFacts:
         """Start a worker where there is none, and have it open the device."""
         if self.pid is None or self._device is None:
+            drops = self._drops
             try:
                 opened = self._opened(ends_at)
             except NoReply as lost:
-                if lost.outcome is Outcome.TIMEOUT:
+                if lost.outcome is Outcome.TIMEOUT or self._drops != drops:
                     raise WorkerFailed(lost.detail) from None
                 try:  # a death may be an accident: once more
                     opened = self._opened(ends_at)
@@ -142,6 +144,7 @@ class WorkerChannel:
 
     def drop(self) -> None:
         """End the worker; the next one is started by `open`."""
+        self._drops += 1
         process, self.process = self.process, None
         if process is not None:
             process.kill()
@@ -155,9 +158,11 @@ class WorkerChannel:
 
     def _opened(self, ends_at: float) -> Reply:
         """Start a worker and return what it says of the device; a death raises NoReply."""
-        deadline = Deadline.after(START_TIMEOUT_S, ends_at)
-        self.process = WorkerProcess(deadline)
-        return reply_of(self.process.ask(pickle.dumps(self._opening()), deadline))
+        deadline, drops = Deadline.after(START_TIMEOUT_S, ends_at), self._drops
+        process = self.process = WorkerProcess(deadline)
+        if self._drops != drops:  # by another thread, which found none to end
+            self.drop()
+        return reply_of(process.ask(pickle.dumps(self._opening()), deadline))
 
 
 def path_of(file: IO[bytes]) -> Path:
