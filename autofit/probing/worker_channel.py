@@ -229,12 +229,12 @@ class WorkerProcess:
             with life, wire, output:
                 server = _server_asked((life, wire, output))
             self.pid = self._told_pid(server, deadline)
-        except BaseException:
+            self._threads = [threading.Thread(target=self._drain, daemon=True)]
+            self._threads[0].start()
+        except BaseException:  # with its life the worker ends
             for each in (self._life, self._wire, self._output):
                 each.close()
             raise
-        self._threads = [threading.Thread(target=self._drain, daemon=True)]
-        self._threads[0].start()
 
     def _told_pid(self, server: ForkServer, deadline: Deadline) -> int:
         """Return its process id once it is started."""
@@ -361,8 +361,9 @@ class WorkerProcess:
 
     def _drain(self) -> None:
         """Keep the end of what it prints, however much that is and however long its lines."""
-        while chunk := os.read(self._output.fileno(), _TAIL_BYTES):
-            self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
+        with contextlib.suppress(OSError):  # Ctrl-C came as it began
+            while chunk := os.read(self._output.fileno(), _TAIL_BYTES):
+                self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
 
 
 def _last_words(printed: bytes) -> str:

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +112,30 @@ def test_the_profiler_leaves_no_last_words(monkeypatch: pytest.MonkeyPatch) -> N
     finally:
         channel.close()
     assert "printed" not in lost.value.detail
+
+
+def test_ctrl_c_as_a_worker_starts_leaves_none(
+    monkeypatch: pytest.MonkeyPatch, running: Any
+) -> None:
+    """Its thread holds on to what started it."""
+    started: list[int] = []
+    told_pid = WorkerProcess._told_pid
+
+    def noted(*given: Any) -> int:
+        started.append(told_pid(*given))
+        return started[-1]
+
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(WorkerProcess, "_told_pid", noted)
+    monkeypatch.setattr(threading, "Thread", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        WorkerProcess()
+    tries = (time.sleep(0.1) for _ in range(200) if running(started[0]))
+    assert len([*tries]) < 200
 
 
 @pytest.mark.parametrize("executable", [None, ""])
