@@ -31,7 +31,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, SpawnContext
@@ -45,10 +45,9 @@ _REAP_S = 10.0  # for a process that was killed to end
 # The first is what making an optimizer imports.
 _PRELOADED = ("torch._dynamo", "autofit.probing.worker", "autofit.probing.supervisor")
 _MOST_DESCRIPTORS, _MOST_NAME_BYTES = 16, 256  # of a request
-_VARIABLES = {
-    "KINETO_LOG_LEVEL": "6",  # else torch's profiler announces itself in the last words
-    "PYTHONUNBUFFERED": "1",  # as -u, where a worker is no fork
-}
+# Else torch's profiler announces itself in the last words: it reads this when it is first used.
+QUIET = {"KINETO_LOG_LEVEL": "6"}
+_UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # as -u, where a worker is no fork
 # Variables that no library reads: pytest names each test there.
 _IGNORED = {"PYTEST_CURRENT_TEST"}
 _SERVE = """
@@ -70,12 +69,15 @@ class ForkServer:
         process: the server, if this process started it.
         printed: what it prints.
         has_forked: whether it is known to have forked, and so to have imported torch.
+        last_words: what it had printed when it ended.
     """
 
     requests: socket.socket
     process: subprocess.Popen[bytes] | None = None
     printed: IO[bytes] | None = None
     has_forked: bool = False
+    last_words: bytes = b""
+    _ending: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def started(cls) -> ForkServer:
@@ -99,7 +101,7 @@ class ForkServer:
                     stdout=printed,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    env={**os.environ, **_VARIABLES},
+                    env={**QUIET, **os.environ, **_UNBUFFERED},
                 )
         except BaseException:
             requests.close()
@@ -121,22 +123,24 @@ class ForkServer:
 
     def death(self) -> tuple[int, bytes]:
         """Return the exit status of a server that is ending, and what it printed."""
-        returncode, printed = -signal.SIGKILL, b""
-        if self.process is not None and self.printed is not None:
+        returncode = -signal.SIGKILL
+        if self.process is not None:
             with suppress(subprocess.TimeoutExpired):
                 returncode = self.process.wait(_REAP_S)
-            self.printed.seek(0)
-            printed = self.printed.read()
         self.end()
-        return returncode, printed
+        return returncode, self.last_words
 
     def end(self) -> None:
-        """End it; what it forked goes on."""
-        self.requests.close()
-        if self.process is not None and self.printed is not None:
+        """End it; what it forked goes on. Several threads may have waited for it."""
+        with self._ending:
+            self.requests.close()
+            if self.process is None or self.printed is None or self.printed.closed:
+                return
             self.process.kill()
             with suppress(subprocess.TimeoutExpired):  # it is inside a call of a file system
                 self.process.wait(_REAP_S)
+            self.printed.seek(0)
+            self.last_words = self.printed.read()
             self.printed.close()
 
 
@@ -269,6 +273,7 @@ def serve(parent_pid: int) -> None:
     """Fork for whoever asks on standard input, a socket, until nobody can ask any more."""
     die_with_parent(parent_pid)  # in whose stead an import that hangs would live on
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, statuses of children would be lost
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # blocked, no end of a worker would be noticed
     requests = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)

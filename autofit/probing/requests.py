@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from autofit.errors import AutofitError, DeviceUnavailable, WorkerTraceback, WorkloadFailed
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.fork_server import import_path
+from autofit.probing.fork_server import QUIET, import_path
 from autofit.strategy import ALONE, Strategy, World
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Opening:
         with suppress(OSError):  # the owner may not enter its own folder
             os.chdir(f"/proc/{self.owner_pid}/cwd")
         os.environ.clear()
-        os.environ.update(self.environment)
+        os.environ.update({**QUIET, **self.environment})
         sys.path[:], sys.argv[:] = self.import_path, self.program
 
 

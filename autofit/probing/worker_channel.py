@@ -84,6 +84,7 @@ class WorkerChannel:
         threads: int | None = None,
     ) -> None:
         self.process: WorkerProcess | None = None
+        self._drops = 0
         self._device: DeviceFacts | None = None
         self._strategies = strategies
         self._files = [nameless_file()]
@@ -108,10 +109,11 @@ class WorkerChannel:
     def open(self, ends_at: float = math.inf) -> DeviceFacts:
         """Start a worker where there is none, and have it open the device."""
         if self.pid is None or self._device is None:
+            drops = self._drops
             try:
                 opened = self._opened(ends_at)
             except NoReply as lost:
-                if lost.outcome is Outcome.TIMEOUT:
+                if lost.outcome is Outcome.TIMEOUT or self._drops != drops:
                     raise WorkerFailed(lost.detail) from None
                 try:  # a death may be an accident: once more
                     opened = self._opened(ends_at)
@@ -142,6 +144,7 @@ class WorkerChannel:
 
     def drop(self) -> None:
         """End the worker; the next one is started by `open`."""
+        self._drops += 1
         process, self.process = self.process, None
         if process is not None:
             process.kill()
@@ -155,9 +158,11 @@ class WorkerChannel:
 
     def _opened(self, ends_at: float) -> Reply:
         """Start a worker and return what it says of the device; a death raises NoReply."""
-        deadline = Deadline.after(START_TIMEOUT_S, ends_at)
-        self.process = WorkerProcess(deadline)
-        return reply_of(self.process.ask(pickle.dumps(self._opening()), deadline))
+        deadline, drops = Deadline.after(START_TIMEOUT_S, ends_at), self._drops
+        process = self.process = WorkerProcess(deadline)
+        if self._drops != drops:  # by another thread, which found none to end
+            self.drop()
+        return reply_of(process.ask(pickle.dumps(self._opening()), deadline))
 
 
 def path_of(file: IO[bytes]) -> Path:
@@ -224,12 +229,12 @@ class WorkerProcess:
             with life, wire, output:
                 server = _server_asked((life, wire, output))
             self.pid = self._told_pid(server, deadline)
-        except BaseException:
+            self._threads = [threading.Thread(target=self._drain, daemon=True)]
+            self._threads[0].start()
+        except BaseException:  # with its life the worker ends
             for each in (self._life, self._wire, self._output):
                 each.close()
             raise
-        self._threads = [threading.Thread(target=self._drain, daemon=True)]
-        self._threads[0].start()
 
     def _told_pid(self, server: ForkServer, deadline: Deadline) -> int:
         """Return its process id once it is started."""
@@ -285,10 +290,7 @@ class WorkerProcess:
 
     def _send(self, message: bytes, deadline: Deadline) -> None:
         """Send a message; `_Late`: it is not read in time. One that has ended need not read it."""
-        seconds = min(max(deadline.seconds_left, 1e-3), _LONGEST_SECONDS)
-        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-        with socket.socket(fileno=os.dup(self._wire.fileno())) as wire:
-            wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._bound(socket.SO_SNDTIMEO, deadline)
         try:
             self._wire.send_bytes(message)
         except BlockingIOError:
@@ -302,11 +304,26 @@ class WorkerProcess:
             if not deadline.seconds_left:
                 raise _Late
             on_stage(STILL_RUNNING)
-        if self._wire.poll():
-            with contextlib.suppress(EOFError, OSError):
+        try:
+            if self._wire.poll():
+                self._bound(socket.SO_RCVTIMEO, deadline)
                 received: bytes | str = self._wire.recv()
                 return received
+        except BlockingIOError:  # it sent the beginning, or user code wrote there
+            raise _Late from None
+        except (EOFError, OSError):
+            pass
+        except Exception:  # unpickling what is no message may raise anything
+            words = "the worker sent what is no reply: does its code write to every descriptor?"
+            raise NoReply(Outcome.CRASHED, words) from None
         return None
+
+    def _bound(self, option: int, deadline: Deadline) -> None:
+        """Have the wire raise BlockingIOError where it waits beyond the deadline."""
+        seconds = min(max(deadline.seconds_left, 1e-3), _LONGEST_SECONDS)
+        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        with socket.socket(fileno=os.dup(self._wire.fileno())) as wire:
+            wire.setsockopt(socket.SOL_SOCKET, option, limit)
 
     def kill(self) -> None:
         """End it and all that it started at once, and wait for it (within bounds)."""
@@ -344,8 +361,9 @@ class WorkerProcess:
 
     def _drain(self) -> None:
         """Keep the end of what it prints, however much that is and however long its lines."""
-        while chunk := os.read(self._output.fileno(), _TAIL_BYTES):
-            self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
+        with contextlib.suppress(OSError):  # Ctrl-C came as it began
+            while chunk := os.read(self._output.fileno(), _TAIL_BYTES):
+                self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
 
 
 def _last_words(printed: bytes) -> str:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from torch import nn
 
 from autofit.errors import SearchTimedOut, WorkerFailed
 from autofit.probing import fork_server, worker_channel
-from autofit.probing.worker_channel import WorkerChannel
+from autofit.probing.requests import STACK_SIGNAL, Call, Deadline, NoReply, ignore_stage
+from autofit.probing.worker_channel import WorkerChannel, WorkerProcess
 from autofit.training.workload import Workload
 
 
@@ -130,6 +132,37 @@ def test_the_ends_of_children_may_be_ignored(
     request.addfinalizer(lambda: signal.signal(signal.SIGCHLD, before))
     monkeypatch.setenv("ANOTHER", "environment where it is ignored")
     channel.open()
+
+
+def _end_at_once(session: Any) -> None:
+    os._exit(3)
+
+
+def test_signals_may_be_blocked_here(
+    channel: WorkerChannel, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, STACK_SIGNAL})
+    request.addfinalizer(lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before))
+    monkeypatch.setenv("ANOTHER", "environment where they are blocked")
+    channel.open()
+    with pytest.raises(NoReply, match="exited with 3"):
+        channel.call(Call(_end_at_once, 2**30), Deadline.after(200.0), ignore_stage)
+
+
+@pytest.mark.slow
+def test_several_workers_that_wait_for_one_server_learn_that_it_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ANOTHER", "environment, whose server dies before it forks")
+    before = servers_of(os.getpid())
+    fork_server.start_server()
+    (ahead,) = servers_of(os.getpid()) - before
+    os.kill(ahead, signal.SIGSTOP)
+    with ThreadPoolExecutor(4) as threads:
+        waiting = [threads.submit(WorkerProcess) for _ in range(4)]
+        wait(waiting, 1.0)
+        os.kill(ahead, signal.SIGKILL)
+    assert {type(each.exception()) for each in waiting} == {NoReply}
 
 
 def test_a_worker_and_its_server_outlive_the_thread_that_asked_for_them(

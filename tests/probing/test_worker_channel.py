@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import InvalidArgument
+from autofit.errors import InvalidArgument, WorkerFailed
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.requests import ProbeRequest
+from autofit.probing.worker_channel import WorkerChannel
 from autofit.registry import load_strategies
 from autofit.snapshot.snapshot import differences, digest
 from autofit.training.workload import Workload
@@ -193,3 +196,29 @@ def test_what_the_caller_holds_on_the_gpu_is_named_with_the_way_to_free_it() -> 
     held = sum(4 * p.numel() for p in model.parameters())
     assert format_bytes(held) in survey.notes[-1]
     assert "model.cpu()" in survey.notes[-1]
+
+
+class _ReadSlowly:
+    """Takes a second to be read."""
+
+    def __reduce__(self) -> Any:
+        return time.sleep, (1.0,)
+
+
+def test_a_worker_that_another_thread_ends_while_it_starts_is_not_replaced() -> None:
+    """As Ctrl-C ends what runs at several places."""
+    model = nn.Linear(2, 2)
+    vars(model)["slow"] = _ReadSlowly()
+    channel = WorkerChannel(Workload(model, torch.ones(2, 2)), device="cpu")
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            opening = thread.submit(channel.open)
+            while channel.pid is None:
+                time.sleep(0.01)
+            channel.drop()
+            with pytest.raises(WorkerFailed):
+                opening.result()
+        assert channel.pid is None
+        assert channel.open().total_bytes
+    finally:
+        channel.close()

@@ -7,7 +7,11 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ from torch import nn
 from autofit.errors import WorkerFailed
 from autofit.measurement import Outcome
 from autofit.probing import worker_channel
-from autofit.probing.requests import Deadline, NoReply
+from autofit.probing.requests import Call, Deadline, NoReply, Workplace, ignore_stage
 from autofit.probing.worker_channel import WorkerChannel, WorkerProcess, words_of_death
 from autofit.training.workload import Workload
 
@@ -69,6 +73,69 @@ def test_a_request_to_a_worker_that_does_not_read_obeys_its_deadline() -> None:
     with pytest.raises(NoReply) as lost:
         worker.ask(b"x" * 2**20, Deadline.after(1.0))  # more than a socket holds
     assert lost.value.outcome is Outcome.TIMEOUT
+
+
+def _write(session: Workplace, *, hangs: bool) -> None:
+    """Write to the worker's connection, as code does that writes to every descriptor."""
+    wire = vars(session)["on_stage"].__self__
+    os.write(wire.fileno(), b"\0\0\0\x20what is no message")
+    if hangs:
+        time.sleep(1e6)
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_what_user_code_writes_to_the_connection_is_not_waited_for(hangs: bool) -> None:
+    channel = WorkerChannel(make_workload(), device="cpu")
+    try:
+        channel.open()
+        call = Call(partial(_write, hangs=hangs), 2**30)
+        with pytest.raises(NoReply) as lost:
+            channel.call(call, Deadline.after(2.0 if hangs else 200.0), ignore_stage)
+    finally:
+        channel.close()
+    assert lost.value.outcome is (Outcome.TIMEOUT if hangs else Outcome.CRASHED)
+
+
+def _die_after_a_profile(session: Workplace) -> None:
+    with torch.profiler.profile():
+        torch.ones(2).sum()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_profiler_leaves_no_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    channel = WorkerChannel(make_workload(), device="cpu")
+    try:
+        channel.open()
+        with pytest.raises(NoReply) as lost:
+            channel.call(Call(_die_after_a_profile, 2**30), Deadline.after(200.0), ignore_stage)
+    finally:
+        channel.close()
+    assert "printed" not in lost.value.detail
+
+
+def test_ctrl_c_as_a_worker_starts_leaves_none(
+    monkeypatch: pytest.MonkeyPatch, running: Any
+) -> None:
+    """Its thread holds on to what started it."""
+    started: list[int] = []
+    told_pid = WorkerProcess._told_pid
+
+    def noted(*given: Any) -> int:
+        started.append(told_pid(*given))
+        return started[-1]
+
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(WorkerProcess, "_told_pid", noted)
+    monkeypatch.setattr(threading, "Thread", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        WorkerProcess()
+    while running(started[0]):
+        pass
 
 
 @pytest.mark.parametrize("executable", [None, ""])
