@@ -228,11 +228,13 @@ def _regions(context: Context, step: SeenStep) -> Dimension:
 
 
 def _budgets(region: Dimension) -> Dimension:
-    """Return the memory budgets: of blocks where they may be compiled alone, else of the model."""
+    """Return the memory budgets: of blocks where those are tried alone, else of the model too."""
     when: dict[str, Sequence[Scalar | None]] = {MODE: (DEFAULT,)}
     if BLOCKS not in region.values:
         return Dimension([1.0, _OF_WHOLE], hints={_OF_WHOLE: _BUDGETS[_OF_WHOLE]}, when=when)
-    return Dimension([1.0, *_BUDGETS], hints=_BUDGETS, when={**when, REGION: (BLOCKS,)})
+    if not region.opt_in:  # a search without blocks, which are not named, has budgets all the same
+        when[REGION] = (BLOCKS,)
+    return Dimension([1.0, *_BUDGETS], hints=_BUDGETS, when=when)
 
 
 def _cost_s(context: Context, operators: float) -> float:

@@ -507,8 +507,11 @@ class Beliefs:
         from that: compilations of one model on one machine have it in common.
         """
         costs_s, names = self.known.trial_costs_s, self.known.costly_names
-        cold = [t for t in self.measured if t.measurement.start_is_warm is False]
-        took_s = {self.index(t.plan): t.measurement.start_up_s or 0.0 for t in cold}
+        took_s: dict[int, float] = {}
+        for trial in self.measured:
+            index, measured = self.index(trial.plan), trial.measurement
+            if measured.start_is_warm is False and measured.start_up_s is not None:
+                took_s[index] = max(measured.start_up_s, took_s.get(index, 0.0))
         expected_s = sum(costs_s[each] for each in took_s)
         if not expected_s:
             return costs_s

@@ -187,6 +187,7 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
             other.ok
             and other.plan.variant == plan.variant
             and other.plan.micro_batch >= plan.micro_batch
+            and (other.plan.accumulation_steps > 1) == (plan.accumulation_steps > 1)
             for other in trials
         )
         if trial.kind is TrialKind.VETOED or outcome is Outcome.OK or is_disproved:

@@ -179,18 +179,19 @@ class HeldBytes:
     def _reading(self, trial: Trial) -> Reading | None:
         measured, held = trial.measurement, trial.measurement.held_bytes
         index, size = self._index(trial.plan), float(trial.plan.micro_batch)
-        more = float(self._not_held(np.array([index]), np.array([size]))[0])
         if measured.outcome in (Outcome.OK, Outcome.OVER_BUDGET) and held:
             even, error = self._even(measured, held)
-            return Reading(index, size, math.log(even + more), error)
+            even += float(self._not_held(np.array([index]), np.array([size]))[0])
+            return Reading(index, size, math.log(even), error)
         if not measured.outcome.about_memory:
             return None
-        # Of what ran out while other processes used part of the budget, it needs what it held.
+        # Of what ran out while other processes used part of the budget, it needs what it held. No
+        # gradients are added: some may be there while most activations are.
         needed = held if measured.contended else self._spec.vram_budget_bytes
         if not needed:
             return None
         error = self._error(MEMORY_ERROR, needed)
-        return Reading(index, size, math.log(needed + more), error, at_least=True)
+        return Reading(index, size, math.log(needed), error, at_least=True)
 
     @cached_property
     def _fixed_bytes(self) -> Mapping[int, int]:

@@ -30,7 +30,7 @@ def in_shell_words(text: str) -> str:
     def flag(match: re.Match[str]) -> str:
         name = (match["name"] or match["word"]).replace("_", "-")
         name = "plan-from" if name == "plan" else name  # in the shell it takes reports alone
-        value = match["text"] or match["value"]
+        value = shlex.quote(match["text"]) if match["text"] else match["value"]
         return f"--{name} {value}" if value else f"--{name}"
 
     return _ARGUMENT.sub(flag, text)

@@ -326,7 +326,7 @@ def warnings_of(record: Record) -> Iterator[str]:
 
 
 _UNDECIDED = {
-    Undecided.TIMEOUT: "The time was over first: give a longer timeout",
+    Undecided.TIMEOUT: "Time ran out first: give a longer timeout",
     Undecided.MAX_PROBES: "The search reached max_probes first: allow more",
     Undecided.INTERRUPTED: "The search was interrupted first: let it end",
 }
@@ -411,8 +411,8 @@ def how_speeds_compare(record: Record) -> Iterator[str]:
     ahead = record.ahead(record.recommended.plan, beside.plan)
     if all(speeds) and not ahead.low <= math.log((speeds[0] or 1) / (speeds[1] or 1)) <= ahead.high:
         yield (
-            "Throughput is of all steps of a plan's fastest run; the speedup, of steps that were "
-            "hardly disturbed, in all runs"
+            "Throughput counts all steps of a plan's fastest run; the speedup compares the steps "
+            "of all runs that were hardly disturbed"
         )
 
 

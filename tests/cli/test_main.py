@@ -646,6 +646,7 @@ def test_the_shell_is_told_of_flags_and_python_of_arguments() -> None:
             "use --micro-batch 8, or leave --global-batch out",
         ),
         ("gpu='L4' asks", "--gpu L4 asks"),
+        ("give study='first try'", "give --study 'first try'"),
         ("pass the report as plan=, or probe", "pass the report as --plan-from, or probe"),
         ("pass loss_weight= or criterion=", "pass loss_weight= or criterion="),
         ("the device is busy", "the device is busy"),

@@ -10,8 +10,10 @@ import pytest
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, Scalar
 from autofit.planning.feasibility import Sizes, exclusions_of
+from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space
+from autofit.units import GIB
 from tests.simulated import (
     HALF,
     PLAIN,
@@ -42,6 +44,15 @@ def test_memory_that_another_process_took_bounds_no_size_that_fits(device: Simul
     assert exclusions_of(device.spec(), trials).bound(HALF) is None
     larger = make_trial(3, Plan(24, settings=HALF), Outcome.OOM, contended=True)
     assert exclusions_of(device.spec(), [*trials, larger]).bound(HALF) == 23
+
+
+def test_a_whole_batch_that_fits_does_not_say_that_gradients_fit_beside_a_smaller_one() -> None:
+    spec = SearchSpec(Space({}, 4, global_batch=24), GIB)
+    trials = [
+        make_trial(0, spec.space.plan(24, {}), step_times_s=[0.1]),
+        make_trial(1, spec.space.plan(12, {}), Outcome.OOM, contended=True),
+    ]
+    assert dict(exclusions_of(spec, trials).accumulating) == {(): 11}
 
 
 def test_a_fault_is_blamed_on_what_never_worked(device: SimulatedDevice) -> None:

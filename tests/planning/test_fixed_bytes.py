@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -190,6 +190,25 @@ def test_what_runs_out_of_memory_beside_gradients_bounds_no_step_without() -> No
         assert found <= largest
         assert (found == 32) is (largest == 32)
         assert beliefs.bound_at(0, 8) == 7
+
+
+def test_a_whole_batch_that_ran_out_of_memory_tells_no_more_than_the_budget() -> None:
+    """Its gradients may be there while most activations are, as where late layers are wide."""
+    spec = SearchSpec(Space({}, 20, global_batch=60, world_size=3), round(8.7 * GIB))
+    held: dict[str, Any] = {"non_torch_bytes": 0, "resident_bytes": 8 * GIB}
+    trials = [
+        make_trial(0, spec.space.plan(20, {}), Outcome.OOM),
+        make_trial(1, spec.space.plan(5, {}), peak_reserved_bytes=round(8.43 * GIB), **held),
+    ]
+    known, unknown = (
+        Beliefs(spec, [trials[0], replace(trials[1], measurement=measured)])
+        for measured in (
+            replace(trials[1].measurement, gradient_bytes=gradients)
+            for gradients in (2 * GIB, None)
+        )
+    )
+    sevens = spec.space.plan(7, {})
+    assert known.oom_risk(sevens) == pytest.approx(unknown.oom_risk(sevens))
 
 
 def test_a_whole_batch_that_ran_out_of_memory_bounds_every_plan() -> None:

@@ -245,6 +245,25 @@ def test_what_a_cold_start_took_tells_what_others_of_the_setting_take(
         assert costs_s[str({**off, "offload.on": True})] == pytest.approx(4.0)
 
 
+@pytest.mark.parametrize("start_up_s", [None, 2.0])
+def test_a_later_cold_start_that_took_less_or_was_not_timed_makes_none_cheap(
+    make_device: MakeDevice, start_up_s: float | None
+) -> None:
+    """Of a loss that was not finite in the warm-up nothing is timed; parts may be cached."""
+    device = _compiling(make_device, trial_cost_s=30.0)
+    first, *_ = (v for v in Beliefs(device.spec(), []).variants if v["compile.mode"] != "off")
+    outcome = Outcome.NONFINITE if start_up_s is None else Outcome.OK
+    cold: dict[str, Any] = {"start_is_warm": False}
+    trials = [
+        make_trial(0, Plan(4, settings=first), step_times_s=[0.1], start_up_s=60.0, **cold),
+        make_trial(1, Plan(8, settings=first), outcome, start_up_s=start_up_s, **cold),
+    ]
+    beliefs = Beliefs(device.spec(), trials)
+    assert beliefs.trial_costs_s[beliefs.index(trials[0].plan)] == pytest.approx(60.0)
+    alone = Beliefs(device.spec(), trials[1:])
+    assert alone.trial_costs_s[alone.index(trials[1].plan)] == (start_up_s or 30.0)
+
+
 def test_settings_that_forbid_accumulation_are_probed_in_one_micro_batch(
     make_device: MakeDevice,
 ) -> None:

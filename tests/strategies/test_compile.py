@@ -18,7 +18,7 @@ import autofit
 from autofit.devices.cpu import CpuDevice
 from autofit.errors import InvalidArgument, Unsupported
 from autofit.measurement import Outcome
-from autofit.plan import Plan, ResolvedPlan
+from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.probing.probe import probe_if
 from autofit.registry import load_strategies
 from autofit.space import Space
@@ -179,7 +179,7 @@ def test_budgets_fall_and_are_how_compiled_plans_alone_recompute() -> None:
     budget = COMPILE.dimensions(PlainContext(of_blocks))[BUDGET]
     assert budget.values[0] == 1.0
     assert budget.is_ordered
-    assert budget.when == {MODE: ("default",), REGION: ("blocks",)}
+    assert budget.when == {MODE: ("default",)}
     held = [budget.hints[value].bytes_per_sample for value in budget.values[1:]]
     assert 1.0 > held[0] > held[-1]
     of_the_model = COMPILE.dimensions(PlainContext(workload))[BUDGET]
@@ -200,6 +200,9 @@ def test_on_a_cpu_blocks_alone_are_tried_only_where_they_are_named() -> None:
     dimensions = COMPILE.dimensions(PlainContext(of_blocks))
     assert dimensions[REGION].opt_in
     assert not dimensions[MODE].opt_in
+    left = {**dimensions, REGION: Dimension(dimensions[REGION].values[:1])}  # where none is named
+    budgets = {v[BUDGET] for v in Space(left, 4).variants() if v[MODE] == "default"}
+    assert budgets == set(dimensions[BUDGET].values)
 
 
 def test_blocks_that_a_model_lacks_are_refused_by_name() -> None:
