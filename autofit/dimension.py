@@ -68,7 +68,7 @@ class Dimension:
             where it does not hold, the setting has its first value. None among them allows what
             has no such setting, or nothing to choose of it.
         trial_cost_s: extra seconds that a probe of a value other than the first costs; values of
-            a dimension with a cost are tried last, on the leading plans only, where they are
+            a dimension with a cost are tried last, on the fastest plans only, where they are
             expected to save more over the planned training than they cost.
         trial_costs_s: the same of single values, in place of `trial_cost_s`. Below zero where a
             value makes what another setting costs cheaper.

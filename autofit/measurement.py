@@ -92,7 +92,7 @@ class TrialKind(StrEnum):
     SEARCH = "search"
     """It was expected to gain enough to be worth a probe."""
     CONFIRMATION = "confirmation"
-    """A leading plan or the baseline, run again at the end."""
+    """A finalist or the baseline, run again at the end."""
     VETOED = "vetoed"
     """Proposed, and refused before it ran: it is not a probe."""
 

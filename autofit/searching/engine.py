@@ -1,4 +1,4 @@
-"""The loop of a search: decide, probe, store; then confirm the leading plans.
+"""The loop of a search: decide, probe, store; then compare the finalists.
 
 Promises: the baseline is the first probe; every finished trial is stored before the next is asked
 for; a plan that was not run is never returned; a fault of one plan costs one probe, while an error
@@ -62,7 +62,7 @@ _LOGGER = logging.getLogger("autofit")
 # Vetoed proposals in a row that end a search: its sampler has nothing else to offer.
 MOST_VETOES = 50
 
-# From confirming to searching, each after a leading plan that did not fit.
+# From the comparison back to searching, each after a finalist that did not fit.
 MOST_RETURNS = 2
 
 
@@ -396,7 +396,7 @@ class Search:
         return f"{len(self._vetoed)} proposals in a row were not run: {' and '.join(whys)}"
 
     def confirm(self, stopped_because: str, *, may_return: bool) -> bool:
-        """Run the leading plans again, in fresh workers, at their full accumulation.
+        """Run the finalists again, in fresh workers, at their full accumulation.
 
         Return False where one did not fit after all, and the search may be returned to: then there
         may be a plan just below it to find.
@@ -608,11 +608,11 @@ class Search:
         if seconds_left == 0:
             raise SearchTimedOut("no time is left for another probe")
         is_confirmation = job.kind is TrialKind.CONFIRMATION
-        leader = None if is_confirmation else fastest_of(self._trials)
+        incumbent = None if is_confirmation else fastest_of(self._trials)
         return ProbeRequest(
             resolve(job.plan, self._spec.space, self._runner.strategies),
             self._spec.vram_budget_bytes,
-            incumbent_samples_per_second=leader.samples_per_second if leader else None,
+            incumbent_samples_per_second=incumbent.samples_per_second if incumbent else None,
             full_accumulation=is_confirmation,
             expected_seconds=job.proposal.forecast.seconds,
             seconds_left=seconds_left,

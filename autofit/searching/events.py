@@ -99,7 +99,7 @@ class Vetoed:
 
 @dataclass(frozen=True)
 class Confirming:
-    """The search itself has ended; leading plans are measured again in a fresh worker.
+    """The search itself has ended; the finalists are measured again in a fresh worker.
 
     Attributes:
         stopped_because: why the search ended.

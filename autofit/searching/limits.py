@@ -17,7 +17,7 @@ _LARGEST_TIMEOUT_S = 1e9  # about as long as a system call waits
 # Probes in fresh workers that time is left for: two plans twice, and their gradients.
 COMPARISON_BLOCKS = 5
 
-# Probes that the final comparison takes at least: the leading plan and the baseline.
+# Probes that the final comparison takes at least: the incumbent and the baseline.
 COMPARED = 2
 
 # The largest share of the timeout that is left for the final comparison.

@@ -158,7 +158,7 @@ def trials(count: int, seconds: float = 1.0) -> list[Trial]:
 
 @pytest.mark.parametrize(("most", "before_comparison"), [(1, 1), (2, 2), (3, 2), (4, 2), (9, 7)])
 def test_probes_are_kept_back_for_the_comparison(most: int, before_comparison: int) -> None:
-    """Of the leading plan and the baseline, if another plan than the baseline can be tried."""
+    """Of the incumbent and the baseline, if another plan than the baseline can be tried."""
     bounded = Allowance(most, None)
     assert bounded.spent(trials(before_comparison)) == f"max_probes={most} was reached"
     assert before_comparison == 1 or bounded.spent(trials(before_comparison - 1)) is None
