@@ -57,7 +57,7 @@ def compiled(
         notes = partial(lines_since, Counted.now(), with_cuda_graphs=mode == GRAPHS)
         stack.enter_context(_marks_kept(model))
         for modules in alike:
-            codes = _Codes(options)
+            codes = _Codes(options, _of_any_shape(mode, budget))
             for module in modules:
                 stack.enter_context(attributes_kept(module, COMPILED_CALL))
                 call = _by_shapes(module, codes, is_block=module is not model)
@@ -75,33 +75,53 @@ def _options(mode: str, budget: float) -> Mapping[str, Any]:
     return {"backend": within_budget(budget)}
 
 
+def _of_any_shape(mode: str, budget: float) -> Mapping[str, Any]:
+    """Return how torch.compile is called for code that serves any shape.
+
+    Inductor gives the input of a convolution another layout and keeps it for the backward, whose
+    code has the strides of the first shape alone: with torch 2.13 the backward of the next shape
+    fails ("expected size ..., stride ..."). So layouts stay as they are.
+    """
+    layouts_stay = {"layout_optimization": False}
+    if budget == 1.0:
+        return {"options": {**torch._inductor.list_mode_options(mode), **layouts_stay}}
+    from .memory_budget import within_budget
+
+    return {"backend": within_budget(budget, layouts_stay)}
+
+
 class _Codes:
     """The code objects of modules that are alike, by the shapes that they are compiled for.
 
     What is compiled, and how often, is counted by code object.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = options
+    def __init__(self, options: Mapping[str, Any], of_any_shape: Mapping[str, Any]) -> None:
+        self._options, self._options_of_any = options, of_any_shape
         self._of_shapes: dict[Any, CodeType] = {}
         self._of_any = _new_code()
 
     def of_any_shape(self, module: nn.Module) -> Callable[..., Any]:
         """Return the compiled call of a module that serves any shape."""
-        return self._compiled(module, self._of_any, None)
+        return self._compiled(module, self._of_any, None, self._options_of_any)
 
     def of(self, module: nn.Module, shapes: Any) -> Callable[..., Any] | None:
         """Return its call for these shapes; None: there is code for as many others already."""
         if shapes not in self._of_shapes and len(self._of_shapes) >= _MOST_SIZES:
             return None
-        return self._compiled(module, self._of_shapes.setdefault(shapes, _new_code()), False)
+        code = self._of_shapes.setdefault(shapes, _new_code())
+        return self._compiled(module, code, False, self._options)
 
     def _compiled(
-        self, module: nn.Module, code: CodeType, dynamic: bool | None
+        self,
+        module: nn.Module,
+        code: CodeType,
+        dynamic: bool | None,
+        options: Mapping[str, Any],
     ) -> Callable[..., Any]:
         template = _calling(module)
         call = FunctionType(code, _globals(module), "call", None, template.__closure__)
-        made: Callable[..., Any] = torch.compile(call, dynamic=dynamic, **self._options)
+        made: Callable[..., Any] = torch.compile(call, dynamic=dynamic, **options)
         return made
 
 

@@ -9,7 +9,7 @@ seed, is marked as one whose result is kept; what follows from a seed may be com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +19,23 @@ from torch.utils.checkpoint import CheckpointPolicy
 _MARK = "recompute"
 
 
-def within_budget(budget: float) -> Callable[[Any, Sequence[Any]], Any]:
-    """Return a backend for `torch.compile`: inductor, within a budget from 0.0 to 1.0."""
+def within_budget(
+    budget: float, options: Mapping[str, Any] | None = None
+) -> Callable[[Any, Sequence[Any]], Any]:
+    """Return a backend for `torch.compile`: inductor, within a budget from 0.0 to 1.0.
+
+    Args:
+        budget: share of the activations that may be kept for the backward.
+        options: of inductor, by name, as `torch.compile` takes them.
+    """
+    patches = {**(options or {}), "joint_custom_post_pass": _KEPT}
 
     def inductor(graph: Any, inputs: Sequence[Any]) -> Any:
         from torch._functorch import config
         from torch._inductor.compile_fx import compile_fx
 
         with config.patch(activation_memory_budget=budget):
-            return compile_fx(graph, inputs, config_patches={"joint_custom_post_pass": _KEPT})
+            return compile_fx(graph, inputs, config_patches=patches)
 
     return inductor
 

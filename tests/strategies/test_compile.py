@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -509,6 +510,39 @@ def test_no_length_and_no_size_runs_eagerly(make: Callable[[], Watched], kind: s
     assert "0 graph breaks" in note
     plain = [float(model(each)) for each in given * 2]
     assert compiled == pytest.approx(plain, rel=1e-5)
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 8)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        places = self.convolution(images).relu().flatten(2).transpose(1, 2)
+        loss: torch.Tensor = self.head(places).relu().square().sum()
+        return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+def test_convolutions_of_lengths_that_change_train(
+    budget: float, memory_format: torch.memory_format
+) -> None:
+    model = Convolved().to(memory_format=memory_format)  # type: ignore[call-overload]  # torch's
+    twin = deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    recipe = Recipe(loss_fn=lambda net, batch: net(batch))
+    plan = replace(PLAN, plan=Plan(4, settings={MODE: "default", BUDGET: budget}))
+    with Training(model, optimizer, recipe, plan, device=torch.device("cpu")) as training:
+        for length in (2, 9, 16, 3):
+            images = torch.randn(4, 3, 6, length).to(memory_format=memory_format)
+            model.zero_grad()
+            twin.zero_grad()
+            training.loss(images).backward()  # type: ignore[no-untyped-call]  # torch
+            twin(images).backward()
+            for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
