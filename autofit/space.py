@@ -10,6 +10,7 @@ from math import prod
 from autofit.codec import Count
 from autofit.errors import InvalidArgument
 from autofit.plan import MOST_ACCUMULATION_STEPS, Dimension, Plan, Scalar, Settings, check_count
+from autofit.units import shortened
 
 MOST_VARIANTS_TO_PLAN = 50_000
 """Of a space: with 32,768 a decision took 0.8 s and 600 MiB, and all built-in strategies together
@@ -183,11 +184,10 @@ class Space:
         if within and next(beyond, None) is None:
             return
         largest = sorted((name for name in counts if counts[name] > 1), key=lambda n: -counts[n])
-        named = ", ".join(f"{name} ({counts[name]} values)" for name in largest[:6])
-        more = f" and {len(largest) - 6} more" if len(largest) > 6 else ""
+        named = shortened([f"{name} ({counts[name]} values)" for name in largest], 6)
         raise InvalidArgument(
             f"the settings have {combinations:,} combinations of values, and a search can choose "
-            f"among {MOST_VARIANTS_TO_PLAN:,} at most: {named}{more}. Pass fewer strategies, or "
+            f"among {MOST_VARIANTS_TO_PLAN:,} at most: {named}. Pass fewer strategies, or "
             "have them offer fewer values"
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from autofit.errors import InvalidArgument
 
@@ -160,9 +160,13 @@ def quoted(names: Iterable[str], most: int = 3) -> str:
 
     In quotes, since modules of an `nn.Sequential` are named by numbers.
     """
-    named = [repr(name) if name else "the model itself" for name in names]
-    more = f" and {len(named) - most} more" if len(named) > most else ""
-    return ", ".join(named[:most]) + more
+    return shortened([repr(name) if name else "the model itself" for name in names], most)
+
+
+def shortened(words: Sequence[str], most: int) -> str:
+    """Return the first words, and how many more: "a, b and 2 more"."""
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
 
 
 def counted(count: int, noun: str) -> str:

@@ -314,16 +314,13 @@ class Record:
         ran = [trial for trial in its if trial.ok and trial.samples_per_second]
         return sorted(ran, key=lambda trial: trial.samples_per_second or 0.0)
 
-    def compared_speed(self, plan: Plan) -> float | None:
-        """Return samples/s by which plans of the final comparison compare; None: it had no turn.
+    @cached_property
+    def compared_speeds(self) -> dict[Plan, float]:
+        """Samples/s by which plans of the final comparison compare, of those that had a turn.
 
         The best plan has those of its fastest turn, and the others so many times as many as `ahead`
         says. They order plans and tell what one saves; what is shown is measured, see `speed_of`.
         """
-        return self._compared_speeds.get(plan)
-
-    @cached_property
-    def _compared_speeds(self) -> dict[Plan, float]:
         plans = [plan for plan in self._rounds.plans if self.turns(plan)]
         if not plans:
             return {}
@@ -383,8 +380,8 @@ class Record:
 
     @property
     def finalists(self) -> list[Plan]:
-        """The plans of the final comparison that fit, the fastest first, by `compared_speed`."""
-        return sorted(self._compared_speeds, key=lambda plan: -self._compared_speeds[plan])
+        """The plans of the final comparison that fit, the fastest first, by `compared_speeds`."""
+        return sorted(self.compared_speeds, key=lambda plan: -self.compared_speeds[plan])
 
     def payloads(self, settings: Settings) -> dict[str, Any]:
         """Return the payloads of these values, by setting."""

@@ -21,7 +21,7 @@ from autofit.report.rates import rate_line
 from autofit.report.record import Record, Undecided
 from autofit.rounds import Estimate
 from autofit.space import Space
-from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded
+from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded, shortened
 
 MOST_LINES = 15
 """Of the answer in a terminal: as many as are read before scrolling."""
@@ -452,7 +452,8 @@ def validity(record: Record) -> Iterator[str]:
     whole = {name: f"{_shown_name(name)}{shape}" for name, shape in shapes.items()}
     size = record.workload.get("described_size")
     if how := _BATCHES.get(record.workload.get("samples", "")):
-        yield f"For batches as those of {size} samples: {_listed(list(whole.values()))}"
+        shown = shortened(list(whole.values()), _MOST_SHAPES)
+        yield f"For batches as those of {size} samples: {shown}"
         yield how
     else:
         batched = record.workload.get("batched") or list(shapes)
@@ -462,8 +463,8 @@ def validity(record: Record) -> Iterator[str]:
             if name in batched
         ]
         constant = [words for name, words in whole.items() if name not in batched]
-        beside = f"; constant: {_listed(constant)}" if constant else ""
-        yield f"For samples up to {_listed(held)}{beside}"
+        beside = f"; constant: {shortened(constant, _MOST_SHAPES)}" if constant else ""
+        yield f"For samples up to {shortened(held, _MOST_SHAPES)}{beside}"
     if recommends_baseline(record):
         return
     if record.difference is None and record.baseline_beside_best.ok:
@@ -491,12 +492,8 @@ def samples_words(record: Record) -> str | None:
         return how
     constant = [_shown_name(name).strip() or name for name in shapes if name not in batched]
     held = [_shown_name(name).strip() or name for name in shapes if name in batched]
-    return _listed(held) + f"; constant: {_listed(constant)}" * bool(constant)
-
-
-def _listed(words: Sequence[str]) -> str:
-    more = f" and {len(words) - _MOST_SHAPES} more" if len(words) > _MOST_SHAPES else ""
-    return f"{', '.join(words[:_MOST_SHAPES])}{more}"
+    shown = shortened(held, _MOST_SHAPES)
+    return shown + f"; constant: {shortened(constant, _MOST_SHAPES)}" * bool(constant)
 
 
 def _shown_name(name: str) -> str:
@@ -562,7 +559,7 @@ def pay_off(record: Record) -> PayOff | None:
         return None
 
     beside = max(others, key=lambda plan: record.searched_speed(plan) or 0.0)
-    speeds = [record.compared_speed(plan) for plan in (beside, best) if record.is_confirmed]
+    speeds = [record.compared_speeds.get(plan) for plan in (beside, best) if record.is_confirmed]
     if not (speeds and all(speeds)):
         speeds = [record.searched_speed(plan) for plan in (beside, best)]
     saved_s = best.samples_per_step * (1 / (speeds[0] or math.inf) - 1 / (speeds[1] or math.inf))

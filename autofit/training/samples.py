@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -29,7 +29,7 @@ from autofit.training.batch import (
     places_in_turn,
     tensors_of,
 )
-from autofit.units import kind_of
+from autofit.units import kind_of, shortened
 
 # A list of samples -> a batch of them, as `DataLoader` takes it.
 CollateFn: TypeAlias = Callable[[list[Any]], Batch]
@@ -393,7 +393,4 @@ def _dim0(tensor: torch.Tensor) -> int | None:
 
 def _listed(names: Iterable[str]) -> str:
     """Return the first names, and how many more there are."""
-    ordered = sorted(names)
-    more = len(ordered) - _MOST_NAMED
-    shown = ", ".join(islice(ordered, _MOST_NAMED))
-    return f"{shown} and {more} more" if more > 0 else shown
+    return shortened(sorted(names), _MOST_NAMED)

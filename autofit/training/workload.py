@@ -47,7 +47,7 @@ from autofit.training.samples import (
     samples_in_turn,
     taken_from,
 )
-from autofit.units import kind_of
+from autofit.units import kind_of, shortened
 
 _WAYS = (
     "Pass samples and collate_fn= to the Workload, or a function n -> batch of n samples as the "
@@ -464,9 +464,8 @@ def check_has_values(module: torch.nn.Module, what: str = "the model") -> None:
     named = [*module.named_parameters(), *module.named_buffers()]
     empty = [name for name, tensor in named if tensor.is_meta]
     if empty:
-        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
         raise InvalidArgument(
-            f"{what}'s {', '.join(empty[:3])}{more} {'are' if len(empty) > 1 else 'is'} on the "
+            f"{what}'s {shortened(empty, 3)} {'are' if len(empty) > 1 else 'is'} on the "
             "meta device, without values to train with: build the module outside "
             'torch.device("meta"), pass a function that does so, or call .to_empty(device="cpu") '
             "and load its values first"
