@@ -85,17 +85,6 @@ class _Asked:
 _Answer = bytes | NoReply | SearchTimedOut
 
 
-def _no_answer(given: object) -> WorkerFailed:
-    return WorkerFailed(
-        f"the executor returned {str(given)[:80]} instead of the result of the submitted function: "
-        "see docs/distributed.md for what it must do"
-    )
-
-
-class _Gone(Exception):
-    """The process that had a request went away."""
-
-
 class ExecutorChannel:
     """A channel to one worker at a time in any process of an executor.
 
@@ -114,8 +103,11 @@ class ExecutorChannel:
         seed: int = 0,
     ) -> None:
         self._executor, self._strategies = executor, strategies
+        with nameless_file() as file:
+            write_payload(Payload(workload, strategies), path_of(file))
+            payload = file.read()
         self._opening = _Opening(
-            _payload_of(workload, strategies),
+            payload,
             str(device) if device else None,  # a torch.device would need torch to be read
             seed,
             list(sys.path),
@@ -134,14 +126,12 @@ class ExecutorChannel:
         """Have a process of the executor start a worker, and return what it says of the device."""
         if self._device is None:
             try:
-                opened = self._ask(None, Deadline.after(START_TIMEOUT_S, ends_at))
+                opened = self._ask(None, Deadline.after(START_TIMEOUT_S, ends_at)).value_or_raise()
             except NoReply as lost:
                 raise WorkerFailed(lost.detail) from None
-            if opened.exception is not None:
-                raise opened.exception
-            if not isinstance(opened.value, DeviceFacts):
-                raise _no_answer(opened.value)
-            self._device = opened.value
+            if not isinstance(opened, DeviceFacts):
+                raise _no_answer(opened)
+            self._device = opened
         return self._device
 
     def call(self, request: Request, deadline: Deadline, on_stage: OnStage) -> Reply:
@@ -160,7 +150,7 @@ class ExecutorChannel:
             self._executor.submit(end, self._key)
 
     def _ask(self, message: bytes | None, deadline: Deadline) -> Reply:
-        """Return the reply of a process; a process that went away is replaced once."""
+        """Return the reply of a process."""
         asked = _Asked(
             message,
             deadline.seconds,
@@ -168,16 +158,7 @@ class ExecutorChannel:
             self._is_dropped,
         )
         self._is_dropped = False
-        try:
-            answer = self._answer(asked, deadline)
-        except _Gone as gone:
-            if self._is_dropped:  # by another thread: nobody wants the answer
-                raise NoReply(Outcome.CRASHED, f"it was ended: {gone}") from None
-            try:
-                answer = self._answer(asked, deadline)
-            except _Gone as gone:
-                words = f"the process that ran it was lost twice: {gone}"
-                raise NoReply(Outcome.CRASHED, words) from None
+        answer = self._answer(asked, deadline)
         if isinstance(answer, NoReply | SearchTimedOut):
             raise answer
         try:
@@ -185,16 +166,27 @@ class ExecutorChannel:
         except Exception as error:  # unpickling what is no reply may raise anything
             raise _no_answer(answer) from error
 
-    def _answer(self, asked: _Asked, deadline: Deadline) -> _Answer:
-        answer = self._first_answer(None, asked, deadline)
-        if answer is None:  # the process lacks the workload
-            answer = self._first_answer(self._opening, asked, deadline)
-        if isinstance(answer, bytes | NoReply | SearchTimedOut):
-            return answer
-        raise _no_answer(kind_of(answer))
+    def _answer(self, asked: _Asked, deadline: Deadline) -> Any:
+        """Return what a process answers; one that went away is replaced once."""
+        opening: _Opening | None = None
+        is_second = False
+        while True:
+            ended = self._first_to_end(opening, asked, deadline)
+            lost = _why_lost(ended)
+            if lost is None and ended.result() is None and opening is None:
+                opening = self._opening  # the process lacks the workload
+            elif lost is None:
+                return ended.result()
+            elif is_second or self._is_dropped:  # by another thread: nobody wants the answer
+                how = "was lost twice" if is_second else "was ended"
+                raise NoReply(Outcome.CRASHED, f"the process that ran it {how}: {lost}")
+            else:
+                is_second = True
 
-    def _first_answer(self, opening: _Opening | None, asked: _Asked, deadline: Deadline) -> Any:
-        """Return what a process answers; it may wait in a queue as long as the search lasts.
+    def _first_to_end(
+        self, opening: _Opening | None, asked: _Asked, deadline: Deadline
+    ) -> Future[Any]:
+        """Return the first job that ends; it may wait in a queue as long as the search lasts.
 
         An executor may lose an answer and say nothing. That looks like a long queue, so the first
         request stays in it beside the next.
@@ -209,7 +201,7 @@ class ExecutorChannel:
                 self._submit(opening, asked).add_done_callback(ended.put)
                 left_s = max(0.0, deadline.ends_at + _SLACK_S - time.monotonic())
                 with suppress(queue.Empty):
-                    return _result_of(ended.get(timeout=min(longest_s, left_s)))
+                    return ended.get(timeout=min(longest_s, left_s))
                 if left_s <= longest_s:
                     raise SearchTimedOut("the time of the search is over")
             raise WorkerFailed(
@@ -232,20 +224,19 @@ class ExecutorChannel:
         return future
 
 
-def _result_of(ended: Future[Any]) -> Any:
-    """Return the result of a job that has ended, with a KeyboardInterrupt of its own perhaps."""
+def _why_lost(ended: Future[Any]) -> str | None:
+    """Return why a job has no result, such as a KeyboardInterrupt of its own; None: it has one."""
     if ended.cancelled():
-        raise _Gone("it was cancelled")
-    if (error := ended.exception()) is not None:
-        raise _Gone(f"{type(error).__name__}: {error}") from error
-    return ended.result()
+        return "it was cancelled"
+    error = ended.exception()
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
-def _payload_of(workload: Workload, strategies: Sequence[Strategy]) -> bytes:
-    with nameless_file() as file:
-        write_payload(Payload(workload, strategies), path_of(file))
-        file.seek(0)
-        return file.read()
+def _no_answer(given: object) -> WorkerFailed:
+    return WorkerFailed(
+        f"the executor returned {kind_of(given)} ({str(given)[:80]}) instead of the result of the "
+        "submitted function: see docs/distributed.md for what it must do"
+    )
 
 
 # In the processes of the executor.
