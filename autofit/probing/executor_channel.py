@@ -65,7 +65,7 @@ class _Opening:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Job:
     """A request to a process of the executor.
 
     Attributes:
@@ -115,7 +115,7 @@ class ExecutorChannel:
         self._key = uuid.uuid4().hex
         self._is_dropped = False
         self._device: DeviceFacts | None = None
-        self._submitted: list[Future[Any]] = []  # copies of the request that is being answered
+        self._pending: list[Future[Any]] = []  # copies of the request that is being answered
 
     @property
     def pid(self) -> int | None:
@@ -141,7 +141,7 @@ class ExecutorChannel:
     def drop(self) -> None:
         """Have the next request answered by a fresh worker, and wait for none any more."""
         self._is_dropped = True
-        for future in list(self._submitted):
+        for future in list(self._pending):
             future.cancel()
 
     def close(self) -> None:
@@ -151,14 +151,14 @@ class ExecutorChannel:
 
     def _ask(self, message: bytes | None, deadline: Deadline) -> Reply:
         """Return the reply of a process."""
-        asked = _Asked(
+        job = _Job(
             message,
             deadline.seconds,
             deadline.ends_at - time.monotonic(),
             self._is_dropped,
         )
         self._is_dropped = False
-        answer = self._answer(asked, deadline)
+        answer = self._answer(job, deadline)
         if isinstance(answer, NoReply | SearchTimedOut):
             raise answer
         try:
@@ -166,12 +166,12 @@ class ExecutorChannel:
         except Exception as error:  # unpickling what is no reply may raise anything
             raise _no_answer(answer) from error
 
-    def _answer(self, asked: _Asked, deadline: Deadline) -> Any:
+    def _answer(self, job: _Job, deadline: Deadline) -> Any:
         """Return what a process answers; one that went away is replaced once."""
         opening: _Opening | None = None
         is_second = False
         while True:
-            ended = self._first_to_end(opening, asked, deadline)
+            ended = self._first_to_end(opening, job, deadline)
             lost = _why_lost(ended)
             if lost is None and ended.result() is None and opening is None:
                 opening = self._opening  # the process lacks the workload
@@ -183,9 +183,7 @@ class ExecutorChannel:
             else:
                 is_second = True
 
-    def _first_to_end(
-        self, opening: _Opening | None, asked: _Asked, deadline: Deadline
-    ) -> Future[Any]:
+    def _first_to_end(self, opening: _Opening | None, job: _Job, deadline: Deadline) -> Future[Any]:
         """Return the first job that ends; it may wait in a queue as long as the search lasts.
 
         An executor may lose an answer and say nothing. That looks like a long queue, so the first
@@ -198,7 +196,7 @@ class ExecutorChannel:
         longest_s = START_TIMEOUT_S + deadline.seconds + _SLACK_S
         try:
             for _ in range(MOST_COPIES):
-                self._submit(opening, asked).add_done_callback(ended.put)
+                self._submit(opening, job).add_done_callback(ended.put)
                 left_s = max(0.0, deadline.ends_at + _SLACK_S - time.monotonic())
                 with suppress(queue.Empty):
                     return ended.get(timeout=min(longest_s, left_s))
@@ -209,16 +207,16 @@ class ExecutorChannel:
                 f"{format_seconds(longest_s)}: are its machines there?"
             )
         finally:
-            for future in self._submitted:
+            for future in self._pending:
                 future.cancel()
-            self._submitted.clear()
+            self._pending.clear()
 
-    def _submit(self, opening: _Opening | None, asked: _Asked) -> Future[Any]:
+    def _submit(self, opening: _Opening | None, job: _Job) -> Future[Any]:
         try:
-            future = self._executor.submit(serve, self._key, opening, asked)
+            future = self._executor.submit(serve, self._key, opening, job)
         except Exception as error:  # each executor has errors of its own
             raise WorkerFailed(f"the executor accepts no more probes: {error}") from error
-        self._submitted.append(future)
+        self._pending.append(future)
         if self._is_dropped:  # by another thread, since the request was made
             future.cancel()
         return future
@@ -260,19 +258,19 @@ class _Held:
             threads=torch.get_num_threads(),  # of this machine, not of the one that searches
         )
 
-    def answer(self, asked: _Asked) -> _Answer:
+    def answer(self, job: _Job) -> _Answer:
         """Return the worker's answer, or why there is none."""
-        ends_at = time.monotonic() + asked.ends_in_s
-        if asked.needs_fresh_worker:
+        ends_at = time.monotonic() + job.ends_in_s
+        if job.needs_fresh_worker:
             self._channel.drop()
         try:
             device = self._channel.open(ends_at)
             if self._lock is None and device.exclusive_key is not None:
                 self._lock = DeviceLock(device.exclusive_key)
-            if asked.message is None:
+            if job.message is None:
                 return message_of_reply(Reply(replace(device, exclusive_key=None)))
             assert self._channel.process is not None  # it is open
-            return self._channel.process.ask(asked.message, Deadline.after(asked.seconds, ends_at))
+            return self._channel.process.ask(job.message, Deadline.after(job.seconds, ends_at))
         except (NoReply, SearchTimedOut) as none:
             return none
         except Exception as error:
@@ -290,7 +288,7 @@ _held: dict[str, _Held] = {}
 _idle: list[threading.Timer] = []
 
 
-def serve(key: str, opening: _Opening | None, asked: _Asked) -> _Answer | None:
+def serve(key: str, opening: _Opening | None, job: _Job) -> _Answer | None:
     """Answer a request of the search of that key; None: its workload has not come here yet."""
     with _lock:
         while _idle:
@@ -304,7 +302,7 @@ def serve(key: str, opening: _Opening | None, asked: _Asked) -> _Answer | None:
                 _held[key] = _Held(opening)
             except Exception as error:
                 return message_of_reply(Reply(exception=error))
-        answer = _held[key].answer(asked)
+        answer = _held[key].answer(job)
         timer = threading.Timer(IDLE_S, end, (key,))
         timer.daemon = True
         timer.start()

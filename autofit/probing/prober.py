@@ -490,28 +490,22 @@ def open_prober(
         raise InvalidArgument(
             f"seed must be a whole number from 0 to {_LARGEST_SEED}, got {seed!r}"
         )
+    given: dict[str, Any] = {"device": device, "seed": seed}
+    if executor is None:
+        given["threads"] = target.threads
     channel: Channel
     if target.ranks > 1:
         from autofit.probing.rank_channel import RankChannel  # searches of one device have none
 
-        channel = RankChannel(
-            target.ranks,
-            workload,
-            strategies,
-            device=target.device,
-            seed=target.seed,
-            threads=target.threads,
-            ends_at=ends_at,
-        )
+        given["device"] = target.device
+        channel = RankChannel(target.ranks, workload, strategies, ends_at=ends_at, **given)
     elif executor is not None:
         from autofit.probing.executor_channel import ExecutorChannel  # most searches run here
 
-        channel = ExecutorChannel(executor, workload, strategies, device=device, seed=target.seed)
+        channel = ExecutorChannel(executor, workload, strategies, **given)
     else:
         start_server()  # writing a large workload takes seconds, too
-        channel = WorkerChannel(
-            workload, strategies, device=device, seed=target.seed, threads=target.threads
-        )
+        channel = WorkerChannel(workload, strategies, **given)
     return Prober(
         channel,
         workload,

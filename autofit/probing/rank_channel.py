@@ -94,7 +94,7 @@ class RankChannel:
             threads = threads or max(1, torch.get_num_threads() // size)
         self._generation = 0
         self._facts: DeviceFacts | None = None
-        self._asked: list[Future[Reply]] = []
+        self._pending: list[Future[Reply]] = []
         self._channels: list[WorkerChannel] = []
         self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
         try:
@@ -160,10 +160,10 @@ class RankChannel:
         The value of a call is rank 0's.
         """
         stages: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._asked = self._on_each(lambda channel: channel.call(request, deadline, stages.put))
+        self._pending = self._on_each(lambda channel: channel.call(request, deadline, stages.put))
         try:
             self._await(deadline, stages, on_stage)
-            answers = [_answer(future) for future in self._asked]
+            answers = [_answer(future) for future in self._pending]
         except BaseException:  # Ctrl-C: a rank may answer later, to nobody
             self.drop()
             raise
@@ -178,7 +178,7 @@ class RankChannel:
             return
         for channel in self._channels:
             channel.drop()
-        wait(self._asked)  # whose workers have ended
+        wait(self._pending)  # whose workers have ended
 
     def close(self) -> None:
         """End all workers, and let the workload's files go."""
@@ -199,12 +199,12 @@ class RankChannel:
     def _await(self, deadline: Deadline, stages: queue.SimpleQueue[str], on_stage: OnStage) -> None:
         """Wait for every rank, or until `GRACE_S` after the first fault."""
         first_fault: float | None = None
-        while any(not future.done() for future in self._asked):
-            wait(self._asked, _POLL_S)
+        while any(not future.done() for future in self._pending):
+            wait(self._pending, _POLL_S)
             while not stages.empty():
                 on_stage(stages.get())
             now = time.monotonic()
-            answers = [_answer(future) for future in self._asked if future.done()]
+            answers = [_answer(future) for future in self._pending if future.done()]
             if first_fault is None and any(map(is_fault, answers)):
                 first_fault = now
             is_late = first_fault is not None and now - first_fault > GRACE_S
@@ -281,16 +281,16 @@ def _join(session: Workplace, host: str, port: int, name: str) -> None:
     join(session.builder.world, session.builder.device.torch_device, host, port, name)
 
 
-def _answer(asked: Future[Reply]) -> Answer:
+def _answer(pending: Future[Reply]) -> Answer:
     """Return the reply of a rank, or what its channel raised instead; None: there is none yet.
 
     Raises:
         SearchTimedOut: the deadline was the search's.
     """
-    if not asked.done():
+    if not pending.done():
         return None
     try:
-        return asked.result()
+        return pending.result()
     except NoReply as lost:
         return lost
     except SearchTimedOut:
