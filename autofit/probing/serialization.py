@@ -302,9 +302,10 @@ def write_payload(payload: Payload, path: Path, loader_path: Path | None = None)
     if loader_path is None:
         workload = replace(workload, loader=None)
     else:
+        at_rest: Any = loader
         if isinstance(loader, DataLoader):  # one that is being iterated cannot be pickled
-            loader = make_loader(loader, own_settings(loader, loader.batch_size or 1))
-        _write(loader, loader_path, "loader")
+            at_rest = make_loader(loader, own_settings(loader, loader.batch_size or 1))
+        _write(at_rest, loader_path, "loader")
         workload = replace(workload, loader=partial(_sent_loader, str(loader_path)))
     if not workload.makes_batches:
         workload = replace(workload, sample_batch=map_tensors(_own_storage, workload.sample_batch))
