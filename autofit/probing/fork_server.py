@@ -5,11 +5,16 @@ H100. The server does so once, beside what this process does meanwhile (`start_s
 forks in milliseconds. It holds no device and runs nothing of the user's, and what it forked does
 not depend on it.
 
-`multiprocessing` has one such server for the whole process. It keeps the environment of its first
-start, also for variables that torch reads as it is imported; it looks for modules in the current
-folder and prints to the user's streams; it may be the user's own; and a process of a daemon, such
-as a worker of Dask, may not use it. Here is one for each set of surroundings, on the connections
-and processes of `multiprocessing`.
+The server of `multiprocessing` is not used, because it is one for the whole process:
+
+- It keeps the environment of its first start, also for variables that torch reads at import.
+- It may be the user's own, and its state would change.
+- A daemonic process, such as a worker of Dask, may not use it.
+- It looks for modules in the current folder, and prints to the user's streams.
+- One that hangs, or dies as it imports, is not replaced, and its output does not say why.
+
+So there is one server for each set of surroundings, on `multiprocessing`'s connections and
+processes. `tests/probing/test_fork_server.py` and `test_worker_surroundings.py` show each of these.
 """
 
 from __future__ import annotations
