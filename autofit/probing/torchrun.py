@@ -67,12 +67,16 @@ def owned_by_rank_0(
     store = _store(world, ends_at)
     if world.rank > 0:
         atexit.register(_wait_for_owner, store)
-        reply = reply_of(_awaited(store))
+        try:
+            reply = reply_of(_awaited(store))
+        finally:
+            with suppress(RuntimeError):  # the store may have gone
+                store.add("waits_no_more", 1)
         if reply.exception is not None:
             vars(reply.exception)["said_by_rank_0"] = True  # the command line says it once
         told: _Result = reply.value_or_raise()
         return told
-    atexit.register(_leave, store)
+    atexit.register(_leave, store, world.size - 1)
     store.set("owner", "")
     try:
         check_ranks(ranks or world.size, world)  # here, so that all ranks end alike
@@ -174,10 +178,14 @@ def _awaited(store: Store) -> bytes:
 _LEAVING_S = 5.0
 
 
-def _leave(store: Store) -> None:
+def _leave(store: Store, others: int) -> None:
+    """Say that this process leaves; a store that it serves stays until the others have read it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end = time.monotonic() + _LEAVING_S
     with suppress(RuntimeError):  # the store may have gone
         store.set("left", "")
+        while store.add("waits_no_more", 0) < others and time.monotonic() < end:
+            time.sleep(_POLL_S)
 
 
 def _wait_for_owner(store: Store) -> None:
