@@ -129,7 +129,7 @@ def python() -> Iterator[Callable[..., subprocess.Popen[Any]]]:
         *arguments: str | Path, forks_workers: bool = True, **options: Any
     ) -> subprocess.Popen[Any]:
         if not servers or servers[-1].has_ended:
-            servers.append(ForkServer.started())
+            servers.append(ForkServer())
         return start_program(servers[-1], *arguments, forks_workers=forks_workers, **options)
 
     yield start

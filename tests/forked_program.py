@@ -76,6 +76,21 @@ def _stand_for_it(requests: int, forks_workers: bool, arguments: list[str]) -> i
 # In the fork.
 
 
+class _Shared(ForkServer):
+    """A server that the tests' process started."""
+
+    def __init__(self, requests: int) -> None:
+        self.requests, self.has_forked = socket.socket(fileno=requests), False
+
+    @property
+    def has_ended(self) -> bool:
+        return self.requests.fileno() < 0
+
+    def end(self, grace_s: float = 0.0) -> tuple[int, bytes]:
+        self.requests.close()
+        return -signal.SIGKILL, b""
+
+
 def run(stand_in: Connection, *given: Connection) -> None:
     """Run a program until it ends, or the process that stands for it has ended.
 
@@ -110,8 +125,7 @@ def _become(program: dict[str, Any], *given: Connection) -> NoReturn:
     os.environ.update(program["environment"])
     sys.path[:] = program["path"]
     if program["forks_workers"]:
-        server = ForkServer(socket.socket(fileno=os.dup(requests.fileno())))
-        fork_server._servers[surroundings()] = server
+        fork_server._servers[surroundings()] = _Shared(os.dup(requests.fileno()))
     requests.close()
     _end(_program(program["arguments"]))
 

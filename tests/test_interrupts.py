@@ -65,7 +65,22 @@ def test_what_is_quick_enough_is_not_ended() -> None:
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_a_store_that_does_not_answer_is_given_up_when_the_search_ends() -> None:
-    nowhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+def test_a_store_that_does_not_answer_is_given_up_when_the_search_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(InvalidArgument, match=r"127\.0\.0\.1:1"):
-        torchrun._store(World(1, 1, 2), nowhere, ends_at=0.0)
+        torchrun._store(World(1, 1, 2), ends_at=0.0)
+
+
+@pytest.mark.parametrize("port", [None, "no number", "1000000"])
+def test_ranks_that_are_not_told_where_to_meet_are_told_so(
+    port: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    if port is not None:
+        monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(InvalidArgument, match="MASTER_PORT"):
+        torchrun._store(World(1, 1, 2))

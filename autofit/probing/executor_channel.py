@@ -65,7 +65,7 @@ class _Opening:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Job:
     """A request to a process of the executor.
 
     Attributes:
@@ -83,17 +83,6 @@ class _Asked:
 
 # The message of a reply, or why there is none.
 _Answer = bytes | NoReply | SearchTimedOut
-
-
-def _no_answer(given: object) -> WorkerFailed:
-    return WorkerFailed(
-        f"the executor returned {str(given)[:80]} instead of the result of the submitted function: "
-        "see docs/distributed.md for what it must do"
-    )
-
-
-class _Gone(Exception):
-    """The process that had a request went away."""
 
 
 class ExecutorChannel:
@@ -114,8 +103,11 @@ class ExecutorChannel:
         seed: int = 0,
     ) -> None:
         self._executor, self._strategies = executor, strategies
+        with nameless_file() as file:
+            write_payload(Payload(workload, strategies), path_of(file))
+            payload = file.read()
         self._opening = _Opening(
-            _payload_of(workload, strategies),
+            payload,
             str(device) if device else None,  # a torch.device would need torch to be read
             seed,
             list(sys.path),
@@ -123,7 +115,7 @@ class ExecutorChannel:
         self._key = uuid.uuid4().hex
         self._is_dropped = False
         self._device: DeviceFacts | None = None
-        self._submitted: list[Future[Any]] = []  # copies of the request that is being answered
+        self._pending: list[Future[Any]] = []  # copies of the request that is being answered
 
     @property
     def pid(self) -> int | None:
@@ -134,14 +126,12 @@ class ExecutorChannel:
         """Have a process of the executor start a worker, and return what it says of the device."""
         if self._device is None:
             try:
-                opened = self._ask(None, Deadline.after(START_TIMEOUT_S, ends_at))
+                opened = self._ask(None, Deadline.after(START_TIMEOUT_S, ends_at)).value_or_raise()
             except NoReply as lost:
                 raise WorkerFailed(lost.detail) from None
-            if opened.exception is not None:
-                raise opened.exception
-            if not isinstance(opened.value, DeviceFacts):
-                raise _no_answer(opened.value)
-            self._device = opened.value
+            if not isinstance(opened, DeviceFacts):
+                raise _no_answer(opened)
+            self._device = opened
         return self._device
 
     def call(self, request: Request, deadline: Deadline, on_stage: OnStage) -> Reply:
@@ -151,7 +141,7 @@ class ExecutorChannel:
     def drop(self) -> None:
         """Have the next request answered by a fresh worker, and wait for none any more."""
         self._is_dropped = True
-        for future in list(self._submitted):
+        for future in list(self._pending):
             future.cancel()
 
     def close(self) -> None:
@@ -160,24 +150,15 @@ class ExecutorChannel:
             self._executor.submit(end, self._key)
 
     def _ask(self, message: bytes | None, deadline: Deadline) -> Reply:
-        """Return the reply of a process; a process that went away is replaced once."""
-        asked = _Asked(
+        """Return the reply of a process."""
+        job = _Job(
             message,
             deadline.seconds,
             deadline.ends_at - time.monotonic(),
             self._is_dropped,
         )
         self._is_dropped = False
-        try:
-            answer = self._answer(asked, deadline)
-        except _Gone as gone:
-            if self._is_dropped:  # by another thread: nobody wants the answer
-                raise NoReply(Outcome.CRASHED, f"it was ended: {gone}") from None
-            try:
-                answer = self._answer(asked, deadline)
-            except _Gone as gone:
-                words = f"the process that ran it was lost twice: {gone}"
-                raise NoReply(Outcome.CRASHED, words) from None
+        answer = self._answer(job, deadline)
         if isinstance(answer, NoReply | SearchTimedOut):
             raise answer
         try:
@@ -185,16 +166,25 @@ class ExecutorChannel:
         except Exception as error:  # unpickling what is no reply may raise anything
             raise _no_answer(answer) from error
 
-    def _answer(self, asked: _Asked, deadline: Deadline) -> _Answer:
-        answer = self._first_answer(None, asked, deadline)
-        if answer is None:  # the process lacks the workload
-            answer = self._first_answer(self._opening, asked, deadline)
-        if isinstance(answer, bytes | NoReply | SearchTimedOut):
-            return answer
-        raise _no_answer(kind_of(answer))
+    def _answer(self, job: _Job, deadline: Deadline) -> Any:
+        """Return what a process answers; one that went away is replaced once."""
+        opening: _Opening | None = None
+        is_second = False
+        while True:
+            ended = self._first_to_end(opening, job, deadline)
+            lost = _why_lost(ended)
+            if lost is None and ended.result() is None and opening is None:
+                opening = self._opening  # the process lacks the workload
+            elif lost is None:
+                return ended.result()
+            elif is_second or self._is_dropped:  # by another thread: nobody wants the answer
+                how = "was lost twice" if is_second else "was ended"
+                raise NoReply(Outcome.CRASHED, f"the process that ran it {how}: {lost}")
+            else:
+                is_second = True
 
-    def _first_answer(self, opening: _Opening | None, asked: _Asked, deadline: Deadline) -> Any:
-        """Return what a process answers; it may wait in a queue as long as the search lasts.
+    def _first_to_end(self, opening: _Opening | None, job: _Job, deadline: Deadline) -> Future[Any]:
+        """Return the first job that ends; it may wait in a queue as long as the search lasts.
 
         An executor may lose an answer and say nothing. That looks like a long queue, so the first
         request stays in it beside the next.
@@ -206,10 +196,10 @@ class ExecutorChannel:
         longest_s = START_TIMEOUT_S + deadline.seconds + _SLACK_S
         try:
             for _ in range(MOST_COPIES):
-                self._submit(opening, asked).add_done_callback(ended.put)
+                self._submit(opening, job).add_done_callback(ended.put)
                 left_s = max(0.0, deadline.ends_at + _SLACK_S - time.monotonic())
                 with suppress(queue.Empty):
-                    return _result_of(ended.get(timeout=min(longest_s, left_s)))
+                    return ended.get(timeout=min(longest_s, left_s))
                 if left_s <= longest_s:
                     raise SearchTimedOut("the time of the search is over")
             raise WorkerFailed(
@@ -217,35 +207,34 @@ class ExecutorChannel:
                 f"{format_seconds(longest_s)}: are its machines there?"
             )
         finally:
-            for future in self._submitted:
+            for future in self._pending:
                 future.cancel()
-            self._submitted.clear()
+            self._pending.clear()
 
-    def _submit(self, opening: _Opening | None, asked: _Asked) -> Future[Any]:
+    def _submit(self, opening: _Opening | None, job: _Job) -> Future[Any]:
         try:
-            future = self._executor.submit(serve, self._key, opening, asked)
+            future = self._executor.submit(serve, self._key, opening, job)
         except Exception as error:  # each executor has errors of its own
             raise WorkerFailed(f"the executor accepts no more probes: {error}") from error
-        self._submitted.append(future)
+        self._pending.append(future)
         if self._is_dropped:  # by another thread, since the request was made
             future.cancel()
         return future
 
 
-def _result_of(ended: Future[Any]) -> Any:
-    """Return the result of a job that has ended, with a KeyboardInterrupt of its own perhaps."""
+def _why_lost(ended: Future[Any]) -> str | None:
+    """Return why a job has no result, such as a KeyboardInterrupt of its own; None: it has one."""
     if ended.cancelled():
-        raise _Gone("it was cancelled")
-    if (error := ended.exception()) is not None:
-        raise _Gone(f"{type(error).__name__}: {error}") from error
-    return ended.result()
+        return "it was cancelled"
+    error = ended.exception()
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
-def _payload_of(workload: Workload, strategies: Sequence[Strategy]) -> bytes:
-    with nameless_file() as file:
-        write_payload(Payload(workload, strategies), path_of(file))
-        file.seek(0)
-        return file.read()
+def _no_answer(given: object) -> WorkerFailed:
+    return WorkerFailed(
+        f"the executor returned {kind_of(given)} ({str(given)[:80]}) instead of the result of the "
+        "submitted function: see docs/distributed.md for what it must do"
+    )
 
 
 # In the processes of the executor.
@@ -269,19 +258,19 @@ class _Held:
             threads=torch.get_num_threads(),  # of this machine, not of the one that searches
         )
 
-    def answer(self, asked: _Asked) -> _Answer:
+    def answer(self, job: _Job) -> _Answer:
         """Return the worker's answer, or why there is none."""
-        ends_at = time.monotonic() + asked.ends_in_s
-        if asked.needs_fresh_worker:
+        ends_at = time.monotonic() + job.ends_in_s
+        if job.needs_fresh_worker:
             self._channel.drop()
         try:
             device = self._channel.open(ends_at)
             if self._lock is None and device.exclusive_key is not None:
                 self._lock = DeviceLock(device.exclusive_key)
-            if asked.message is None:
+            if job.message is None:
                 return message_of_reply(Reply(replace(device, exclusive_key=None)))
             assert self._channel.process is not None  # it is open
-            return self._channel.process.ask(asked.message, Deadline.after(asked.seconds, ends_at))
+            return self._channel.process.ask(job.message, Deadline.after(job.seconds, ends_at))
         except (NoReply, SearchTimedOut) as none:
             return none
         except Exception as error:
@@ -299,7 +288,7 @@ _held: dict[str, _Held] = {}
 _idle: list[threading.Timer] = []
 
 
-def serve(key: str, opening: _Opening | None, asked: _Asked) -> _Answer | None:
+def serve(key: str, opening: _Opening | None, job: _Job) -> _Answer | None:
     """Answer a request of the search of that key; None: its workload has not come here yet."""
     with _lock:
         while _idle:
@@ -313,7 +302,7 @@ def serve(key: str, opening: _Opening | None, asked: _Asked) -> _Answer | None:
                 _held[key] = _Held(opening)
             except Exception as error:
                 return message_of_reply(Reply(exception=error))
-        answer = _held[key].answer(asked)
+        answer = _held[key].answer(job)
         timer = threading.Timer(IDLE_S, end, (key,))
         timer.daemon = True
         timer.start()

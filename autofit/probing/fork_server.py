@@ -5,11 +5,16 @@ H100. The server does so once, beside what this process does meanwhile (`start_s
 forks in milliseconds. It holds no device and runs nothing of the user's, and what it forked does
 not depend on it.
 
-`multiprocessing` has one such server for the whole process. It keeps the environment of its first
-start, also for variables that torch reads as it is imported; it looks for modules in the current
-folder and prints to the user's streams; it may be the user's own; and a process of a daemon, such
-as a worker of Dask, may not use it. Here is one for each set of surroundings, on the connections
-and processes of `multiprocessing`.
+The server of `multiprocessing` is not used, because it is one for the whole process:
+
+- It keeps the environment of its first start, also for variables that torch reads at import.
+- It may be the user's own, and its state would change.
+- A daemonic process, such as a worker of Dask, may not use it.
+- It looks for modules in the current folder, and prints to the user's streams.
+- One that hangs, or dies as it imports, is not replaced, and its output does not say why.
+
+So there is one server for each set of surroundings, on `multiprocessing`'s connections and
+processes. `tests/probing/test_fork_server.py` and `test_worker_surroundings.py` show each of these.
 """
 
 from __future__ import annotations
@@ -31,11 +36,10 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, SpawnContext
-from typing import IO, Any
+from typing import Any
 
 from autofit.probing.process_lifetime import die_with_parent, outlive_parent
 
@@ -45,11 +49,12 @@ _REAP_S = 10.0  # for a process that was killed to end
 # The first is what making an optimizer imports.
 _PRELOADED = ("torch._dynamo", "autofit.probing.worker", "autofit.probing.supervisor")
 _MOST_DESCRIPTORS, _MOST_NAME_BYTES = 16, 256  # of a request
-# Else torch's profiler announces itself in the last words: it reads this when it is first used.
+# Else torch's profiler announces itself in a worker's output: it reads this when it is first used.
 QUIET = {"KINETO_LOG_LEVEL": "6"}
 _UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # as -u, where a worker is no fork
-# Variables that no library reads: pytest names each test there.
-_IGNORED = {"PYTEST_CURRENT_TEST"}
+# Variables that no library reads as it is imported. pytest names each test in the first; torch
+# writes the second when it makes the first optimizer, and reads it when it compiles.
+_IGNORED = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 _SERVE = """
 import gc, json, sys
 gc.disable()  # until torch is imported, which leaves nothing to collect and takes a third less
@@ -60,88 +65,70 @@ serve(given["parent"])
 """
 
 
-@dataclass(eq=False)
 class ForkServer:
-    """A server of this process, or one that it shares.
+    """A server that this process started; it begins to import torch at once.
 
     Attributes:
         requests: takes the name of a function, and descriptors for it.
-        process: the server, if this process started it.
-        printed: what it prints.
         has_forked: whether it is known to have forked, and so to have imported torch.
-        last_words: what it had printed when it ended.
+
+    Raises:
+        OSError: no process could be started.
     """
 
-    requests: socket.socket
-    process: subprocess.Popen[bytes] | None = None
-    printed: IO[bytes] | None = None
-    has_forked: bool = False
-    last_words: bytes = b""
-    _ending: threading.Lock = field(default_factory=threading.Lock)
-
-    @classmethod
-    def started(cls) -> ForkServer:
-        """Start one, which begins to import torch.
-
-        Raises:
-            OSError: no process could be started.
-        """
+    def __init__(self) -> None:
+        self.has_forked, self._ending = False, threading.Lock()
         with beyond_standard_streams():
-            requests, theirs = socket.socketpair()
-            printed = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as it runs
-        closed_in_forks(requests)
+            self.requests, theirs = socket.socketpair()
+            self._output = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as it runs
+        closed_in_forks(self.requests)
         given = json.dumps({"sys_path": import_path(), "parent": os.getpid()})
         try:
             with theirs:
-                process = subprocess.Popen(
-                    # -u, because the last words of a worker count; -P keeps the current folder off
-                    # the path, where any json.py would be run
+                self._process = subprocess.Popen(
+                    # -u, because output counts that a crash would lose; -P keeps the current folder
+                    # off the path, where any json.py would be run
                     [sys.executable, "-u", "-P", *_flags(), "-c", _SERVE, given],
                     stdin=theirs.fileno(),
-                    stdout=printed,
+                    stdout=self._output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     env={**QUIET, **os.environ, **_UNBUFFERED},
                 )
         except BaseException:
-            requests.close()
-            printed.close()
+            self.requests.close()
+            self._output.close()
             raise
-        return cls(requests, process, printed)
 
     @property
     def has_ended(self) -> bool:
         """Whether it is known to fork no more."""
-        is_closed = self.requests.fileno() < 0
-        return is_closed or (self.process is not None and self.process.poll() is not None)
+        return self.requests.fileno() < 0 or self._process.poll() is not None
 
-    def asked(self, function: str, given: Sequence[Connection]) -> ForkServer:
-        """Ask for a process, as `run_forked` does."""
-        descriptors = [each.fileno() for each in given]
-        socket.send_fds(self.requests, [function.encode()], descriptors)
-        return self
+    def end(self, grace_s: float = 0.0) -> tuple[int, bytes]:
+        """End it, where it does not end by itself in time; what it forked goes on.
 
-    def death(self) -> tuple[int, bytes]:
-        """Return the exit status of a server that is ending, and what it printed."""
-        returncode = -signal.SIGKILL
-        if self.process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                returncode = self.process.wait(_REAP_S)
-        self.end()
-        return returncode, self.last_words
+        Several threads may have waited for it.
 
-    def end(self) -> None:
-        """End it; what it forked goes on. Several threads may have waited for it."""
+        Args:
+            grace_s: seconds within which it may end by itself.
+
+        Returns:
+            Its exit status, and what it printed.
+        """
         with self._ending:
             self.requests.close()
-            if self.process is None or self.printed is None or self.printed.closed:
-                return
-            self.process.kill()
-            with suppress(subprocess.TimeoutExpired):  # it is inside a call of a file system
-                self.process.wait(_REAP_S)
-            self.printed.seek(0)
-            self.last_words = self.printed.read()
-            self.printed.close()
+            for seconds in (grace_s, _REAP_S):
+                with suppress(subprocess.TimeoutExpired):  # it is inside a call of a file system
+                    self._process.wait(seconds)
+                    break
+                self._process.kill()
+            if not self._output.closed:
+                self._output.seek(0)
+                self._printed = self._output.read()
+                self._output.close()
+            returncode = self._process.returncode
+            return -signal.SIGKILL if returncode is None else returncode, self._printed
 
 
 _servers: dict[tuple[Any, ...], ForkServer] = {}
@@ -170,12 +157,18 @@ def run_forked(function: str, given: Sequence[Connection]) -> ForkServer:
     Raises:
         OSError: no process could be started.
     """
+    descriptors = [each.fileno() for each in given]
     with _lock:
-        try:
-            return _server_here().asked(function, given)
-        except ConnectionError:  # it had nothing to do, and is ending
-            _servers[surroundings()].end()
-            return _server_here().asked(function, given)
+        for is_last in (False, True):
+            server = _server_here()
+            try:
+                socket.send_fds(server.requests, [function.encode()], descriptors)
+                break
+            except ConnectionError:  # it had nothing to do, and is ending
+                server.end()
+                if is_last:
+                    raise
+    return server
 
 
 def _server_here() -> ForkServer:
@@ -185,7 +178,7 @@ def _server_here() -> ForkServer:
         if server.has_ended or (other != around and not server.has_forked):
             _servers.pop(other).end()
     if around not in _servers:
-        _servers[around] = ForkServer.started()
+        _servers[around] = ForkServer()
     return _servers[around]
 
 
@@ -198,18 +191,8 @@ def surroundings() -> tuple[Any, ...]:
     ]
     cores, niceness = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)
     items = sorted(os.environ.items())
-    environment = [item for item in items if item[0] not in _IGNORED and not _is_torchs(*item)]
+    environment = [item for item in items if item[0] not in _IGNORED]
     return (sys.executable, *_flags(), niceness, *sorted(cores), *limits, *environment)
-
-
-def _is_torchs(name: str, value: str) -> bool:
-    """Return whether a variable is what torch makes of an environment without it.
-
-    It writes where compiled code is kept when it makes the first optimizer; a server does so too.
-    """
-    folder, name_there = os.path.split(value)
-    is_own = name_there.startswith("torchinductor_") and folder == tempfile.gettempdir()
-    return name == "TORCHINDUCTOR_CACHE_DIR" and is_own
 
 
 def _flags() -> list[str]:

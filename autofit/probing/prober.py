@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -219,8 +219,7 @@ class Prober(AbstractContextManager["Prober"]):
             Exception: as of `survey`.
         """
         names = [*(strategy.name for strategy in self.strategies), SPLIT_GRADIENTS]
-        call = self._look_up(dict.fromkeys(names, NO_TIME))
-        return self._looked(lambda: self._answer(call, looks=self._looks))
+        return self._surveyed(dict.fromkeys(names, NO_TIME))
 
     def survey(
         self, *, looks_end_at: float = math.inf, recomputation: Recomputation | None = None
@@ -238,39 +237,34 @@ class Prober(AbstractContextManager["Prober"]):
             Exception: what the user's code raised where no trial forward can report it.
         """
         if self._survey is None:
-            self._survey = self._looked(partial(self._take_survey, looks_end_at, recomputation))
+            self._survey = self._surveyed({}, looks_end_at, recomputation)
         return self._survey
 
-    def _looked(self, take: Callable[[], Survey]) -> Survey:
-        try:
-            survey = take()
-        except Exception as error:
-            note_tried(error, "looking the workload over")
-            raise
-        return note_own_copy(survey, self._workload)
-
-    def _look_up(self, left_out: Mapping[str, str], **given: Any) -> Call:
-        budget = self.vram_budget_bytes
-        look_up = partial(take_survey, left_out=left_out, vram_budget_bytes=budget, **given)
-        return Call(look_up, budget)
-
-    def _take_survey(self, looks_end_at: float, recomputation: Recomputation | None) -> Survey:
+    def _surveyed(
+        self,
+        left_out: dict[str, str],
+        looks_end_at: float = math.inf,
+        recomputation: Recomputation | None = None,
+    ) -> Survey:
         """Return the survey without strategies whose looks lost a worker, one at a time.
 
         And without what ranks parted ways over: their workers are new ones, each time. Each time
         there is one look or value less, so that this ends.
         """
-        left_out: dict[str, str] = {}
         raised: dict[tuple[str, Scalar], str | None] = {}
         self._looks.end_at = looks_end_at
         while True:
-            looks_s = max(0.0, looks_end_at - time.monotonic())
-            call = self._look_up(
-                left_out, raised=raised, looks_s=looks_s, recomputation=recomputation
+            look_up = partial(
+                take_survey,
+                vram_budget_bytes=self.vram_budget_bytes,
+                left_out=left_out,
+                raised=raised,
+                looks_s=max(0.0, looks_end_at - time.monotonic()),
+                recomputation=recomputation,
             )
             try:
-                survey: Survey = self._answer(call, looks=self._looks)
-                return survey
+                survey = self._answer(Call(look_up, self.vram_budget_bytes), looks=self._looks)
+                return note_own_copy(survey, self._workload)
             except StrategyLost as lost:
                 if lost.strategy in left_out:  # what is lost with it was no look
                     raise WorkerFailed(lost.detail) from None
@@ -278,6 +272,7 @@ class Prober(AbstractContextManager["Prober"]):
             except Exception as error:
                 under = blamed(error)
                 if under is None or under in raised:
+                    note_tried(error, "looking the workload over")
                     raise
                 is_full = isinstance(error, torch.OutOfMemoryError)
                 raised[under] = None if is_full else in_one_line(error)
@@ -297,7 +292,7 @@ class Prober(AbstractContextManager["Prober"]):
             self._open(ends_at)
         except DeviceFull as full:
             return ProbeResult(Measurement(Outcome.OOM, str(full), contended=True))
-        began, contended, doubted = time.monotonic(), False, False
+        began, contended, may_repeat = time.monotonic(), False, True
         error = None
         try:
             for _ in range(1 + MOST_REPEATS):
@@ -309,12 +304,11 @@ class Prober(AbstractContextManager["Prober"]):
                 seen: Measurement = reply.value
                 error = reply.exception_to_raise()
                 contended = contended or seen.contended
-                again = seen.contended or (reply.worth_repeating and not doubted)
                 if reply.spent:
                     self._channel.drop()
-                if reply.spent or not again:
+                if reply.spent or not (seen.contended or (reply.worth_repeating and may_repeat)):
                     break
-                doubted = doubted or reply.worth_repeating
+                may_repeat = may_repeat and not reply.worth_repeating
         except NoReply as lost:
             seen = Measurement(lost.outcome, lost.detail)
         seen = replace(seen, contended=contended, seconds=time.monotonic() - began)
@@ -346,7 +340,7 @@ class Prober(AbstractContextManager["Prober"]):
     ) -> _Result:
         """Call `function(session)` where the workload and the device are; see `Call`.
 
-        It is called again, once, if the worker or the device dies: that may be an accident.
+        It is called again, once, if the worker or the device dies: the failure may be transient.
 
         Args:
             function: of a module, with `functools.partial` for further arguments.
@@ -496,28 +490,22 @@ def open_prober(
         raise InvalidArgument(
             f"seed must be a whole number from 0 to {_LARGEST_SEED}, got {seed!r}"
         )
+    given: dict[str, Any] = {"device": device, "seed": seed}
+    if executor is None:
+        given["threads"] = target.threads
     channel: Channel
     if target.ranks > 1:
         from autofit.probing.rank_channel import RankChannel  # searches of one device have none
 
-        channel = RankChannel(
-            target.ranks,
-            workload,
-            strategies,
-            device=target.device,
-            seed=target.seed,
-            threads=target.threads,
-            ends_at=ends_at,
-        )
+        given["device"] = target.device
+        channel = RankChannel(target.ranks, workload, strategies, ends_at=ends_at, **given)
     elif executor is not None:
         from autofit.probing.executor_channel import ExecutorChannel  # most searches run here
 
-        channel = ExecutorChannel(executor, workload, strategies, device=device, seed=target.seed)
+        channel = ExecutorChannel(executor, workload, strategies, **given)
     else:
         start_server()  # writing a large workload takes seconds, too
-        channel = WorkerChannel(
-            workload, strategies, device=device, seed=target.seed, threads=target.threads
-        )
+        channel = WorkerChannel(workload, strategies, **given)
     return Prober(
         channel,
         workload,

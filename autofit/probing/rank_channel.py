@@ -94,7 +94,7 @@ class RankChannel:
             threads = threads or max(1, torch.get_num_threads() // size)
         self._generation = 0
         self._facts: DeviceFacts | None = None
-        self._asked: list[Future[Reply]] = []
+        self._pending: list[Future[Reply]] = []
         self._channels: list[WorkerChannel] = []
         self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
         try:
@@ -133,23 +133,26 @@ class RankChannel:
             opening = self._on_each(lambda channel: channel.open(ends_at))
             wait(opening)
             opened = [self._opened(rank, future) for rank, future in enumerate(opening)]
-            self._generation += 1
-            name = f"generation{self._generation}"
-            joins = partial(_join, host=_HOST, port=self._store.port, name=name)
             budget = min(facts.total_bytes for facts in opened)
-            deadline = Deadline.after(START_TIMEOUT_S, ends_at)
-            try:
-                reply = self.call(Call(joins, budget), deadline, ignore_stage)
-            except NoReply as lost:
-                self.drop()
-                raise WorkerFailed(f"the ranks' workers could not join: {lost.detail}") from None
-            if reply.exception is not None:
-                self.drop()
-                raise WorkerFailed(f"the ranks' workers could not join: {reply.exception}")
-            self._facts = DeviceFacts(
-                budget, min(facts.free_bytes for facts in opened), opened[0].exclusive_key
-            )
+            self._join_group(budget, ends_at)
+            free_bytes = min(facts.free_bytes for facts in opened)
+            self._facts = DeviceFacts(budget, free_bytes, opened[0].exclusive_key)
         return self._facts
+
+    def _join_group(self, budget: int, ends_at: float) -> None:
+        """Make the workers one process group, of a name that no earlier workers had."""
+        self._generation += 1
+        name = f"generation{self._generation}"
+        join_it = Call(partial(_join, host=_HOST, port=self._store.port, name=name), budget)
+        deadline = Deadline.after(START_TIMEOUT_S, ends_at)
+        try:
+            self.call(join_it, deadline, ignore_stage).value_or_raise()
+        except SearchTimedOut:
+            raise
+        except Exception as error:
+            self.drop()
+            why = error.detail if isinstance(error, NoReply) else error
+            raise WorkerFailed(f"the ranks' workers could not join: {why}") from None
 
     def call(self, request: Request, deadline: Deadline, on_stage: OnStage) -> Reply:
         """Ask every rank, and return what their answers come to; after a fault none has a worker.
@@ -157,10 +160,10 @@ class RankChannel:
         The value of a call is rank 0's.
         """
         stages: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._asked = self._on_each(lambda channel: channel.call(request, deadline, stages.put))
+        self._pending = self._on_each(lambda channel: channel.call(request, deadline, stages.put))
         try:
             self._await(deadline, stages, on_stage)
-            answers = [_answer(future) if future.done() else None for future in self._asked]
+            answers = [_answer(future) for future in self._pending]
         except BaseException:  # Ctrl-C: a rank may answer later, to nobody
             self.drop()
             raise
@@ -175,7 +178,7 @@ class RankChannel:
             return
         for channel in self._channels:
             channel.drop()
-        wait(self._asked)  # whose workers have ended
+        wait(self._pending)  # whose workers have ended
 
     def close(self) -> None:
         """End all workers, and let the workload's files go."""
@@ -196,12 +199,13 @@ class RankChannel:
     def _await(self, deadline: Deadline, stages: queue.SimpleQueue[str], on_stage: OnStage) -> None:
         """Wait for every rank, or until `GRACE_S` after the first fault."""
         first_fault: float | None = None
-        while any(not future.done() for future in self._asked):
-            wait(self._asked, _POLL_S)
+        while any(not future.done() for future in self._pending):
+            wait(self._pending, _POLL_S)
             while not stages.empty():
                 on_stage(stages.get())
             now = time.monotonic()
-            if first_fault is None and any(map(_tells_of_a_fault, self._asked)):
+            answers = [_answer(future) for future in self._pending if future.done()]
+            if first_fault is None and any(map(is_fault, answers)):
                 first_fault = now
             is_late = first_fault is not None and now - first_fault > GRACE_S
             if is_late or now > deadline.at + _SLACK_S:
@@ -277,20 +281,16 @@ def _join(session: Workplace, host: str, port: int, name: str) -> None:
     join(session.builder.world, session.builder.device.torch_device, host, port, name)
 
 
-def _tells_of_a_fault(asked: Future[Reply]) -> bool:
-    if not asked.done():
-        return False
-    return asked.exception() is not None or is_fault(asked.result())
-
-
-def _answer(asked: Future[Reply]) -> Answer:
-    """Return the reply of a rank that answered, or what its channel raised instead.
+def _answer(pending: Future[Reply]) -> Answer:
+    """Return the reply of a rank, or what its channel raised instead; None: there is none yet.
 
     Raises:
         SearchTimedOut: the deadline was the search's.
     """
+    if not pending.done():
+        return None
     try:
-        return asked.result()
+        return pending.result()
     except NoReply as lost:
         return lost
     except SearchTimedOut:

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import IO, Any
@@ -273,34 +273,9 @@ def nameless_file() -> IO[bytes]:
         raise _no_room("a temporary folder", error) from error
 
 
-@dataclass(frozen=True)
-class SentLoader:
-    """The user's loader in the worker: a function like the one it was sent for.
-
-    Attributes:
-        path: of the file that `write_payload` wrote.
-    """
-
-    path: str
-
-    def __call__(
-        self,
-        *,
-        batch_size: int,
-        num_workers: int,
-        pin_memory: bool = False,
-        prefetch_factor: int | None = None,
-    ) -> Iterable[Batch]:
-        """Make a loader with these settings; the file is read the first time."""
-        settings = LoaderSettings(batch_size, num_workers, pin_memory, prefetch_factor)
-        return make_loader(_read_loader(self.path), settings)
-
-
-def _at_rest(loader: Loader | None) -> Any:
-    """Return a loader that is not being iterated, since one that is cannot be pickled."""
-    if not isinstance(loader, DataLoader):
-        return loader
-    return make_loader(loader, own_settings(loader, loader.batch_size or 1))
+def _sent_loader(path: str, **settings: Any) -> Iterable[Batch]:
+    """Make a loader, as the function of the user's does; the file is read the first time."""
+    return make_loader(_read_loader(path), LoaderSettings(**settings))
 
 
 @lru_cache(maxsize=1)
@@ -327,8 +302,11 @@ def write_payload(payload: Payload, path: Path, loader_path: Path | None = None)
     if loader_path is None:
         workload = replace(workload, loader=None)
     else:
-        _write(_at_rest(loader), loader_path, "loader")
-        workload = replace(workload, loader=SentLoader(str(loader_path)))
+        at_rest: Any = loader
+        if isinstance(loader, DataLoader):  # one that is being iterated cannot be pickled
+            at_rest = make_loader(loader, own_settings(loader, loader.batch_size or 1))
+        _write(at_rest, loader_path, "loader")
+        workload = replace(workload, loader=partial(_sent_loader, str(loader_path)))
     if not workload.makes_batches:
         workload = replace(workload, sample_batch=map_tensors(_own_storage, workload.sample_batch))
     workload = replace(workload, eval_batch=map_tensors(_own_storage, workload.eval_batch))

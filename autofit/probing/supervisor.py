@@ -9,7 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from contextlib import suppress
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,33 +30,27 @@ def supervise(owner: Connection, *given: Connection) -> None:
         given: to `autofit.probing.worker.main`.
     """
     adopt_orphans()
-    children_ended = _ends_of_children()
     worker = processes_here().Process(target=_work, args=(owner, given))
     worker.start()
     for each in given:
         each.close()
     with suppress(OSError):  # it has ended
         owner.send(worker.pid)
-    while not _has_ended(worker) and owner not in wait([owner, children_ended]):
-        os.read(children_ended, 2**10)
+    ended, tell = Pipe(duplex=False)
+    threading.Thread(target=_tell_end, args=(worker.pid, tell), daemon=True).start()
+    wait([owner, ended])
     _end(worker)
     with suppress(OSError):
         owner.send(worker.exitcode)
 
 
-def _ends_of_children() -> int:
-    """Return a descriptor that can be read from once a child has ended."""
-    ended, tell = os.pipe()
-    os.set_blocking(tell, False)
-    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    return ended
+def _tell_end(pid: int, tell: Connection) -> None:
+    """Close a connection once a child has ended, whose process id stays taken.
 
-
-def _has_ended(worker: BaseProcess) -> bool:
-    """Return whether it has; its process id stays taken."""
-    assert worker.pid is not None  # it was started
-    return os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    Its `sentinel` is also open in what it has forked, which may outlive it.
+    """
+    with suppress(ChildProcessError), tell:  # it was waited for meanwhile
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def _end(worker: BaseProcess) -> None:
@@ -77,8 +73,6 @@ def _end(worker: BaseProcess) -> None:
 
 def _work(owner: Connection, given: tuple[Connection, ...]) -> None:
     owner.close()
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     supervisor = multiprocessing.parent_process()
     assert supervisor is not None
     assert supervisor.pid is not None

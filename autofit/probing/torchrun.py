@@ -7,7 +7,6 @@ does the same call by itself.
 from __future__ import annotations
 
 import atexit
-import json
 import math
 import os
 import signal
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from autofit.errors import InvalidArgument, WorkerFailed
 from autofit.interrupts import interruptible, interrupts_deferred
 from autofit.plan import check_count
-from autofit.probing.process_lifetime import runs_here, this_process
 from autofit.probing.requests import Reply
 from autofit.probing.wire import message_of_reply, reply_of
 from autofit.strategy import World
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 _CONNECT_S = 60.0
 _POLL_S = 0.05
 _times_called = 0  # in this process: every rank calls in the same order
-_served: Any = None  # keeps the store alive that this process serves
 _Result = TypeVar("_Result")
 
 
@@ -67,16 +64,20 @@ def owned_by_rank_0(
         _refuse_a_group_that_torchrun_did_not_start()
         return lead(ranks or 1)
     _check_one_machine(world)
-    store = _store(world, ends_at=ends_at)
+    store = _store(world, ends_at)
     if world.rank > 0:
         atexit.register(_wait_for_owner, store)
-        reply = reply_of(_awaited(store))
+        try:
+            reply = reply_of(_awaited(store))
+        finally:
+            with suppress(RuntimeError):  # the store may have gone
+                store.add("waits_no_more", 1)
         if reply.exception is not None:
             vars(reply.exception)["said_by_rank_0"] = True  # the command line says it once
         told: _Result = reply.value_or_raise()
         return told
-    atexit.register(_leave, store)
-    store.set("owner", json.dumps(this_process()))
+    atexit.register(_leave, store, world.size - 1)
+    store.set("owner", "")
     try:
         check_ranks(ranks or world.size, world)  # here, so that all ranks end alike
         result = lead(world.size)
@@ -111,41 +112,32 @@ def _refuse_a_group_that_torchrun_did_not_start() -> None:
         )
 
 
-def _store(
-    world: World, environment: Mapping[str, str] = os.environ, ends_at: float = math.inf
-) -> Store:
+def _store(world: World, ends_at: float = math.inf) -> Store:
     """Return the store of this call, through which the processes of the ranks speak.
+
+    It is the one that `init_process_group` would use: torchrun's, or rank 0's.
 
     Raises:
         InvalidArgument: the environment does not say where it is, or nothing answers there.
     """
-    global _times_called, _served
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # likewise
+    global _times_called
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # likewise
+    from torch.distributed.rendezvous import rendezvous
 
-    try:
-        host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    except (KeyError, ValueError):
-        raise InvalidArgument(
-            f"there are {world.size} ranks, but MASTER_ADDR and MASTER_PORT are not set: start the "
-            "ranks with torchrun, or pass --ranks"
-        ) from None
     _times_called += 1
-    is_served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # It tries twice
-    wait = timedelta(seconds=max(0.1, min(_CONNECT_S, ends_at - time.monotonic()) / 2))
-    connect = partial(TCPStore, host, port, None)
+    tries = 1 if world.rank == 0 else 2  # torch's own: only rank 0 may serve the store
+    wait = timedelta(seconds=max(0.1, min(_CONNECT_S, ends_at - time.monotonic()) / tries))
+    meeting = rendezvous("env://", world.rank, world.size, timeout=wait)
     try:
-        if world.rank == 0 and not is_served and _served is None:
-            serve = partial(connect, True, wait, wait_for_workers=False, multi_tenant=True)
-            _served = interruptible(serve)
-        client = interruptible(partial(connect, False, wait))
-        return PrefixStore(f"autofit/{_times_called}", client)
-    except RuntimeError as error:
+        store, _, _ = interruptible(partial(next, meeting))
+    except (RuntimeError, ValueError) as error:
+        where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise InvalidArgument(
-            f"there are {world.size} ranks, and rank {world.rank} cannot reach {host}:{port} "
-            "(MASTER_ADDR and MASTER_PORT): start the ranks with torchrun, and make the same call "
-            f"on every rank ({error})"
+            f"there are {world.size} ranks, and rank {world.rank} cannot reach the others at "
+            f"{where} (MASTER_ADDR and MASTER_PORT): start the ranks with torchrun, or pass "
+            f"--ranks, and make the same call on every rank ({error})"
         ) from None
+    return PrefixStore(f"autofit/{_times_called}", store)
 
 
 def _publish(store: Store, reply: Reply) -> None:
@@ -157,23 +149,20 @@ def _publish(store: Store, reply: Reply) -> None:
 def _awaited(store: Store) -> bytes:
     """Wait for rank 0's process, and return the message of how its call ended.
 
+    Where that process dies, torchrun ends this one, or rank 0's store goes with it.
+
     Raises:
         InvalidArgument: it did not make the call.
-        WorkerFailed: it ended without a word.
+        WorkerFailed: the store is gone.
     """
-    owner: dict[str, Any] | None = None
     until = time.monotonic() + _CONNECT_S
     try:
         while not store.check(["ended"]):  # not `wait`, in which signals wait too
-            if owner is None and store.check(["owner"]):
-                owner = json.loads(store.get("owner"))
-            if owner is None and time.monotonic() > until:
+            if time.monotonic() > until and not store.check(["owner"]):
                 raise InvalidArgument(
                     f"rank 0 did not call autofit within {_CONNECT_S:g} s: every rank must make "
                     "the same call"
                 )
-            if owner is not None and runs_here(owner) is False and not store.check(["ended"]):
-                raise WorkerFailed("the process of rank 0 has ended, and its workers with it")
             time.sleep(_POLL_S)
         ended: bytes = store.get("ended")
         return ended
@@ -189,10 +178,14 @@ def _awaited(store: Store) -> bytes:
 _LEAVING_S = 5.0
 
 
-def _leave(store: Store) -> None:
+def _leave(store: Store, others: int) -> None:
+    """Say that this process leaves; a store that it serves stays until the others have read it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end = time.monotonic() + _LEAVING_S
     with suppress(RuntimeError):  # the store may have gone
         store.set("left", "")
+        while store.add("waits_no_more", 0) < others and time.monotonic() < end:
+            time.sleep(_POLL_S)
 
 
 def _wait_for_owner(store: Store) -> None:

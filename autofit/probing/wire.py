@@ -6,7 +6,7 @@ import io
 import pickle
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import IO, Any
 
 import cloudpickle
@@ -48,55 +48,34 @@ class _RequestReader(pickle.Unpickler):
 
 
 def message_of_reply(reply: Reply) -> bytes:
-    """Return a reply as bytes."""
-    error = reply.exception
-    raised = None if error is None else _Raised.of(error, reply.traceback)
-    return dumps((replace(reply, exception=None), raised))
+    """Return a reply as bytes; its exception by value where that is possible, always as text."""
+    error, traceback = reply.exception, reply.traceback
+    if error is None:
+        return dumps((reply, None))
+    if traceback is None and error.__traceback__ is not None:
+        traceback = traceback_text(error)
+    words = f"{type(error).__module__}.{type(error).__qualname__}: {text_of(error)}"
+    raised = words, _pickled(error), is_users(error)
+    return dumps((replace(reply, exception=None, traceback=traceback), raised))
 
 
 def reply_of(message: bytes) -> Reply:
-    """Return the reply in a message."""
+    """Return the reply in a message; `WorkloadFailed` for an exception that could not travel."""
     reply: Reply
     reply, raised = pickle.loads(message)
     if raised is None:
         return reply
-    return replace(reply, exception=raised.exception(), traceback=raised.traceback)
+    words, pickled, is_of_user = raised
+    error: BaseException = WorkloadFailed(words)
+    if pickled is not None:
+        with suppress(Exception):  # its class is the user's: unpickling it may do anything
+            error = _loads(pickled)
+    if is_of_user:
+        mark_users(error)
+    return replace(reply, exception=error)
 
 
 # Exceptions by value.
-
-
-@dataclass(frozen=True)
-class _Raised:
-    """An exception by value where that is possible, and always as text."""
-
-    words: str
-    traceback: str
-    pickled: bytes | None
-    is_users: bool
-
-    @classmethod
-    def of(cls, exception: BaseException, traceback: str | None) -> _Raised:
-        """Return an exception with its traceback as text; None: that which it still has."""
-        if traceback is None and exception.__traceback__ is not None:
-            traceback = traceback_text(exception)
-        kind = f"{type(exception).__module__}.{type(exception).__qualname__}"
-        return cls(
-            f"{kind}: {text_of(exception)}",
-            traceback or "",
-            _pickled(exception),
-            is_users(exception),
-        )
-
-    def exception(self) -> BaseException:
-        """Return it with its own type; `WorkloadFailed` where it did not travel by value."""
-        error: BaseException = WorkloadFailed(self.words)
-        if self.pickled is not None:
-            with suppress(Exception):  # its class is the user's: unpickling it may do anything
-                error = _loads(self.pickled)
-        if self.is_users:
-            mark_users(error)
-        return error
 
 
 def _pickled(exception: BaseException) -> bytes | None:
@@ -105,30 +84,24 @@ def _pickled(exception: BaseException) -> bytes | None:
     The `__init__` of many classes takes more than `args` holds; those are made without calling it.
     The attributes of an exception may hold a whole batch, or may not pickle.
     """
-    for state in (None, vars(exception), {}):
+    kind, args = type(exception), exception.args
+    for contents in (exception, (kind, args, vars(exception)), (kind, args, {})):
         try:
-            whole = exception if state is None else _Bare(type(exception), exception.args, state)
-            data = dumps(whole)
-            if len(data) <= _MOST_PICKLED_BYTES and type(_loads(data)) is type(exception):
+            data = dumps(contents)
+            if len(data) <= _MOST_PICKLED_BYTES and type(_loads(data)) is kind:
                 return data
         except Exception:  # an exception may hold anything
             continue
     return None
 
 
-@dataclass(frozen=True)
-class _Bare:
-    """An exception in parts."""
-
-    kind: type[BaseException]
-    args: tuple[Any, ...]
-    state: dict[str, Any]
-
-    def rebuild(self) -> BaseException:
-        exception = self.kind.__new__(self.kind, *self.args)
-        exception.args = self.args
-        vars(exception).update(self.state)
-        return exception
+def _rebuilt(
+    kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]
+) -> BaseException:
+    exception = kind.__new__(kind, *args)
+    exception.args = args
+    vars(exception).update(state)
+    return exception
 
 
 class _Unpickler(pickle.Unpickler):
@@ -146,7 +119,7 @@ def _fill_class(kind: type, state: Any) -> Any:
 
 def _loads(data: bytes) -> BaseException:
     loaded = _Unpickler(io.BytesIO(data)).load()
-    exception = loaded.rebuild() if isinstance(loaded, _Bare) else loaded
+    exception = _rebuilt(*loaded) if isinstance(loaded, tuple) else loaded
     if not isinstance(exception, BaseException):
         raise TypeError(f"a {type(exception).__name__} was sent for an exception")
     return exception

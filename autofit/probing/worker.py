@@ -40,22 +40,7 @@ def main(wire: Connection, output: Connection) -> None:
             each, and before it the names of stages.
         output: takes what is printed.
     """
-    for descriptor in (1, 2):
-        os.dup2(output.fileno(), descriptor)
-    output.close()
-    with suppress(OSError):  # so that the kernel kills the worker first when memory runs out
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what Ctrl-C means
-    faulthandler.enable()
-    _tell_of_exits()
-    faulthandler.register(STACK_SIGNAL, file=os.dup(sys.stderr.fileno()), all_threads=False)
-    # A probe trains on one batch from its first step on. Where a softmax saturates, small values
-    # are denormal numbers, with which processors compute several times more slowly
-    # (benchmarks/results/denormals-2026-11-28.md). The threads that torch starts later inherit it.
-    torch.set_flush_denormal(True)
-    importlib.import_module("torch._dynamo")  # what the first optimizer imports in any case
-    gc.freeze()
-    gc.enable()
+    _set_up(output)
     own_pid, answered = os.getpid(), 0
     session: Session | None = None
     while (message := _received(wire)) is not None:
@@ -86,6 +71,26 @@ def main(wire: Connection, output: Connection) -> None:
             # opened, and more of them when it trains for the first time
             gc.collect()
             gc.freeze()
+
+
+def _set_up(output: Connection) -> None:
+    """Have output and ends of this process told to the owner, and torch compute as in training."""
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    output.close()
+    with suppress(OSError):  # so that the kernel kills the worker first when memory runs out
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what Ctrl-C means
+    faulthandler.enable()
+    _tell_of_exits()
+    faulthandler.register(STACK_SIGNAL, file=os.dup(sys.stderr.fileno()), all_threads=False)
+    # A probe trains on one batch from its first step on. Where a softmax saturates, small values
+    # are denormal numbers, with which processors compute several times more slowly
+    # (benchmarks/results/denormals-2026-11-28.md). The threads that torch starts later inherit it.
+    torch.set_flush_denormal(True)
+    importlib.import_module("torch._dynamo")  # what the first optimizer imports in any case
+    gc.freeze()
+    gc.enable()
 
 
 def _received(wire: Connection) -> bytes | None:

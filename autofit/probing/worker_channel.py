@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from autofit.errors import InvalidArgument, SearchTimedOut, WorkerFailed, mark_users
 from autofit.interrupts import interrupts_deferred
@@ -109,32 +109,40 @@ class WorkerChannel:
     def open(self, ends_at: float = math.inf) -> DeviceFacts:
         """Start a worker where there is none, and have it open the device."""
         if self.pid is None or self._device is None:
-            drops = self._drops
-            try:
-                opened = self._opened(ends_at)
-            except NoReply as lost:
-                if lost.outcome is Outcome.TIMEOUT or self._drops != drops:
-                    raise WorkerFailed(lost.detail) from None
-                try:  # a death may be an accident: once more
-                    opened = self._opened(ends_at)
-                except NoReply as lost_again:
-                    raise WorkerFailed(lost_again.detail) from None
-            if (error := opened.exception) is not None:
+            opened = self._started(ends_at)
+            if opened.exception is not None:
                 self.drop()
-                if isinstance(error, SystemExit):  # of the user's code that unpickling runs
-                    mark_users(error)
-                if isinstance(error, InvalidArgument) and self._device is not None:
-                    raise WorkerFailed(f"{error}, although it was readable before") from error
-                fault = fault_of(error)
-                if fault.outcome is not Outcome.OOM:
-                    raise error
-                raise DeviceFull(
-                    f"the device has no room for a worker: {fault.detail}. Other processes hold "
-                    "nearly all of its memory: end them, or choose another device"
-                )
+                self._refuse(opened.exception)
             self._device = opened.value
         assert self._device is not None  # as above
         return self._device
+
+    def _started(self, ends_at: float, *, may_repeat: bool = True) -> Reply:
+        """Start a worker and return what it says of the device; a death may be transient."""
+        deadline, drops = Deadline.after(START_TIMEOUT_S, ends_at), self._drops
+        try:
+            process = self.process = WorkerProcess(deadline)
+            if self._drops != drops:  # by another thread, which found none to end
+                self.drop()
+            return reply_of(process.ask(pickle.dumps(self._opening()), deadline))
+        except NoReply as lost:
+            if may_repeat and lost.outcome is not Outcome.TIMEOUT and self._drops == drops:
+                return self._started(ends_at, may_repeat=False)
+            raise WorkerFailed(lost.detail) from None
+
+    def _refuse(self, error: BaseException) -> NoReturn:
+        """Raise why a worker did not open the workload and the device."""
+        if isinstance(error, SystemExit):  # of the user's code that unpickling runs
+            mark_users(error)
+        if isinstance(error, InvalidArgument) and self._device is not None:
+            raise WorkerFailed(f"{error}, although it was readable before") from error
+        fault = fault_of(error)
+        if fault.outcome is not Outcome.OOM:
+            raise error
+        raise DeviceFull(
+            f"the device has no room for a worker: {fault.detail}. Other processes hold "
+            "nearly all of its memory: end them, or choose another device"
+        )
 
     def call(self, request: Request, deadline: Deadline, on_stage: OnStage) -> Reply:
         """Send a request; a worker that does not answer is ended."""
@@ -156,26 +164,10 @@ class WorkerChannel:
             for file in self._files:
                 file.close()
 
-    def _opened(self, ends_at: float) -> Reply:
-        """Start a worker and return what it says of the device; a death raises NoReply."""
-        deadline, drops = Deadline.after(START_TIMEOUT_S, ends_at), self._drops
-        process = self.process = WorkerProcess(deadline)
-        if self._drops != drops:  # by another thread, which found none to end
-            self.drop()
-        return reply_of(process.ask(pickle.dumps(self._opening()), deadline))
-
 
 def path_of(file: IO[bytes]) -> Path:
     """Return the path by which any process here opens a file that this one holds open."""
     return Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
-
-
-def _server_asked(given: Sequence[Connection]) -> ForkServer:
-    """Have a server start a supervisor, and with it a worker."""
-    try:
-        return run_forked("autofit.probing.supervisor:supervise", given)
-    except OSError as error:
-        raise WorkerFailed(f"the worker process could not be started: {error}") from error
 
 
 class _Late(Exception):
@@ -227,13 +219,15 @@ class WorkerProcess:
         closed_in_forks(self._life, self._wire)
         try:
             with life, wire, output:
-                server = _server_asked((life, wire, output))
+                server = run_forked("autofit.probing.supervisor:supervise", (life, wire, output))
             self.pid = self._told_pid(server, deadline)
             self._threads = [threading.Thread(target=self._drain, daemon=True)]
             self._threads[0].start()
-        except BaseException:  # with its life the worker ends
+        except BaseException as error:  # with its life the worker ends
             for each in (self._life, self._wire, self._output):
                 each.close()
+            if isinstance(error, OSError):
+                raise WorkerFailed(f"the worker process could not be started: {error}") from error
             raise
 
     def _told_pid(self, server: ForkServer, deadline: Deadline) -> int:
@@ -254,8 +248,8 @@ class WorkerProcess:
             server.has_forked = True
             return pid
         except (EOFError, OSError):
-            returncode, printed = server.death()
-            words = words_of_death(returncode, _last_words(printed))
+            returncode, printed = server.end(grace_s=_REAP_SECONDS)
+            words = words_of_death(returncode, _why_it_ended(printed))
             raise NoReply(outcome_of_death(returncode, kills), words) from None
 
     def ask(self, message: bytes, deadline: Deadline, on_stage: OnStage = ignore_stage) -> bytes:
@@ -284,7 +278,7 @@ class WorkerProcess:
         if reply is None:
             returncode = self._reap()
             self.kill()  # now everything that it printed has been read
-            words = words_of_death(returncode, _last_words(self._tail))
+            words = words_of_death(returncode, _why_it_ended(self._tail))
             raise NoReply(outcome_of_death(returncode, kills), words)
         return reply
 
@@ -366,7 +360,7 @@ class WorkerProcess:
                 self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
 
 
-def _last_words(printed: bytes) -> str:
+def _why_it_ended(printed: bytes) -> str:
     """Return where it crashed, if Python could still print that; else its last lines."""
     before, mark, stack = printed.rpartition(_STACK_MARK)
     if not mark:

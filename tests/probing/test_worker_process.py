@@ -157,7 +157,7 @@ def make_workload() -> Workload:
 
 
 @pytest.mark.parametrize("deaths", [1, 2])
-def test_one_death_while_it_starts_is_an_accident(
+def test_one_death_while_it_starts_is_a_transient_failure(
     deaths: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a kernel short of memory kills a process: really killed, before it has opened anything."""
