@@ -169,7 +169,7 @@ class Stop:
     may_probe: bool = True
 
 
-_COMPARED = Stop("the comparison is over")
+_COMPARISON_OVER = Stop("the comparison is over")
 
 Choice: TypeAlias = tuple[Proposal | BaseSampler, TrialKind]
 """What runs next, or who proposes it, and why it runs."""
@@ -357,7 +357,7 @@ class Search:
         try:
             if not isinstance(self._next_turn(), Stop):
                 self._on_event(events.Confirming(stopped_because, self._progress()))
-            self._run_all(lambda: _COMPARED if has_failed() else self._next_turn())
+            self._run_all(lambda: _COMPARISON_OVER if has_failed() else self._next_turn())
             return not has_failed()
         except SearchTimedOut:
             self.abandon()
@@ -444,7 +444,7 @@ class Search:
             plan = confirmation.next_turn(self._believed())
             if plan is not None:
                 return Proposal.of(self._beliefs, plan), TrialKind.CONFIRMATION
-        return None if self._pending else _COMPARED
+        return None if self._pending else _COMPARISON_OVER
 
     def abandon(self) -> None:
         """End what is pending, without a trial of it."""
