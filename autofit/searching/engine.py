@@ -2,19 +2,20 @@
 
 Promises: the baseline is the first probe; every finished trial is stored before the next is asked
 for; a plan that was not run is never returned; a fault of one plan costs one probe, while an error
-of the user's own code on the plain workload reaches the user as it was raised. What may be an
-accident of the machine is blamed on a plan only if it comes again in a fresh worker. A probe that
-the timeout ends is not stored.
+of the user's own code on the plain workload reaches the user as it was raised. What may be a
+transient failure of the machine is blamed on a plan only if it comes again in a fresh worker. A
+probe that the timeout ends is not stored.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 
 import optuna
 from optuna.samplers import BaseSampler
@@ -106,7 +107,7 @@ def run_search(
         WorkloadFailed: the plain workload itself failed, or its loss is not finite.
         InvalidArgument: the space is too large.
         StudyError: the study cannot be written, and nothing that fits had been measured.
-        WorkerFailed: no worker could be started, or one plan after the other ended by accidents.
+        WorkerFailed: no worker could be started, or one plan after the other failed transiently.
         SearchTimedOut: the time was over before anything that fits had been measured.
         Exception: whatever the user's code raised on the plain workload, or `on_event`.
     """
@@ -168,13 +169,19 @@ class Stop:
     may_probe: bool = True
 
 
+_COMPARISON_OVER = Stop("the comparison is over")
+
+Choice: TypeAlias = tuple[Proposal | BaseSampler, TrialKind]
+"""What runs next, or who proposes it, and why it runs."""
+
+
 class Search:
     """The state of one call of `run_search`, whose arguments these are.
 
     One step after the other: choose a plan, run it, store its trial. The runner may take several
     plans before the first has ended; what is chosen then counts on their forecasts.
-    The study may hold trials of earlier searches, so this one's own are known by what `_land`
-    returns, never by their place in the study.
+    The study may hold trials of earlier searches, so this one's own are known by what `_tell`
+    stores, never by their place in the study.
     """
 
     def __init__(
@@ -196,14 +203,14 @@ class Search:
             store.compare_anew()
         self._trials = store.trials
         self._beliefs = Beliefs(spec, self._trials)
-        self._accidents: list[Trial] = []  # the last probes, as far as all ended by accidents
-        self._vetoed: list[Trial] = []  # the last proposals, as far as none of them ran
+        self._failures: list[Trial] = []  # the last probes, as far as all failed transiently
+        self._vetoes = 0  # the last proposals, as far as none of them ran
         self.interrupts = Interrupts()
 
     @property
-    def _flights(self) -> Collection[Job]:
+    def _pending(self) -> Collection[Job]:
         """What runs, and whose trials are not stored yet."""
-        return self._runner.in_flight
+        return self._runner.pending
 
     @property
     def _baseline(self) -> Trial | None:
@@ -324,76 +331,15 @@ class Search:
         Raises:
             SearchTimedOut: the time was over before anything that fits had been measured.
         """
-        stop: Stop | None = None
         try:
             self._take_measured_baseline()
-            while True:
-                if stop is not None and not self._flights:
-                    return replace(stop, with_more_time=self._next_without_timeout())
-                is_full = len(self._flights) == self._runner.slots
-                choice = None if stop or is_full else self._next_choice()
-                if isinstance(choice, Stop):
-                    stop = choice
-                elif choice is None:
-                    self._land(*self._runner.next_ended())
-                else:
-                    self._launch(choice, self._kind_of(choice))
+            stop = self._run_all(self._next_choice)
+            return replace(stop, with_more_time=self._next_without_timeout())
         except SearchTimedOut:
             self.abandon()
             if not self.has_ok_trial:
                 raise self._allowance.too_short() from None
             return self.stop_for_time()
-
-    def _take_measured_baseline(self) -> None:
-        """Store the baseline's trial where it ran before; run it again after an accident."""
-        probed, self._measured_baseline = self._measured_baseline, None
-        if probed is not None and not self._trials:
-            plan = self._spec.space.baseline
-            proposal = Proposal(plan, Forecast(None, None))
-            self._land(Job(self._store.ask(plan), TrialKind.BASELINE, proposal), probed)
-
-    def _next_choice(self) -> Plan | Proposal | BaseSampler | Stop | None:
-        """Return the plan to run next, or who proposes it; None: first what is in flight ends."""
-        if self._store.study.stopped:
-            return Stop("the sampler has no more plans to offer")
-        if len(self._vetoed) == MOST_VETOES:
-            return Stop(self._why_vetoed())
-        if (reason := self._spent()) is not None:
-            return Stop(reason)
-        alone = self._plan_to_suspect_machine()
-        if alone is None and self._baseline is None:
-            alone = self._spec.space.baseline
-        if alone is not None:
-            return None if self._flights else alone
-        # Hardly any sampler stops by itself: it gets the probes that were asked for, and
-        # where no number was asked for, the planner decides when more would be wasted.
-        foreign = self._foreign_sampler
-        if foreign is not None and self._allowance.max_probes is not None:
-            return foreign
-        if self._store.ended is not None:
-            return Stop(self._store.ended)
-        choose = partial(planner.decide, self._believed(), may_repeat=foreign is None)
-        decided = choose(seconds_left=self._seconds_left(TrialKind.SEARCH))
-        if isinstance(decided, Proposal):
-            return foreign or decided
-        if self._flights:
-            return None
-        if self._allowance.timeout_s is not None and isinstance(choose(), Proposal):
-            return Stop(self._allowance.time_is_over)  # for what takes longer than is left
-        return Stop(decided.because, is_exhausted=foreign is None)
-
-    def _kind_of(self, choice: Plan | Proposal | BaseSampler) -> TrialKind:
-        is_baseline = self._baseline is None and choice == self._spec.space.baseline
-        return TrialKind.BASELINE if is_baseline else TrialKind.SEARCH
-
-    def _why_vetoed(self) -> str:
-        """Return why the last proposals of a sampler were not run."""
-        ran = {trial.plan for trial in self._beliefs.probes}
-        again = sum(trial.plan in ran for trial in self._vetoed)
-        rest = len(self._vetoed) - again
-        whys = [f"{again} had run before"] if again else []
-        whys += [f"{rest} were expected not to fit or not to work"] if rest else []
-        return f"{len(self._vetoed)} proposals in a row were not run: {' and '.join(whys)}"
 
     def confirm(self, stopped_because: str, *, may_return: bool) -> bool:
         """Run the finalists again, in fresh workers, at their full accumulation.
@@ -401,60 +347,117 @@ class Search:
         Return False where one did not fit after all, and the search may be returned to: then there
         may be a plan just below it to find.
         """
-        has_begun = has_failed = False
+        before = {trial.number for trial in self._trials}
+
+        def has_failed() -> bool:
+            new = (t for t in self._trials if t.kind is TrialKind.CONFIRMATION and not t.ok)
+            has_new = any(trial.number not in before for trial in new)
+            return has_new and may_return and self._spent() is None
+
         try:
-            while True:
-                turn = None if has_failed else self._next_turn()
-                if turn is not None:
-                    if not has_begun:
-                        self._on_event(events.Confirming(stopped_because, self._progress()))
-                    has_begun = True
-                    self._launch(*turn)
-                    continue
-                if not self._flights:
-                    return not has_failed
-                trial = self._land(*self._runner.next_ended())
-                if trial is not None and trial.kind is TrialKind.CONFIRMATION and not trial.ok:
-                    has_failed |= may_return and self._spent() is None
+            if not isinstance(self._next_turn(), Stop):
+                self._on_event(events.Confirming(stopped_because, self._progress()))
+            self._run_all(lambda: _COMPARISON_OVER if has_failed() else self._next_turn())
+            return not has_failed()
         except SearchTimedOut:
             self.abandon()
             return True
 
-    def _next_turn(self) -> tuple[Plan, TrialKind] | None:
-        """Return what the comparison runs next; None: first what is in flight ends, or nothing.
+    def _run_all(self, choose: Callable[[], Choice | Stop | None]) -> Stop:
+        """Submit what is chosen and tell what ends, until a stop is chosen and nothing is pending.
 
-        After too many accidents it is a plan that shows, alone, whether the machine is to blame.
+        Args:
+            choose: what to run next; None: first what is pending ends.
         """
-        if len(self._flights) == self._runner.slots or self._may_not_probe():
+        stop: Stop | None = None
+        while stop is None or self._pending:
+            is_full = len(self._pending) == self._runner.slots
+            choice = None if stop or is_full else choose()
+            if isinstance(choice, Stop):
+                stop = choice
+            elif choice is None:
+                self._tell(*self._runner.next_ended())
+            else:
+                self._submit(*choice)
+        return stop
+
+    def _take_measured_baseline(self) -> None:
+        """Store the baseline's trial where it ran before; run it again if it failed transiently."""
+        probed, self._measured_baseline = self._measured_baseline, None
+        if probed is not None and not self._trials:
+            plan = self._spec.space.baseline
+            proposal = Proposal(plan, Forecast(None, None))
+            self._tell(Job(self._store.ask(plan), TrialKind.BASELINE, proposal), probed)
+
+    def _next_choice(self) -> Choice | Stop | None:
+        """Return what to run next, or who proposes it; None: first what is pending ends."""
+        if self._store.study.stopped:
+            return Stop("the sampler has no more plans to offer")
+        if self._vetoes == MOST_VETOES:
+            return Stop(self._why_vetoed())
+        if (reason := self._spent()) is not None:
+            return Stop(reason)
+        if (works := self._plan_to_suspect_machine()) is not None:
+            return self._alone(works, TrialKind.SEARCH)
+        if self._baseline is None:
+            return self._alone(self._spec.space.baseline, TrialKind.BASELINE)
+        # Hardly any sampler stops by itself: it gets the probes that were asked for, and
+        # where no number was asked for, the planner decides when more would be wasted.
+        foreign = self._foreign_sampler
+        if foreign is not None and self._allowance.max_probes is not None:
+            return foreign, TrialKind.SEARCH
+        if self._store.ended is not None:
+            return Stop(self._store.ended)
+        choose = partial(planner.decide, self._believed(), may_repeat=foreign is None)
+        decided = choose(seconds_left=self._seconds_left(TrialKind.SEARCH))
+        if isinstance(decided, Proposal):
+            return foreign or decided, TrialKind.SEARCH
+        if self._pending:
             return None
-        works = self._plan_to_suspect_machine()
-        if works is not None:
-            return None if self._flights else (works, TrialKind.SEARCH)
-        plan = confirmation.next_turn(self._believed())
-        return None if plan is None else (plan, TrialKind.CONFIRMATION)
+        if self._allowance.timeout_s is not None and isinstance(choose(), Proposal):
+            return Stop(self._allowance.time_is_over)  # for what takes longer than is left
+        return Stop(decided.because, is_exhausted=foreign is None)
+
+    def _why_vetoed(self) -> str:
+        """Return why the last proposals of a sampler were not run."""
+        ran = {trial.plan for trial in self._beliefs.probes}
+        again = sum(trial.plan in ran for trial in self._trials[-MOST_VETOES:])
+        rest = MOST_VETOES - again
+        whys = {"had run before": again, "were expected not to fit or not to work": rest}
+        said = " and ".join(f"{count} {why}" for why, count in whys.items() if count)
+        return f"{MOST_VETOES} proposals in a row were not run: {said}"
+
+    def _alone(self, plan: Plan, kind: TrialKind) -> Choice | None:
+        """Return the choice of a plan that runs while nothing else does; None: something does."""
+        return None if self._pending else (Proposal.of(self._beliefs, plan), kind)
+
+    def _next_turn(self) -> Choice | Stop | None:
+        """Return what the comparison runs next; None: first what is pending ends.
+
+        After too many transient failures it is a plan that shows, alone, whether the machine is to
+        blame.
+        """
+        if not self._may_not_probe():
+            works = self._plan_to_suspect_machine()
+            if works is not None:
+                return self._alone(works, TrialKind.SEARCH)
+            plan = confirmation.next_turn(self._believed())
+            if plan is not None:
+                return Proposal.of(self._beliefs, plan), TrialKind.CONFIRMATION
+        return None if self._pending else _COMPARISON_OVER
 
     def abandon(self) -> None:
-        """End what is in flight, without a trial of it."""
-        for job in self._runner.cancel():
-            self._store.abandon(job.asked)
-
-    @contextmanager
-    def _abandoned_on_error(self, asked: optuna.Trial) -> Iterator[None]:
-        """End a trial as one without a result where what is to run or to store it fails."""
-        try:
-            yield
-        except BaseException:
-            with suppress(StudyError):  # what is being raised says so already
-                self._store.abandon(asked)
-            raise
+        """End what is pending, without a trial of it."""
+        self._runner.cancel()
+        self._store.abandon()
 
     def _believed(self) -> Beliefs:
-        """Return what is believed where what is in flight turns out as forecast."""
-        return believing(self._beliefs, [(job.plan, job.kind) for job in self._flights])
+        """Return what is believed where what is pending turns out as forecast."""
+        return believing(self._beliefs, [(job.plan, job.kind) for job in self._pending])
 
     @property
     def _begun(self) -> tuple[Trial, ...]:
-        """The trials, and what is in flight as if it had ended."""
+        """The trials, and what is pending as if it had ended."""
         return (*self._trials, *self._believed().pending)
 
     def _may_not_probe(self) -> bool:
@@ -463,14 +466,14 @@ class Search:
         return no_probe_left or allowance.time_is_short(self._trials, kept_s)
 
     def _plan_to_suspect_machine(self) -> Plan | None:
-        """Return, after too many accidents in a row, a plan that worked and is least like theirs.
+        """Return a plan that worked and is least like those of too many transient failures.
 
         Raises:
             WorkerFailed: no plan has worked yet.
         """
-        if len(self._accidents) < MOST_ACCIDENTS or self._may_not_probe():
+        if len(self._failures) < MOST_ACCIDENTS or self._may_not_probe():
             return None
-        suspects = {pair for trial in self._accidents for pair in trial.plan.variant}
+        suspects = {pair for trial in self._failures for pair in trial.plan.variant}
         suspects -= set(self._spec.space.baseline.variant)
         works = min(
             (trial for trial in self._trials if trial.ok),
@@ -478,42 +481,31 @@ class Search:
             default=None,
         )
         if works is None:
-            raise WorkerFailed(_diagnosis(self._accidents))
+            raise WorkerFailed(_diagnosis(self._failures))
         return works.plan
 
-    def _launch(self, choice: Plan | Proposal | BaseSampler, kind: TrialKind) -> None:
+    def _submit(self, choice: Proposal | BaseSampler, kind: TrialKind) -> None:
         """Have a plan run, or a sampler's; store the trial of one that is vetoed instead."""
         self.interrupts.check()
-        asked = self._asked(choice.plan if isinstance(choice, Proposal) else choice)
-        with self._abandoned_on_error(asked):
-            proposal = self._proposal(choice, asked)
-            if proposal.veto is not None:
-                job = Job(asked, TrialKind.VETOED, proposal)
-                self._vetoed.append(self._stored(job, proposal.veto))
-                return
-            self._vetoed.clear()
-            plan, peak_bytes = proposal.plan, proposal.forecast.peak_bytes
-            self._tell_of_costs(plan)
-            self._on_event(events.ProbeStarted(plan, kind, peak_bytes, self._progress()))
-            runs_alone = self._spec.space.needs_fresh_worker(plan.settings)
-            self._submit(Job(asked, kind, proposal, runs_alone))
-
-    def _proposal(self, choice: Plan | Proposal | BaseSampler, asked: optuna.Trial) -> Proposal:
-        """Return what is expected of a plan, that of a sampler's trial where one chose it."""
-        if isinstance(choice, Proposal):
-            return choice
-        if isinstance(choice, Plan):
-            return Proposal.of(self._beliefs, choice)
-        plan = trial_codec.plan_of(asked.params, self._spec.space)
-        return Proposal.of_stranger(self._beliefs, plan)
-
-    def _submit(self, job: Job) -> None:
+        asked = self._asked(choice)
+        if isinstance(choice, BaseSampler):
+            plan = trial_codec.plan_of(asked.params, self._spec.space)
+            choice = Proposal.of_stranger(self._beliefs, plan)
+        if choice.veto is not None:
+            self._vetoes += 1
+            self._stored(Job(asked, TrialKind.VETOED, choice), choice.veto)
+            return
+        self._vetoes = 0
+        plan, peak_bytes = choice.plan, choice.forecast.peak_bytes
+        self._tell_of_costs(plan)
+        self._on_event(events.ProbeStarted(plan, kind, peak_bytes, self._progress()))
+        job = Job(asked, kind, choice, self._spec.space.needs_fresh_worker(plan.settings))
         self._runner.submit(job, self._request(job))
 
     def _tell_of_costs(self, plan: Plan) -> None:
         """Show the answer so far before the first plan that takes long to try."""
         space, best = self._spec.space, self._progress().best
-        begun = [*(t.plan for t in self._trials), *(job.plan for job in self._flights)]
+        begun = [*(t.plan for t in self._trials), *(job.plan for job in self._pending)]
         is_first = not any(space.is_costly(each.settings) for each in begun)
         if best is None or not is_first or not space.is_costly(plan.settings):
             return
@@ -525,13 +517,15 @@ class Search:
         )
         self._on_event(events.StageStarted(stage, self._progress()))
 
-    def _asked(self, choice: Plan | BaseSampler) -> optuna.Trial:
+    def _asked(self, choice: Proposal | BaseSampler) -> optuna.Trial:
         """Return a new trial; a sampler that has not answered when the time is over is left alone.
 
         Raises:
             SearchTimedOut: it has not: nothing can end code of the user's in the thread that waits.
         """
-        if isinstance(choice, Plan) or self._allowance.timeout_s is None:
+        if isinstance(choice, Proposal):
+            return self._store.ask(choice.plan)
+        if self._allowance.timeout_s is None:
             return self._store.ask(choice)
         try:
             return interruptible(partial(self._store.ask, choice), self._allowance.seconds_left)
@@ -542,24 +536,24 @@ class Search:
                 f"{type(choice).__name__} had proposed no plan when the time of the search was over"
             ) from error
 
-    def _land(self, job: Job, probed: ProbeResult) -> Trial | None:
-        """Store the trial of a job that ended; None: by an accident, and its plan runs again first.
+    def _tell(self, job: Job, probed: ProbeResult) -> None:
+        """Store the trial of a job that ended; what may be a transient failure runs again first.
 
         Raises:
             SearchTimedOut: no time is left to run it again.
-            WorkerFailed: the plan that was to show whether the machine is ill ended by an accident.
+            WorkerFailed: the plan that was to show whether the machine is ill failed too.
             Exception: the plain workload itself failed, as its user's code raised it.
         """
-        with self._abandoned_on_error(job.asked):
-            measurement = probed.measurement
-            if job.is_repeated or not self._may_be_accident(job.plan, measurement):
-                return self._finish(job, probed)
-            self._on_event(events.Repeating(job.plan, measurement, self._progress()))
-            self._submit(replace(job, is_repeated=True))
-            return None
+        measurement = probed.measurement
+        if job.is_repeated or not self._may_be_transient(job.plan, measurement):
+            self._finish(job, probed)
+            return
+        self._on_event(events.Repeating(job.plan, measurement, self._progress()))
+        again = replace(job, is_repeated=True)
+        self._runner.submit(again, self._request(again))
 
-    def _finish(self, job: Job, probed: ProbeResult) -> Trial:
-        """Store the trial of a plan that ran; raise as `_land` does."""
+    def _finish(self, job: Job, probed: ProbeResult) -> None:
+        """Store the trial of a plan that ran; raise as `_tell` does."""
         measurement, error = self._blamed(job.plan, probed)
         trial = self._stored(job, measurement)
         error = error or workload_failure(trial)
@@ -567,10 +561,9 @@ class Search:
             mark_users(error)
             raise error
         ended_well = not trial.measurement.outcome.may_be_accident
-        self._accidents = [] if ended_well else [*self._accidents, trial]
-        if len(self._accidents) > MOST_ACCIDENTS:  # the last is of a plan that ran before
-            raise WorkerFailed(_diagnosis(self._accidents))
-        return trial
+        self._failures = [] if ended_well else [*self._failures, trial]
+        if len(self._failures) > MOST_ACCIDENTS:  # the last is of a plan that ran before
+            raise WorkerFailed(_diagnosis(self._failures))
 
     def _stored(self, job: Job, measurement: Measurement) -> Trial:
         """Make and store the trial of a job, and tell of it."""
@@ -585,7 +578,7 @@ class Search:
         self._on_event(told(trial, self._progress()))
         return trial
 
-    def _may_be_accident(self, plan: Plan, measurement: Measurement) -> bool:
+    def _may_be_transient(self, plan: Plan, measurement: Measurement) -> bool:
         """Return whether the plan need not be to blame, so that it is worth another worker.
 
         A hang is none while nothing is known to take less time, and neither is what larger plans of
@@ -646,12 +639,12 @@ class Search:
         return self._allowance.progress(self._trials, self._spec.usual_probes)
 
 
-def _diagnosis(accidents: Sequence[Trial]) -> str:
+def _diagnosis(failures: Sequence[Trial]) -> str:
     """Return a sentence about a machine on which these trials were run one after the other."""
-    last = accidents[-1].measurement
-    ends = ", ".join(f"{t.plan}: {t.measurement.outcome.value}" for t in accidents)
+    last = failures[-1].measurement
+    ends = ", ".join(f"{t.plan}: {t.measurement.outcome.value}" for t in failures)
     return (
-        f"{len(accidents)} plans in a row failed in two workers each, so the machine or the "
+        f"{len(failures)} plans in a row failed in two workers each, so the machine or the "
         f"workload is at fault, not the plans ({ends}; the last one: "
         f"{last.detail or 'no detail'}). Check the host's memory and the driver's log"
     )

@@ -60,7 +60,7 @@ class MachineBusy:
 
 @dataclass(frozen=True)
 class Repeating:
-    """A probe ended by what may be an accident; its plan runs again, in a fresh worker.
+    """A probe ended by what may be a transient failure; its plan runs again, in a fresh worker.
 
     Attributes:
         first: how it ended; not stored.

@@ -36,7 +36,7 @@ class SearchOptions:
         executor: any `concurrent.futures.Executor`, in whose processes plans run: those of a Dask
             cluster, of MPI, or of this machine. docs/distributed.md says what it must do. None:
             plans run on this machine.
-        workers: how many plans are in flight at the executor at once: as many as it has machines
+        workers: how many plans run at the executor at once: as many as it has machines
             that are alike.
         ranks: workers that train one model together, each on a GPU of its own or all on the CPU; if
             None, as many as torchrun started, or one.

@@ -2,7 +2,7 @@
 
 A search chooses a plan, runs it and stores its trial, one after the other; `Runner` runs it where
 its result is waited for. `ParallelRunner` takes as many jobs as it has places, and the search
-chooses beside those in flight, of which it believes what is expected of them.
+chooses beside those pending, of which it believes what is expected of them.
 
 Promises: the one process that searches submits every job and hears how each ended. The devices are
 alike, so that their times can be compared, and each may be filled as far as the one with the least
@@ -51,7 +51,7 @@ class Job:
             replicates alone, and none of the same plan.
         proposal: the plan, and what is expected of its probe.
         runs_alone: whether its worker runs nothing before or after it.
-        is_repeated: whether it ended before, by what may have been an accident: then it runs in a
+        is_repeated: whether it ended before, by what may be a transient failure: then it runs in a
             fresh worker.
     """
 
@@ -72,15 +72,15 @@ class Runner:
 
     Attributes:
         prober: of the device; it is not closed.
-        in_flight: the jobs whose results were not taken yet, each with its request.
+        pending: the jobs whose results were not taken yet, each with its request.
     """
 
     slots = 1
-    """How many jobs can be in flight."""
+    """How many jobs can be pending."""
 
     def __init__(self, prober: SupportsProbing) -> None:
         self.prober = prober
-        self.in_flight: dict[Job, ProbeRequest] = {}
+        self.pending: dict[Job, ProbeRequest] = {}
         self._replicated: set[Plan] = set()  # by the present worker, which ran nothing else
 
     @property
@@ -95,19 +95,19 @@ class Runner:
 
     def submit(self, job: Job, request: ProbeRequest) -> None:
         """Take a job, which fewer than `slots` may precede."""
-        self.in_flight[job] = request
+        self.pending[job] = request
 
     def next_ended(self) -> tuple[Job, ProbeResult]:
-        """Wait for a job in flight to end; raise what its prober raised."""
-        job, request = next(iter(self.in_flight.items()))
+        """Wait for a pending job to end; raise what its prober raised."""
+        job, request = next(iter(self.pending.items()))
         result = self.run(job, request)
-        del self.in_flight[job]
+        del self.pending[job]
         return job, result
 
     def cancel(self) -> list[Job]:
-        """End what is in flight, whose results are lost; return the jobs."""
-        cancelled = [*self.in_flight]
-        self.in_flight.clear()
+        """End what is pending, whose results are lost; return the jobs."""
+        cancelled = [*self.pending]
+        self.pending.clear()
         return cancelled
 
     def run(self, job: Job, request: ProbeRequest) -> ProbeResult:
@@ -155,17 +155,17 @@ class ParallelRunner(Runner):
         self._running[self._threads[place].submit(place.run, job, request)] = job, place
 
     def next_ended(self) -> tuple[Job, ProbeResult]:
-        """Wait for a job in flight to end; of several the oldest is first."""
+        """Wait for a pending job to end; of several the oldest is first."""
         while not (ended := wait(self._running, QUIET_S, FIRST_COMPLETED).done):
-            plans = ", ".join(str(job.plan) for job in self.in_flight)
+            plans = ", ".join(str(job.plan) for job in self.pending)
             self._on_stage(f"{STILL_RUNNING} {plans}")
         future = next(each for each in self._running if each in ended)
         (job, _), result = self._running.pop(future), future.result()
-        del self.in_flight[job]
+        del self.pending[job]
         return job, result
 
     def cancel(self) -> list[Job]:
-        """End what is in flight: a worker that runs by ending it."""
+        """End what is pending: a worker that runs by ending it."""
         for future, (_, place) in self._running.items():
             if not future.cancel():
                 place.prober.renew()

@@ -126,7 +126,10 @@ class Sampler(BaseSampler):
         Raises:
             InvalidArgument: always.
         """
-        return _refuse(param_name)
+        raise InvalidArgument(
+            f"a plan has no parameter {param_name!r}, or not with this range: a study of this "
+            "sampler has its settings and its micro_batch alone"
+        )
 
     def _spec_of(self, study: Study) -> SearchSpec:
         return self._spec or trial_codec.spec_of(study)
@@ -143,43 +146,3 @@ class Sampler(BaseSampler):
             if names <= trial.params.keys()
         ]
         return believing(Beliefs(spec, measured), running)
-
-
-class GivenPlan(BaseSampler):
-    """Proposes one plan: a search runs its baseline, its confirmations and its decisions so."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._params = trial_codec.params_of(plan)
-
-    def infer_relative_search_space(
-        self, study: Study, trial: FrozenTrial
-    ) -> dict[str, BaseDistribution]:
-        """Return nothing: each parameter is given by itself."""
-        return {}
-
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """Return nothing, as above."""
-        return {}
-
-    def sample_independent(
-        self,
-        study: Study,
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
-    ) -> Any:
-        """Return the plan's parameter.
-
-        Raises:
-            InvalidArgument: it has no such parameter.
-        """
-        return self._params[param_name] if param_name in self._params else _refuse(param_name)
-
-
-def _refuse(name: str) -> Any:
-    raise InvalidArgument(
-        f"a plan has no parameter {name!r}, or not with this range: a study of this sampler has "
-        "its settings and its micro_batch alone"
-    )

@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,7 +31,6 @@ from autofit.units import format_seconds
 
 _STUDY_NAME = "autofit"
 _STALE_LOCK_S = 3  # a write takes milliseconds: an older lock was left by a killed process
-_TABLES_TRIES, _TABLES_PAUSE_S = 3, 0.2
 
 
 class AskTellStudy(optuna.Study):
@@ -221,11 +220,6 @@ def _database(url: str) -> RDBStorage:
 
     if sqlalchemy.make_url(url).host and url.count("@") > 1:  # a driver would name half a password
         raise StudyError(f"cannot open the study {name_of(url)}: write an @ in the password as %40")
-    # Of two processes that create the tables at once, one fails, and finds them created.
-    for _ in range(_TABLES_TRIES):
-        with suppress(sqlalchemy.exc.DatabaseError):
-            return RDBStorage(url)
-        time.sleep(_TABLES_PAUSE_S)
     return RDBStorage(url)
 
 
@@ -272,29 +266,23 @@ def _cut_torn_line(path: Path, file: IO[bytes], write_lock: JournalFileSymlinkLo
         file.seek(0)
         content = file.read()
         whole = content.rfind(b"\n") + 1
-        lines = content[:whole].splitlines()
-        begun = b'{"op_code"'  # what an unfinished first line begins with, or is a beginning of
-        if not (_is_entry(lines[0]) if lines else content.startswith(begun[: len(content)])):
+        begun = b'{"op_code"'  # what any entry begins with
+        if not content.startswith(begun[: len(content)]):
             raise StudyError(
                 f"{path} is not a study (a file in Optuna's journal format): give the path of a "
                 "new file"
             )
-        for number, line in enumerate(lines, start=1):
-            if not _is_entry(line):
-                raise _damaged(path, f"line {number} of it is damaged: {line[:60]!r}")
+        for number, line in enumerate(content[:whole].splitlines(), start=1):
+            try:
+                json.loads(line)
+            except (ValueError, RecursionError):  # Optuna names no line
+                what = f"line {number} of it is damaged: {line[:60]!r}"
+                raise _damaged(path, what) from None
         if whole < len(content):
             file.truncate(whole)
             os.fsync(file.fileno())
     finally:
         write_lock.release()
-
-
-def _is_entry(line: bytes) -> bool:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(entry, dict) and "op_code" in entry
 
 
 def _damaged(study: object, what: str) -> StudyError:

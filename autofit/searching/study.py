@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Literal, Self
 
 import optuna
-from optuna.exceptions import UpdateFinishedTrialError
+from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
+from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler
 from optuna.trial import TrialState
 
 from autofit.codec import Number, from_json, without_controls
@@ -24,7 +26,6 @@ from autofit.measurement import Trial, TrialKind
 from autofit.plan import Plan
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.searching import trial_codec
-from autofit.searching.sampler import GivenPlan
 from autofit.searching.storage import (
     AskTellStudy,
     Claim,
@@ -48,6 +49,13 @@ def _difference(part: str, stored: str | None, here: str | None) -> str:
     if part == "workload" and stored and here and (names := differing_parts(stored, here)):
         return f"another workload: its {', '.join(names)} differ"
     return f"{part}: {stored or 'none'} there, {here or 'none'} here"
+
+
+def _fixed(plan: Plan) -> BaseSampler:
+    """Return a sampler that proposes the plan: the planner decides without a trial."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return PartialFixedSampler(trial_codec.params_of(plan), RandomSampler())
 
 
 class Store(AbstractContextManager["Store"]):
@@ -105,7 +113,7 @@ class Store(AbstractContextManager["Store"]):
             store = cls(opened, name_of(study), claim, held, began)
             if store.spec is not None:
                 store._check_identity(store.spec, identity, planned_steps)
-            store._end_abandoned_trials()
+            store.abandon()
             store._read_trials()
             store._held = held.pop_all()
         return store
@@ -168,21 +176,24 @@ class Store(AbstractContextManager["Store"]):
                 self.study.set_user_attr(_ENDED_AT, self.spec.effort.value)
             self.study.set_user_attr(_ENDED, reason)
 
-    def ask(self, choice: Plan | optuna.samplers.BaseSampler) -> optuna.Trial:
+    def ask(self, choice: Plan | BaseSampler) -> optuna.Trial:
         """Return a new trial of a plan, or of a sampler's choice; `record` or `abandon` ends it."""
         assert self.spec is not None, "begin() comes before the first trial"
         with self._access("read"):  # damage shows here, and not as an error of the sampler
             self.study.get_trials(deepcopy=False)
         with self._access("write", is_checked=False):
-            self.study.sampler = GivenPlan(choice) if isinstance(choice, Plan) else choice
+            self.study.sampler = _fixed(choice) if isinstance(choice, Plan) else choice
             if self._claim is not None:
                 self._claim.renew()
             return self.study.ask(trial_codec.distributions(self.spec.space))
 
-    def abandon(self, asked: optuna.Trial) -> None:
-        """End a trial that has no result as FAIL."""
+    def abandon(self) -> None:
+        """End every trial that has no result as FAIL; one that was recorded counts in any state."""
         with self._access("write"):
-            self.study.tell(asked, state=TrialState.FAIL, skip_if_finished=True)
+            if self._claim is not None:
+                self._claim.renew()  # raises where the trials are another search's by now
+            for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                self.study.tell(trial.number, state=TrialState.FAIL)
 
     def record(self, asked: optuna.Trial, trial: Trial) -> None:
         """Store a finished trial.
@@ -197,7 +208,7 @@ class Store(AbstractContextManager["Store"]):
             # With every trial, so that a killed session counts up to that.
             self.study.set_user_attr(_SESSIONS, list(self.session_seconds))
         if not trial.blames_workload:
-            # Of several plans in flight the one that was asked for last may end first
+            # Of several pending plans the one that was asked for last may end first
             self.trials = tuple(sorted((*self.trials, trial), key=lambda each: each.number))
 
     def close(self) -> None:
@@ -225,12 +236,6 @@ class Store(AbstractContextManager["Store"]):
                 f"the study {self.name} belongs to another search ({changes}): give another study, "
                 "or search as before"
             )
-
-    def _end_abandoned_trials(self) -> None:
-        """End what a process that died was running, or had recorded and not yet ended."""
-        with self._access("write"):
-            for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-                self.study.tell(trial.number, *trial_codec.end_of(trial))
 
     def _read_trials(self) -> None:
         with self._access("read"):

@@ -105,13 +105,6 @@ def record(study: optuna.Study, asked: optuna.Trial, trial: Trial, spec: SearchS
     study.tell(asked, *_value_and_state(trial))
 
 
-def end_of(unfinished: FrozenTrial) -> tuple[float | None, TrialState]:
-    """Return the value and the state to end an abandoned trial with: FAIL if it has no record."""
-    if _RECORD not in unfinished.user_attrs:
-        return None, TrialState.FAIL
-    return _value_and_state(trial_in(0, unfinished.user_attrs[_RECORD]))
-
-
 def trials_in(
     frozen: Sequence[FrozenTrial], compared_from: int, spec: SearchSpec | None = None
 ) -> tuple[Trial, ...]:

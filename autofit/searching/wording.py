@@ -89,35 +89,42 @@ class EventWords:
 
     def doing(self, event: Event) -> str:
         """Describe what runs after the event."""
-        if isinstance(event, ProbeStarted):
-            return f"running {self._plan(event.plan)}"
-        if isinstance(event, Repeating):
-            return f"running {self._plan(event.plan)} again"
-        if isinstance(event, StageStarted):
-            return event.stage
-        if isinstance(event, Confirming):
-            return "comparing the fastest plans"
+        match event:
+            case ProbeStarted():
+                return f"running {self._plan(event.plan)}"
+            case Repeating():
+                return f"running {self._plan(event.plan)} again"
+            case StageStarted():
+                return event.stage
+            case Confirming():
+                return "comparing the fastest plans"
         return "choosing the next plan"
 
     def line(self, event: Event) -> str | None:
         """Return the event as a complete line; None where it adds nothing."""
-        if isinstance(event, ProbeFinished):
-            said = self._result(event)
-        elif isinstance(event, Vetoed):
-            said = f"{self._plan(event.trial.plan)}: not run, it would not fit"
-        elif isinstance(event, Confirming):
-            said = f"{self.doing(event)}: {event.stopped_because}"
-        elif isinstance(event, MachineBusy):
-            said = f"the machine is busy ({event.how}): speeds will be uncertain"
-        elif isinstance(event, StageStarted):
-            said = event.stage
-        elif isinstance(event, Repeating):
-            ended = event.first.outcome.value
-            said = f"{self._plan(event.plan)}: {ended}{_why(event.first)}, running it again"
-        else:
+        said = self._said(event)
+        if said is None:
             return None
-        parts = [f"[{format_clock(event.progress.elapsed_s)}] {said}"]
-        return " | ".join([*parts, *self.standing(event.progress)])
+        clock = format_clock(event.progress.elapsed_s)
+        return " | ".join([f"[{clock}] {said}", *self.standing(event.progress)])
+
+    def _said(self, event: Event) -> str | None:
+        match event:
+            case ProbeStarted():
+                return None
+            case ProbeFinished():
+                return self._result(event)
+            case Vetoed():
+                return f"{self._plan(event.trial.plan)}: not run, it would not fit"
+            case Confirming():
+                return f"{self.doing(event)}: {event.stopped_because}"
+            case MachineBusy():
+                return f"the machine is busy ({event.how}): speeds will be uncertain"
+            case Repeating():
+                ended = f"{event.first.outcome.value}{_why(event.first)}"
+                return f"{self._plan(event.plan)}: {ended}, running it again"
+            case StageStarted():
+                return event.stage
 
     def standing(self, progress: Progress, waited_s: float = 0.0) -> list[str]:
         """Return the best so far, the probes done and the time left, as far as there are any.

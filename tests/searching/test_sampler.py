@@ -15,7 +15,7 @@ from autofit.planning import planner
 from autofit.planning.beliefs import Beliefs
 from autofit.searching import trial_codec
 from autofit.searching.engine import run_search
-from autofit.searching.sampler import GivenPlan, Sampler
+from autofit.searching.sampler import Sampler
 from autofit.searching.study import Store
 from tests.simulated import MakeDevice, SimulatedDevice
 
@@ -44,7 +44,7 @@ def test_a_finished_planner_repeats_the_best_plan(make_device: MakeDevice) -> No
 def test_a_plan_has_no_other_parameters(device: SimulatedDevice) -> None:
     with Store.open(None, {}) as store:
         store.begin(device.spec())
-        store.study.sampler = GivenPlan(device.space.baseline)
+        store.study.sampler = Sampler()
         with pytest.raises(InvalidArgument, match="learning_rate"):
             store.study.ask().suggest_float("learning_rate", 0, 1)
 

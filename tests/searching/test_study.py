@@ -20,6 +20,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from autofit.codec import to_json
 from autofit.errors import StudyError
 from autofit.planning.search_spec import Effort
 from autofit.probing.process_lifetime import _start_ticks, this_process
@@ -228,7 +229,8 @@ def test_of_searches_that_claim_a_study_at_the_same_instant_one_goes_on(
         second.begin(device.spec())
         with pytest.raises(StudyError, match="has taken over"):
             first.ask(plan)
-        second.abandon(second.ask(plan))
+        second.ask(plan)
+        second.abandon()
 
 
 @pytest.mark.parametrize(
@@ -320,6 +322,20 @@ def test_a_trial_that_another_program_ended_is_no_crash(
         ended = make_trial(0, plan, step_times_s=[0.1], **HELD)
         with pytest.raises(StudyError, match="another program"):
             store.record(asked, ended)
+
+
+def test_a_trial_recorded_just_before_a_kill_is_not_lost(
+    device: SimulatedDevice, path: Path
+) -> None:
+    plan = device.space.baseline
+    with Store.open(path, IDENTITY) as store:
+        store.begin(device.spec())
+        asked = store.ask(plan)
+        trial = make_trial(asked.number, plan, step_times_s=[0.1], **HELD)
+        asked.set_user_attr("autofit_trial", to_json(trial))
+    with Store.open(path, IDENTITY) as store:
+        assert store.trials == (trial,)
+        assert [each.state for each in store.study.trials] == [TrialState.FAIL]
 
 
 def test_whether_a_claim_is_live_depends_on_the_start_of_its_process_too() -> None:
