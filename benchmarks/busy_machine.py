@@ -2,12 +2,13 @@
 
     python -m benchmarks.busy_machine --json FILE --loops 1,2 --minutes 12
 
-Runs the search beside loops that keep a core busy each, some times for each number of loops. Where
-nothing was decided, the best candidate is looked at. When the loops have been stopped, each plan
-that came out is timed beside the baseline, in turns and in fresh probes, the first time that it
-does: by that the decided direction is judged. Prints a line a search and a Markdown table. Searches
-that the file has are not run again, so a run that `--minutes` cut can be continued: each of ten
-seeds beside one and two loops takes about half an hour on an idle machine of two cores.
+Runs the search beside loops that keep a core busy each, some times for each number of loops. Each
+search has a timeout, as the documentation advises for a machine that others use. Where nothing was
+decided, the best candidate is looked at. When the loops have been stopped, each plan that came out
+is timed beside the baseline, in turns and in fresh probes, the first time that it does: by that the
+decided direction is judged. Prints a line a search and a Markdown table. Searches that the file has
+are not run again, so a run that `--minutes` cut can be continued: ten seeds beside one and two
+loops take up to an hour with the default timeout.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from benchmarks import workloads
 from benchmarks.readme_turns import BUDGET
 
 PLANNED_STEPS = 1000
+TIMEOUT_S = 180.0
+"""Of each search. Without one a search beside a loop may take many times as long as alone: where
+two threads meet in a barrier in each operator, one waits until the loop lets the other run."""
 _BUSY = "while True: pass"
 _STEPS = 12  # that the judge times in a turn
 
@@ -88,7 +92,7 @@ def busy_loops(count: int) -> Iterator[None]:
             loop.wait()
 
 
-def searched(seed: int, loops: int) -> Report:
+def searched(seed: int, loops: int, timeout_s: float) -> Report:
     """Search beside the loops."""
     with busy_loops(loops):
         return autofit.search(
@@ -96,6 +100,7 @@ def searched(seed: int, loops: int) -> Report:
             device="cpu",
             vram_budget=BUDGET,
             planned_steps=PLANNED_STEPS,
+            timeout=timeout_s,
             seed=seed,
             progress=False,
         )
@@ -120,15 +125,17 @@ def judged(report: Report, trial: Trial, turns: int) -> float:
     return statistics.median(ratios)
 
 
-def run(seed: int, loops: int, turns: int, known: Mapping[str, float]) -> Run | None:
+def run(
+    seed: int, loops: int, timeout_s: float, turns: int, known: Mapping[str, float]
+) -> Run | None:
     """Search and judge; None: no other plan than the baseline ran.
 
     Args:
-        seed, loops: of the search.
+        seed, loops, timeout_s: of the search.
         turns: of the judge.
         known: what it found of plans that came out before.
     """
-    report = searched(seed, loops)
+    report = searched(seed, loops, timeout_s)
     record = report.record
     beside = record.best if record.best.plan != report.baseline.plan else next_best(record)
     if beside is None:
@@ -184,7 +191,8 @@ def runs_of(asked: argparse.Namespace) -> Iterator[Run]:
             run_began = time.monotonic()
             if (seed, loops) in done or run_began + longest_s > began + 60 * asked.minutes:
                 continue
-            found = run(seed, loops, asked.turns, {each.best: each.judged for each in runs})
+            known = {each.best: each.judged for each in runs}
+            found = run(seed, loops, asked.timeout, asked.turns, known)
             longest_s = max(longest_s, time.monotonic() - run_began)
             if found is not None:
                 runs.append(found)
@@ -199,6 +207,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=10, help="searches for each number of loops")
     parser.add_argument("--loops", default="0,1,2", help="busy loops, separated by commas")
     parser.add_argument("--turns", type=int, default=5, help="of the judge, for each plan")
+    parser.add_argument(
+        "--timeout", type=float, default=TIMEOUT_S, help="of each search, in seconds"
+    )
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="begin no run that may end later"
     )

@@ -6,7 +6,7 @@
 Each of ten real trainings on the CPU is searched over micro-batch, up to 512, precision and
 checkpointing. The allocator's segments are expandable, since budgets are a few segments of 20 MiB.
 A budget is what weights, gradients and moments take over their share; if that leaves too little, a
-tenth more than one sample needs.
+tenth more than one sample needs, or two where BatchNorm refuses one.
 
 Then every plan of a grid is probed: micro-batches that are powers of two, all precisions, no
 checkpointing, half of it and all. The fastest of the grid that fit and the answer are probed again
@@ -49,7 +49,7 @@ BYTES_PER_PARAMETER = 16
 """A weight, its gradient and both moments of AdamW, in float32."""
 UNLIMITED = "4GiB"
 LEAST_ROOM = 1.1
-"""Times what one sample holds."""
+"""Times what the smallest micro-batch that runs holds."""
 LARGEST_SIZE = 512
 LEVELS = 3
 FINALISTS = 3
@@ -73,13 +73,16 @@ class Training:
         return BYTES_PER_PARAMETER * sum(each.numel() for each in model.parameters())
 
     def budget_bytes(self) -> int:
-        """Return the bytes of the budget; one sample is run to see that they are enough."""
+        """Return the bytes of the budget: enough for the smallest micro-batch that runs."""
         workload = self.make()
         batch = workload.global_batch  # with accumulation gradients stay from one to the next
-        smallest = Plan(1) if batch is None else Plan.split(batch, 1)
         with open_prober(workload, (), Target("cpu", UNLIMITED)) as prober:
-            one = prober.probe(ProbeRequest(ResolvedPlan(smallest))).measurement
-        return round(max(self.fixed_bytes / self.share, LEAST_ROOM * (one.held_bytes or 0)))
+            for size in (1, 2):  # BatchNorm may refuse one sample
+                smallest = Plan(size) if batch is None else Plan.split(batch, size)
+                ran = prober.probe(ProbeRequest(ResolvedPlan(smallest))).measurement
+                if ran.ok:
+                    break
+        return round(max(self.fixed_bytes / self.share, LEAST_ROOM * (ran.held_bytes or 0)))
 
 
 def _unet() -> Workload:

@@ -56,8 +56,8 @@ class Precision(OneSetting):
             "float16": native.float16,
         }
         values = ["default", *(dtype for dtype, is_native in offered.items() if is_native)]
-        if any(p.dtype == torch.float16 and p.requires_grad for p in context.model.parameters()):
-            values = [value for value in values if value != "float16"]  # GradScaler refuses these
+        if not all(map(_can_be_unscaled, context.model.parameters())):
+            values = [value for value in values if value != "float16"]
         lever = next((value for value in _FASTEST_FIRST if value in values), None)
         casting = [value for value in values if value in _AUTOCAST]
         if not casting or not _cache_helps(context, _AUTOCAST[casting[0]]):
@@ -110,6 +110,13 @@ def _mostly_float32(model: torch.nn.Module) -> bool:
     floating = [p for p in model.parameters() if p.is_floating_point()]
     float32 = sum(p.numel() for p in floating if p.dtype == torch.float32)
     return float32 > 0 and 2 * float32 >= sum(p.numel() for p in floating)
+
+
+def _can_be_unscaled(parameter: torch.nn.Parameter) -> bool:
+    """Return whether GradScaler takes its gradient, if it has one: no float16, nothing complex."""
+    return not parameter.requires_grad or (
+        parameter.dtype != torch.float16 and not parameter.is_complex()
+    )
 
 
 def _cache_helps(context: Context, dtype: torch.dtype) -> bool:

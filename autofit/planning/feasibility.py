@@ -175,6 +175,7 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
     accumulating: dict[VariantKey, int] = {}
     largest_apart_from_memory: dict[VariantKey, int] = {}
     smallest, smallest_of = 1, dict[VariantKey, int]()
+    refused_small: dict[int, list[VariantKey]] = {}
     plain = spec.space.baseline
     ran = [t.plan for t in trials if t.measurement.outcome.ran and t.kind is not TrialKind.VETOED]
     works: set[tuple[str, Scalar]] = {pair for plan in ran for pair in plan.variant}
@@ -206,11 +207,16 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
         elif plan.variant == plain.variant and plan.micro_batch < plain.micro_batch:
             smallest = max(smallest, plan.micro_batch + 1)
         elif outcome is Outcome.UNSUPPORTED and plan.micro_batch < plain.micro_batch:
-            # The baseline's size will show whether the size or the settings are to blame.
-            smallest_of[plan.variant] = plain.micro_batch
+            refused_small.setdefault(plan.micro_batch, []).append(plan.variant)
         else:
             new = tuple(pair for pair in plan.variant if pair not in works)
             blamed[new or plan.variant] = _words(trial.measurement)
+    for size, variants in refused_small.items():
+        if set[tuple[str, Scalar]].intersection(*(set(v) - set(plain.variant) for v in variants)):
+            # The baseline's size will show whether the size or the settings are to blame.
+            smallest_of |= dict.fromkeys(variants, plain.micro_batch)
+        else:  # no setting that all of them have: the size is
+            smallest = max(smallest, size + 1)
     most = max((plan.micro_batch for plan in ran), default=0)
     blamed |= dict(_refused_at_two_sizes(trials, works, most))
     shared = _shared_bounds(largest_apart_from_memory, trials)

@@ -82,6 +82,24 @@ def test_a_small_micro_batch_that_fails_is_not_the_variants_fault(device: Simula
     assert found.least(HALF) == 4
 
 
+def test_a_small_size_that_fails_with_nothing_in_common_is_to_blame(
+    device: SimulatedDevice,
+) -> None:
+    """As of BatchNorm, which refuses one sample, where the baseline does not fit."""
+    level: dict[str, Scalar] = {**PLAIN, "checkpointing.level": 2}
+    both: dict[str, Scalar] = {**HALF, "checkpointing.level": 2}
+    trials = [
+        make_trial(0, Plan(4, settings=PLAIN), Outcome.OOM),
+        make_trial(1, Plan(1, settings=both), Outcome.UNSUPPORTED, detail="one sample"),
+        make_trial(2, Plan(1, settings=HALF), Outcome.UNSUPPORTED, detail="one sample"),
+    ]
+    found = exclusions_of(device.spec(), trials)  # half precision may be to blame
+    assert [found.least(each) for each in (both, HALF, level)] == [4, 4, 1]
+    trials.append(make_trial(3, Plan(1, settings=level), Outcome.UNSUPPORTED, detail="one sample"))
+    found = exclusions_of(device.spec(), trials)
+    assert [found.least(each) for each in (both, HALF, level, PLAIN)] == [2, 2, 2, 2]
+
+
 def test_a_size_that_several_variants_are_refused_bounds_what_they_share(
     device: SimulatedDevice,
 ) -> None:

@@ -59,6 +59,17 @@ def test_a_few_half_precision_weights_only_rule_out_loss_scaling(precision: Stra
     assert _values(precision, model, EVERYTHING) == ["default", "tf32", "bfloat16"]
 
 
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_complex_weights_that_are_trained_rule_out_loss_scaling(
+    precision: Strategy, is_trained: bool
+) -> None:
+    model = nn.Linear(4, 4)
+    spectrum = torch.ones(4, dtype=torch.complex64)
+    model.register_parameter("spectrum", nn.Parameter(spectrum, requires_grad=is_trained))
+    offered = _values(precision, model, EVERYTHING)
+    assert offered == ["default", "tf32", "bfloat16", *["float16"] * (not is_trained)]
+
+
 def test_a_model_without_weights_has_nothing_to_choose(precision: Strategy) -> None:
     assert _values(precision, nn.Identity(), EVERYTHING) == ["default"]
 
