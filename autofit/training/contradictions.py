@@ -72,16 +72,18 @@ def doubtful(batch: Batch) -> list[str]:
 def uncut(batch: Batch) -> list[str]:
     """Return the names of what has an entry for each sample, and stays whole as no tensor."""
     samples = batch_size(batch)
+    seen = batch, opened(batch)  # which opens dataclasses, and arrays that have attributes too
 
     def is_per_sample(part: Any) -> bool:
-        if part is batch or isinstance(part, torch.Tensor):
+        if any(part is each for each in seen) or isinstance(part, torch.Tensor):
             return False
         if isinstance(part, list | tuple):
             return len(part) == samples and not tensors_of(part)
         return tuple(getattr(part, "shape", ()))[:1] == (samples,)  # an array
 
-    parts, _ = pytree.tree_flatten_with_path(batch, is_leaf=is_per_sample)
-    return [pytree.keystr(path) for path, part in parts if samples > 1 and is_per_sample(part)]
+    parts = [part for b in seen for part in pytree.tree_flatten_with_path(b, is_per_sample)[0]]
+    named = (pytree.keystr(path) for path, part in parts if samples > 1 and is_per_sample(part))
+    return list(dict.fromkeys(named))
 
 
 def is_square(tensor: torch.Tensor) -> bool:

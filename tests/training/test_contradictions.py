@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -148,6 +150,12 @@ def test_a_floating_point_tensor_that_stays_whole_is_doubtful(batch: Any, names:
     assert doubtful(batch) == names
 
 
+@dataclass
+class Named:
+    x: torch.Tensor
+    part: Any
+
+
 @pytest.mark.parametrize(
     ("part", "is_named"),
     [
@@ -165,4 +173,6 @@ def test_what_has_an_entry_for_each_sample_and_is_not_cut_is_named(
     part: Any, is_named: bool
 ) -> None:
     assert uncut({"x": X, "part": part}) == (["['part']"] if is_named else [])
+    assert uncut(Named(X, part)) == (["['part']"] if is_named else [])
+    assert uncut({"inner": UserDict(x=X, part=part)}) == (["['inner']['part']"] if is_named else [])
     assert uncut(X) == []
