@@ -36,7 +36,6 @@ from autofit.measurement import Trial, TrialKind, by_plan, middle_of
 from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.constants import (
-    HEADROOM,
     MIN_WORTH,
     MOST_GIVEN_UP,
     MOST_LOST,
@@ -245,7 +244,7 @@ class _Comparison:
         return (ahead.log + ahead.low) / 2 > 0
 
     def _caution(self, plan: Plan) -> tuple[bool, bool, int]:
-        """Return a key of plans that tie: less is safer, whatever the rounds tell of their speed."""
+        """Return a key of plans that tie: less is safer, whatever their speed."""
         space, numerics = self._beliefs.spec.space, self._beliefs.spec.numerics
         changes = max((numerics.get(name, 0) for name in self._changed(plan)), default=0)
         return _lacks_headroom(self._beliefs, self._trials[plan]), plan != space.baseline, changes
@@ -285,7 +284,7 @@ def _lacks_headroom(beliefs: Beliefs, trials: Sequence[Trial]) -> bool:
     """
     held = max(map(_held_bytes, trials))
     error = beliefs.held.error(held) if held else 0.0
-    return held * math.exp(HEADROOM * error) > beliefs.spec.vram_budget_bytes
+    return held * math.exp(SURE * error) > beliefs.spec.vram_budget_bytes
 
 
 def _gain_of_turn(beliefs: Beliefs, plan: Plan, other: Plan) -> float:

@@ -21,7 +21,6 @@ from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.beliefs import Beliefs, Mask
 from autofit.planning.constants import (
     BOLD,
-    COARSE,
     MEMORY_ERROR,
     MIN_WORTH,
     MULTIPLE,
@@ -88,8 +87,7 @@ def expert_plan(beliefs: Beliefs, allowed: Mask) -> Plan | None:
         variant = beliefs.known.variant_of(settings)
         if variant is None or not allowed[variant]:
             continue
-        is_new = _is_new_value(beliefs, settings, experts.leading)
-        plan = _above_odd_failure(beliefs, variant) or _at_largest(beliefs, variant, is_new=is_new)
+        plan = _above_odd_failure(beliefs, variant) or _at_largest(beliefs, variant)
         if plan is not None:
             return plan
     return None
@@ -106,11 +104,10 @@ def handy_size(beliefs: Beliefs, size: float, variant: int) -> int:
     return int(beliefs.sizes.handy(np.full(len(beliefs.variants), float(size)))[variant])
 
 
-def _at_largest(beliefs: Beliefs, variant: int, *, is_new: bool) -> Plan | None:
+def _at_largest(beliefs: Beliefs, variant: int) -> Plan | None:
     """Return a variant's plan of the largest size that is expected to fit.
 
-    None where that ran, nearly, or surely is slower than the incumbent. `is_new`: its value of the
-    leading setting has not run yet, and no line rules it out.
+    None where that ran, nearly, or surely is slower than the incumbent.
     """
     top, most = int(beliefs.cautious[variant]), int(beliefs.optimistic[variant])
     largest, done = int(beliefs.largest[variant]), NEAR * _in_reach(beliefs, variant, top)
@@ -118,11 +115,11 @@ def _at_largest(beliefs: Beliefs, variant: int, *, is_new: bool) -> Plan | None:
         # The sizes of a global batch are far apart: an expert tries the next one
         risk = BOLD if beliefs.oom_probes == 0 else RISKS[-1]
         bold = int(beliefs.largest_at(risk)[variant])
-        if bold >= COARSE * max(top, 1):
+        if bold >= ODD * max(top, 1):
             top = done = bold
     if top < 1 or largest >= done:
         return None
-    if not is_new and _is_surely_slower(beliefs, variant, most):
+    if _is_surely_slower(beliefs, variant, most):
         return None
     size = handy_size(beliefs, _in_reach(beliefs, variant, top), variant)
     even = size // MULTIPLE * MULTIPLE
@@ -134,13 +131,6 @@ def _at_largest(beliefs: Beliefs, variant: int, *, is_new: bool) -> Plan | None:
 
 def _in_reach(beliefs: Beliefs, variant: int, size: int) -> int:
     return min(size, int(beliefs.reach_at(np.array([variant]), np.array([size]))[0]))
-
-
-def _is_new_value(beliefs: Beliefs, settings: Settings, leading: str | None) -> bool:
-    if leading is None:
-        return False
-    ran = (t.plan.settings[leading] for t in beliefs.probes if t.measurement.step_times_s)
-    return settings[leading] not in ran
 
 
 def _second_size(beliefs: Beliefs, allowed: Mask) -> Plan | None:

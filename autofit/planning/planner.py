@@ -31,12 +31,12 @@ from autofit.planning.candidates import (
     without_recomputation,
 )
 from autofit.planning.constants import (
+    CAUTIOUS,
     DOUBTED,
     DOUBTED_PROBES,
     FORECAST_STEPS,
     NOISY,
     TIMED_S,
-    VETO_RISK,
 )
 from autofit.planning.experts import expert_plan
 from autofit.units import format_bytes
@@ -151,9 +151,9 @@ def veto(beliefs: Beliefs, plan: Plan) -> Measurement | None:
         return Measurement(Outcome.UNSUPPORTED, detail=f"not run: {why}")
     if plan.micro_batch > beliefs.bound_at(beliefs.index(plan), plan.micro_batch):
         return Measurement(Outcome.OVER_BUDGET, detail="not run: a smaller one did not fit")
-    if beliefs.oom_risk(plan) <= VETO_RISK:
+    if beliefs.oom_risk(plan) <= CAUTIOUS:
         return None
-    bound = format_bytes(beliefs.held.quantile(plan, 1 - VETO_RISK))
+    bound = format_bytes(beliefs.held.quantile(plan, 1 - CAUTIOUS))
     allowed = format_bytes(beliefs.spec.vram_budget_bytes)
     return Measurement(
         Outcome.OVER_BUDGET, detail=f"not run: may hold up to {bound} where {allowed} are allowed"
