@@ -189,13 +189,13 @@ def _at_risks(beliefs: Beliefs) -> list[MicroBatches]:
 def _around_fastest(beliefs: Beliefs) -> list[MicroBatches]:
     """Return rows of sizes around each variant's fastest, and one of the incumbent's size."""
     assert beliefs.incumbent is not None
-    between = np.zeros((3, len(beliefs.variants)))
-    between[2] = beliefs.incumbent.plan.micro_batch
+    between = np.zeros((4, len(beliefs.variants)))
+    between[3] = beliefs.incumbent.plan.micro_batch
     for variant, speeds in beliefs.speeds_by_size.items():
         at = max(speeds, key=lambda size: speeds[size])
         below = max((size for size in speeds if size < at), default=at / 4)
         above = min((size for size in speeds if size > at), default=0)
-        between[:2, variant] = math.sqrt(at * below), math.sqrt(at * above)
+        between[:3, variant] = math.sqrt(at * below), math.sqrt(at * above), at * math.sqrt(2)
     between = np.minimum(between, beliefs.reach_at(slice(None), between))
     return [beliefs.sizes.handy(row) for row in between]
 

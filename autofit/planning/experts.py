@@ -87,7 +87,8 @@ def expert_plan(beliefs: Beliefs, allowed: Mask) -> Plan | None:
         variant = beliefs.known.variant_of(settings)
         if variant is None or not allowed[variant]:
             continue
-        plan = _above_odd_failure(beliefs, variant) or _at_largest(beliefs, variant)
+        is_new = _is_new_value(beliefs, settings, experts.leading)
+        plan = _above_odd_failure(beliefs, variant) or _at_largest(beliefs, variant, is_new=is_new)
         if plan is not None:
             return plan
     return None
@@ -104,10 +105,11 @@ def handy_size(beliefs: Beliefs, size: float, variant: int) -> int:
     return int(beliefs.sizes.handy(np.full(len(beliefs.variants), float(size)))[variant])
 
 
-def _at_largest(beliefs: Beliefs, variant: int) -> Plan | None:
+def _at_largest(beliefs: Beliefs, variant: int, *, is_new: bool) -> Plan | None:
     """Return a variant's plan of the largest size that is expected to fit.
 
-    None where that ran, nearly, or surely is slower than the incumbent.
+    None where that ran, nearly, or surely is slower than the incumbent. `is_new`: its value of the
+    leading setting has not run yet, and no line rules it out.
     """
     top, most = int(beliefs.cautious[variant]), int(beliefs.optimistic[variant])
     largest, done = int(beliefs.largest[variant]), NEAR * _in_reach(beliefs, variant, top)
@@ -119,7 +121,7 @@ def _at_largest(beliefs: Beliefs, variant: int) -> Plan | None:
             top = done = bold
     if top < 1 or largest >= done:
         return None
-    if _is_surely_slower(beliefs, variant, most):
+    if not is_new and _is_surely_slower(beliefs, variant, most):
         return None
     size = handy_size(beliefs, _in_reach(beliefs, variant, top), variant)
     even = size // MULTIPLE * MULTIPLE
@@ -131,6 +133,13 @@ def _at_largest(beliefs: Beliefs, variant: int) -> Plan | None:
 
 def _in_reach(beliefs: Beliefs, variant: int, size: int) -> int:
     return min(size, int(beliefs.reach_at(np.array([variant]), np.array([size]))[0]))
+
+
+def _is_new_value(beliefs: Beliefs, settings: Settings, leading: str | None) -> bool:
+    if leading is None:
+        return False
+    ran = (t.plan.settings[leading] for t in beliefs.probes if t.measurement.step_times_s)
+    return settings[leading] not in ran
 
 
 def _second_size(beliefs: Beliefs, allowed: Mask) -> Plan | None:
