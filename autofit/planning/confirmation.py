@@ -1,7 +1,7 @@
 """The end of a search: the final comparison, the answer, and why values were left out.
 
 1. Finalists are the incumbent, the baseline, the plan that measured fastest, and the plans that the
-   search cannot tell from the incumbent.
+   search cannot tell from the incumbent, one with a costly value among them.
 2. In each round every plan that is left runs once, in random order, in a worker that this round
    alone uses: what is faster or slower with its process or its hour is so for the whole round.
 3. `autofit.rounds` says from all rounds by how much each plan is ahead of another, and how sure
@@ -12,8 +12,10 @@
    not end it where the steps show that others disturb the machine.
 
 A tie goes to the plans with headroom, then to the baseline, then to the plan that changes the
-arithmetic least, to one without recomputation, to the fewest settings that are not plain, and to
-the fewest bytes.
+arithmetic least. Of those that are still left, the rounds may tell that some are slower than the
+fastest one. It then goes to one without recomputation, to the fewest settings that are not plain,
+and to the fewest bytes. A plan that wins such a tie runs again beside one that measured faster by
+more than half of `MOST_GIVEN_UP`.
 
 What cannot be told from the baseline with 95 % is not recommended: then the baseline is. Where the
 baseline does not fit there is nothing to tell a plan from, and the best one is recommended. A
@@ -34,12 +36,12 @@ from autofit.measurement import Trial, TrialKind, by_plan, middle_of
 from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.constants import (
-    HEADROOM,
     MIN_WORTH,
     MOST_GIVEN_UP,
     MOST_LOST,
     MOST_RIVALS,
     MOST_ROUNDS,
+    SURE,
     TINY,
 )
 from autofit.planning.feasibility import MicroBatches
@@ -138,13 +140,20 @@ def _finalists(beliefs: Beliefs) -> list[Plan]:
     incumbent, baseline = ordered[0], beliefs.spec.space.baseline
     fastest = max(speeds, key=lambda plan: speeds[plan])
     rivals = [p for p in ordered[1:] if _gain_of_turn(search, p, incumbent) > MIN_WORTH]
-    wanted = [
-        incumbent,
-        *([baseline] if baseline in speeds else []),
-        fastest,
-        *rivals[:MOST_RIVALS],
-    ]
-    return list(dict.fromkeys(wanted))
+    costly = [p for p in ordered if _is_untold_costly(search, p, incumbent)]
+    bases = [baseline] if baseline in speeds else []
+    return list(dict.fromkeys([incumbent, *bases, fastest, *rivals[:MOST_RIVALS], *costly[:1]]))
+
+
+def _is_untold_costly(search: Beliefs, plan: Plan, incumbent: Plan) -> bool:
+    """Return whether a plan's value is costly and its interval overlaps the incumbent's.
+
+    One or two probes ran with such a value, so that no line is sure of it, and much may be lost.
+    """
+    if search.known.trial_costs_s[search.index(plan)] == 0:
+        return False
+    apart = search.mean_log_speed(incumbent) - search.mean_log_speed(plan)
+    return apart < SURE * (search.deviation(plan) + search.deviation(incumbent))
 
 
 class _Comparison:
@@ -199,6 +208,7 @@ class _Comparison:
             return new
         ahead = {plan: self._rounds.ahead(plan, self.best) for plan in self.plans}
         rivals = [p for p, its in ahead.items() if (its.log + its.high) / 2 > MOST_LOST]
+        rivals += [p for p in self._alike(self.best) if ahead[p].log > MOST_GIVEN_UP / 2]
         if self._rounds.is_disturbed and self._done < 2 and self.baseline in self.plans:
             rivals.append(self.baseline)
         left = dict.fromkeys([self.best, *self.open, *rivals, *new])
@@ -217,7 +227,37 @@ class _Comparison:
         ahead = {plan: self._rounds.ahead(plan, reference).log for plan in plans}
         most = max(ahead.values())
         tied = [plan for plan in plans if most - ahead[plan] <= MOST_GIVEN_UP]
-        return min(tied, key=lambda plan: _preference(self._beliefs, self._trials[plan]))
+        alike = [plan for plan in self._alike(min(tied, key=self._caution)) if plan in tied]
+        fastest = max(alike, key=lambda plan: ahead[plan])
+        return min((p for p in alike if not self._is_slower(p, fastest)), key=self._simplicity)
+
+    def _alike(self, plan: Plan) -> list[Plan]:
+        """Return the plans between which caution does not choose."""
+        return [each for each in self.plans if self._caution(each) == self._caution(plan)]
+
+    def _is_slower(self, plan: Plan, fastest: Plan) -> bool:
+        """Return whether rounds tell that a plan is slower, by half of the way to their interval.
+
+        No more is asked between two plans that are both told from the baseline.
+        """
+        ahead = self._rounds.ahead(fastest, plan)
+        return (ahead.log + ahead.low) / 2 > 0
+
+    def _caution(self, plan: Plan) -> tuple[bool, bool, int]:
+        """Return a key of plans that tie: less is safer, whatever their speed."""
+        space, numerics = self._beliefs.spec.space, self._beliefs.spec.numerics
+        changes = max((numerics.get(name, 0) for name in self._changed(plan)), default=0)
+        return _lacks_headroom(self._beliefs, self._trials[plan]), plan != space.baseline, changes
+
+    def _simplicity(self, plan: Plan) -> tuple[bool, int, int]:
+        """Return a key of plans that are equally fast and safe: less is simpler."""
+        known, variant = self._beliefs.known, self._beliefs.index(plan)
+        recomputes = bool(known.without_recomputation[variant] != variant)
+        return recomputes, len(self._changed(plan)), max(map(_held_bytes, self._trials[plan]))
+
+    def _changed(self, plan: Plan) -> list[str]:
+        plain = self._beliefs.spec.space.default_settings
+        return [name for name, value in plan.settings.items() if plain.get(name) != value]
 
     def _is_told(self, plan: Plan) -> bool:
         """Return whether a plan is faster than the baseline."""
@@ -236,24 +276,6 @@ class _Comparison:
         return float(self._beliefs.over_training(log_speed, start_up_s))
 
 
-def _preference(
-    beliefs: Beliefs, trials: Sequence[Trial]
-) -> tuple[bool, bool, int, bool, int, int]:
-    """Return a key that orders equally fast plans, the most welcome first."""
-    space, plan = beliefs.spec.space, trials[0].plan
-    plain, variant = space.default_settings, beliefs.index(plan)
-    changed = [name for name, value in plan.settings.items() if plain.get(name) != value]
-    numerics = max((beliefs.spec.numerics.get(name, 0) for name in changed), default=0)
-    return (
-        _lacks_headroom(beliefs, trials),
-        plan != space.baseline,
-        numerics,
-        bool(beliefs.known.without_recomputation[variant] != variant),
-        len(changed),
-        max(map(_held_bytes, trials)),
-    )
-
-
 def _lacks_headroom(beliefs: Beliefs, trials: Sequence[Trial]) -> bool:
     """Return whether a plan may not fit again, as far as held bytes differ from run to run.
 
@@ -262,7 +284,7 @@ def _lacks_headroom(beliefs: Beliefs, trials: Sequence[Trial]) -> bool:
     """
     held = max(map(_held_bytes, trials))
     error = beliefs.held.error(held) if held else 0.0
-    return held * math.exp(HEADROOM * error) > beliefs.spec.vram_budget_bytes
+    return held * math.exp(SURE * error) > beliefs.spec.vram_budget_bytes
 
 
 def _gain_of_turn(beliefs: Beliefs, plan: Plan, other: Plan) -> float:

@@ -1,9 +1,9 @@
 """Every number that the sampler was tuned or guessed with, and no number that follows from others.
 
 Beside each: its unit, why it has this value, and what falls when it is changed. "x2" and "/2" are
-the number doubled and halved over 48 irregular devices (benchmarks/results/search-ablation-*.md,
-`python -m benchmarks.ablation`): points of mean regret, then probes, with standard errors where
-they matter. "Not measured": nobody knows yet. A worth is a difference of log speed: 0.01 is 1 %.
+the number doubled and halved over 48 irregular devices (benchmarks/results/search-ablation-*.md):
+points of mean regret, then probes, with standard errors where they matter. "Not measured":
+nobody knows yet. A worth is a difference of log speed: 0.01 is 1 %.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ USUAL_PROBES_OF_SIZES = (2, 8)  # probes, where no setting has a second value
 # Of the first OOM, times its risk; half of it more with each OOM. 0.1: 0.54 OOMs for 0.33
 OOM_COST = 0.2  # log speed
 RISKS = (0.03, 0.15, 0.4)  # of an OOM, at which sizes are proposed. Two: .325 on one recorded grid
-# Where an expert plan is tried; with lines, that risk is near the truth.
-CAUTIOUS, CAUTIOUS_WITH_LINES = 0.1, 0.05  # of an OOM. 0.05 without lines: -0.8 +- 0.7 points
+# Where an expert plan is tried; a riskier plan of another sampler is refused.
+CAUTIOUS = 0.1  # of an OOM. 0.05 without lines: -0.8 +- 0.7 points
 OPTIMISTIC = 0.6  # of an OOM: up to where a plan has potential. 0.1: .91 for .97 on launches
-# The next size of a global batch is far away: it is tried at this risk until one OOM, if it is so
-# much larger. Without, bfloat16 was not tried at the whole batch on a CPU.
-BOLD, COARSE = 0.8, 1.15  # of an OOM; times
-VETO_RISK = 0.1  # of an OOM: a riskier plan of another sampler is refused; not measured
+# The next size of a global batch is far away: it is tried at this risk until one OOM, if it is
+# `ODD` times as large. Without, bfloat16 was not tried at the whole batch on a CPU.
+BOLD = 0.8  # of an OOM
 # No micro-batch is tried that is more than this many times the largest measured; not measured.
 STEP, STEP_WITH_LINES = 6, 64  # times
 NEAR = 0.8  # of its largest size: an expert plan that ran there is done; not measured
-SURE = 2.0  # deviations by which a plan must be slower to be left out. 1.5: 0.0
+# Deviations by which a plan must be slower to be left out, and hold less to fit in 98 % of runs.
+SURE = 2.0  # 1.5, of speeds: 0.0
 ODD = 1.15  # times a size that ran out: a larger one that was predicted to fit is tried once
 CREDIT = 0.9  # of what a probe tells of the largest size. 0.6: +0.6 +- 0.4, later -0.2 +- 0.5
 APART = 1.02  # sizes that are nearer than this factor are alike; not measured
@@ -56,7 +56,6 @@ MOST_RIVALS = 2  # plans
 # Times the timed seconds of a search's probe, where steps scatter: of simulated pairs beside two
 # busy loops, four rounds then decide 75 of 100 and not 49.
 COMPARED_LONGER = 2.0
-HEADROOM = 2.0  # deviations of held bytes below the budget: 98 % of all runs fit
 MOST_ACCIDENTS = 3  # in a row, before a plan that ran shows whether the machine is to blame
 NOISY = 0.1  # log step time: from this scatter on, a reader is told that gains may be hidden
 
@@ -86,7 +85,7 @@ class LinePrior:
         hinted, predicted: of the same around a hint, and around a predicted line.
         trend: of the effect on the slope of the last value of an ordered setting; the values
             before it have proportional shares of that effect.
-        walk: of the deviation of an ordered setting's last value from that trend.
+            The last value departs from it by half as much.
         pair: of the effect of two values together.
         own: of a variant's slope around the sum of all effects.
         is_relative: whether predictions tell ratios of lines alone, and not their level.
@@ -101,7 +100,6 @@ class LinePrior:
     hinted: float = 0.07
     predicted: float = 0.04
     trend: float = 0.6
-    walk: float = 0.3
     pair: float = 0.1
     own: float = 0.06
     is_relative: bool = False
@@ -109,7 +107,7 @@ class LinePrior:
 
 MEMORY_PRIOR = LinePrior()
 # What is fixed in a step is launches and casts of weights, in which settings differ much.
-TIME_PRIOR = LinePrior(trend=0.3, walk=0.15, fixed=0.4, pair=0.15)
+TIME_PRIOR = LinePrior(trend=0.3, fixed=0.4, pair=0.15)
 # The roofline of a model is off by any factor, and by a share of each setting's effect; it knows of
 # no launches.
 PREDICTED_TIME_PRIOR = replace(

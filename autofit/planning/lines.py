@@ -143,7 +143,7 @@ class LineFamily:
             ]
             share = KNOWN_TREND if all(known) else 1.0
             slope.append(share * prior.trend * at / last)
-            walk = share * prior.walk / math.sqrt(last)
+            walk = share * prior.trend / 2 / math.sqrt(last)
             slope.extend(walk * (at >= index) for index in range(1, last + 1))
 
     def _add_pairs(self, settings: Sequence[Indices]) -> None:

@@ -10,15 +10,11 @@ import math
 import statistics
 from collections.abc import Sequence
 
-import numpy as np
-
 from autofit.measurement import Trial, by_plan
 
 BETWEEN = 0.01
 """Standard deviation of the log of a probe's step time from one probe to the next before any plan
 was repeated. It counts as one repetition."""
-
-_SIMILAR = 1.5  # step times within this factor of each other are assumed to be equally noisy
 
 
 class Noise:
@@ -33,33 +29,23 @@ class Noise:
 
     def __init__(self, probes: Sequence[Trial]) -> None:
         timed = [trial for trial in probes if trial.measurement.step_times_s]
-        self._logs = np.array([log_seconds_of(trial) for trial in timed])
-        self._errors = np.array([trial.measurement.step_error for trial in timed])
         self.repeated = [trials for trials in by_plan(timed).values() if len(trials) > 1]
         self._between = self._learned()
 
     def of(self, trial: Trial) -> float:
-        """Return the error of one of the timed probes.
-
-        That of its steps is the larger of its own and the median of all probes with similar step
-        times: a few steps alone tell little.
-        """
-        return math.hypot(self._of_steps(trial), self._between)
+        """Return the error of one of the timed probes: of its steps, and between probes."""
+        return math.hypot(trial.measurement.step_error, self._between)
 
     def _learned(self) -> float:
         """Return the deviation between probes of one plan, beyond that of their steps."""
         squares, degrees = BETWEEN**2, 1
         for trials in self.repeated:
             logs = [log_seconds_of(trial) for trial in trials]
-            explained = statistics.fmean(self._of_steps(trial) ** 2 for trial in trials)
+            explained = statistics.fmean(trial.measurement.step_error**2 for trial in trials)
             mean = statistics.fmean(logs)
             squares += sum((log - mean) ** 2 for log in logs) - explained * (len(logs) - 1)
             degrees += len(logs) - 1
         return math.sqrt(max(squares, BETWEEN**2) / degrees)
-
-    def _of_steps(self, trial: Trial) -> float:
-        is_similar = abs(self._logs - log_seconds_of(trial)) < math.log(_SIMILAR)
-        return max(trial.measurement.step_error, float(np.median(self._errors[is_similar])))
 
 
 def log_seconds_of(trial: Trial) -> float:

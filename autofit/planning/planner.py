@@ -31,12 +31,12 @@ from autofit.planning.candidates import (
     without_recomputation,
 )
 from autofit.planning.constants import (
+    CAUTIOUS,
     DOUBTED,
     DOUBTED_PROBES,
     FORECAST_STEPS,
     NOISY,
     TIMED_S,
-    VETO_RISK,
 )
 from autofit.planning.experts import expert_plan
 from autofit.units import format_bytes
@@ -151,9 +151,9 @@ def veto(beliefs: Beliefs, plan: Plan) -> Measurement | None:
         return Measurement(Outcome.UNSUPPORTED, detail=f"not run: {why}")
     if plan.micro_batch > beliefs.bound_at(beliefs.index(plan), plan.micro_batch):
         return Measurement(Outcome.OVER_BUDGET, detail="not run: a smaller one did not fit")
-    if beliefs.oom_risk(plan) <= VETO_RISK:
+    if beliefs.oom_risk(plan) <= CAUTIOUS:
         return None
-    bound = format_bytes(beliefs.held.quantile(plan, 1 - VETO_RISK))
+    bound = format_bytes(beliefs.held.quantile(plan, 1 - CAUTIOUS))
     allowed = format_bytes(beliefs.spec.vram_budget_bytes)
     return Measurement(
         Outcome.OVER_BUDGET, detail=f"not run: may hold up to {bound} where {allowed} are allowed"
@@ -164,12 +164,16 @@ def forecast(beliefs: Beliefs, plan: Plan) -> Forecast:
     """Return the expected cost of a probe of the plan."""
     peak = round(beliefs.held.quantile(plan)) if beliefs.can_predict_memory else None
     timed = [t.measurement for t in beliefs.probes if t.measurement.step_times_s]
-    overheads = [m.seconds - sum(m.step_times_s) for m in timed if m.seconds is not None]
+    overheads = [
+        m.seconds - sum(m.step_times_s) - (0.0 if m.start_is_warm is None else m.start_up_s or 0.0)
+        for m in timed
+        if m.seconds is not None
+    ]
     if not overheads:
         return Forecast(peak, None)
     step_time_s = plan.samples_per_step / math.exp(beliefs.mean_log_speed(plan))
     timed_s = max(TIMED_S, FORECAST_STEPS * step_time_s)
-    cost_s = beliefs.spec.space.trial_cost_s(plan.settings)
+    cost_s = float(beliefs.trial_costs_s[beliefs.index(plan)])
     return Forecast(peak, max(overheads) + timed_s + cost_s)
 
 
@@ -180,13 +184,12 @@ def believing(beliefs: Beliefs, running: Sequence[tuple[Plan, TrialKind]]) -> Be
         beliefs: of what was measured.
         running: the plans, and why each runs.
     """
-    known = [each for each in running if each[0].variant in beliefs.known.index]
-    if not known:
+    if not running:
         return beliefs
     first = 1 + max((trial.number for trial in beliefs.measured), default=-1)
     pending = [
         Trial(number, kind, plan, _forecast(beliefs, plan))
-        for number, (plan, kind) in enumerate(known, start=first)
+        for number, (plan, kind) in enumerate(running, start=first)
     ]
     return Beliefs(beliefs.spec, beliefs.measured, pending, beliefs.known)
 
@@ -201,7 +204,7 @@ def _forecast(beliefs: Beliefs, plan: Plan) -> Measurement:
     if incumbent is None:
         return Measurement(Outcome.OOM, detail="pending")
     measured = incumbent.measurement
-    costs_s = beliefs.known.trial_costs_s
+    costs_s = beliefs.trial_costs_s
     cost_s = float(costs_s[beliefs.index(plan)] - costs_s[beliefs.index(incumbent.plan)])
     step_time_s = plan.samples_per_step / math.exp(beliefs.mean_log_speed(plan))
     factor = step_time_s / (measured.step_time_s or step_time_s)

@@ -467,3 +467,66 @@ def test_a_comparison_that_was_cut_short_has_its_winner_so_far(device: Simulated
     assert next_turn(beliefs) == lucky
     best: Any = best_of(beliefs)
     assert best.plan == leader
+
+
+FUSED, COMPILED = "optimizer.fused", "compile.mode"
+
+
+def _with_levers(make_device: MakeDevice) -> SimulatedDevice:
+    dimensions = {
+        "precision.dtype": Dimension(("default", "bfloat16")),
+        FUSED: Dimension((False, True)),
+        COMPILED: Dimension(("off", "whole"), trial_cost_s=30.0),
+    }
+    return make_device(dimensions=dimensions, sample_batch_size=16)
+
+
+def _changed(device: SimulatedDevice, **changed: Scalar) -> Plan:
+    names = {"half": "precision.dtype", "fused": FUSED, "compiled": COMPILED}
+    settings = {names[name]: value for name, value in changed.items()}
+    return Plan(16, settings={**device.space.default_settings, **settings})
+
+
+@pytest.mark.parametrize(("searched_rate", "has_turn"), [(143, True), (125, False)])
+def test_a_costly_plan_that_is_not_told_from_the_incumbent_has_its_turn(
+    make_device: MakeDevice, searched_rate: float, has_turn: bool
+) -> None:
+    """One probe beside a compilation does not say which of the two is faster."""
+    device = _with_levers(make_device)
+    base, half = device.space.baseline, _changed(device, half="bfloat16")
+    compiled = _changed(device, half="bfloat16", compiled="whole")
+    searched = _trials(
+        (BASELINE, base, 16_000 / 100, 2),
+        (SEARCH, half, 16_000 / 147, 2),
+        (SEARCH, _changed(device, half="bfloat16", fused=True), 16_000 / 139, 2),
+        (SEARCH, compiled, 16_000 / searched_rate, 2),
+    )
+    times = {base: 160.0, half: 109.0, compiled: 104.0 * 143 / searched_rate}
+    turns = _compared(device, searched, defaultdict(lambda: 115.0, times))
+    assert (compiled in {trial.plan for trial in turns}) is has_turn
+    assert _best(device, [*searched, *turns]) == (compiled if has_turn else half)
+
+
+@pytest.mark.parametrize(("gain", "best"), [(0.016, "fused"), (0.004, "simpler"), (0.0, "simpler")])
+def test_of_plans_of_one_arithmetic_the_rounds_tell_whether_a_setting_more_is_faster(
+    make_device: MakeDevice, gain: float, best: str
+) -> None:
+    device = _with_levers(make_device)
+    base, simpler = device.space.baseline, _changed(device, half="bfloat16")
+    fused = _changed(device, half="bfloat16", fused=True)
+    times = {base: 160.0, simpler: 100.0, fused: 100.0 * math.exp(-gain)}
+    searched = _trials((BASELINE, base, 160, 2), *((SEARCH, p, 100, 2) for p in (simpler, fused)))
+    searched = _noisy(searched, 0.06)
+    turns = _compared(device, searched, times)
+    assert _best(device, [*searched, *turns]) == {"fused": fused, "simpler": simpler}[best]
+
+
+def test_a_small_gain_is_no_reason_to_change_the_arithmetic(make_device: MakeDevice) -> None:
+    device = _with_levers(make_device)
+    base, exact = device.space.baseline, _changed(device, fused=True)
+    half = _changed(device, half="bfloat16")
+    times = {base: 160.0, exact: 100.0, half: 98.4}
+    searched = _trials((BASELINE, base, 160, 2), *((SEARCH, p, 100, 2) for p in (exact, half)))
+    searched = _noisy(searched, 0.06)
+    turns = _compared(device, searched, times)
+    assert _best(device, [*searched, *turns], numerics={"precision.dtype": 2}) == exact

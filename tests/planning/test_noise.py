@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
 from autofit.planning.noise import BETWEEN, Noise
@@ -24,15 +22,3 @@ def test_repeats_that_differ_more_than_their_steps_raise_the_error() -> None:
     assert noise.of(apart[0]) > 0.05
     alike = [_trial(number, 1.0, 0.001) for number in range(8)]
     assert Noise(alike).of(alike[0]) < 0.5 * BETWEEN
-
-
-def test_a_probe_has_at_least_the_usual_error_of_similar_step_times_alone() -> None:
-    """Steps that happen to agree say little, and so do those of plans that take much longer."""
-    steady = _trial(0, 1.0, 0.0, 1)
-    beside = [_trial(number, 1.1, scatter, number) for number, scatter in ((2, 0.1), (3, 0.2))]
-    slow = [_trial(number, 9.0, 0.5, number) for number in (4, 5, 6)]
-    probes = [steady, *beside, *slow]
-    usual = beside[0].measurement.step_error
-    assert Noise(probes).of(steady) == pytest.approx(math.hypot(usual, BETWEEN))
-    assert Noise([steady, *slow]).of(steady) == pytest.approx(BETWEEN)
-    assert Noise(probes).of(beside[1]) > usual
