@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from autofit.errors import InvalidArgument
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+# What torch's CUDA allocator takes for requests from 1 to 10 MiB
+LARGE_SEGMENT_BYTES = 20 * MIB
 
 MOST_BYTES = 2**60  # no device has as much
 _BINARY = {"k": KIB, "m": MIB, "g": GIB, "t": TIB}

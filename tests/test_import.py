@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+MOST_MODULES = 105
+"""Of autofit in the process that calls a search: each is read before the first probe runs."""
+
 
 def loaded_by(code: str) -> set[str]:
     """The top-level modules that a fresh interpreter holds after running the code."""
@@ -70,12 +73,22 @@ def test_a_search_loads_in_its_caller_little_that_only_its_worker_uses(tmp_path:
         "import json, sys, torch, autofit\n"
         "autofit.search(torch.nn.Linear(8, 4), torch.randn(4, 8), device='cpu',\n"
         "    loss_fn=lambda model, batch: model(batch).square().mean(), vram_budget='8MiB',\n"
-        "    max_probes=2, progress=False)\n"
+        "    max_probes=2, progress=False).save('report.json')\n"
         "print(json.dumps(sorted(sys.modules)))\n"
     )
-    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
     loaded = set(json.loads(ran.stdout.splitlines()[-1]))
     assert "autofit.searching.engine" in loaded
     only_workers = {"session", "measure", "profile", "flops", "evaluation", "loader"}
     assert not loaded & {f"autofit.probing.{name}" for name in only_workers}
     assert not loaded & {"autofit.report.charts", "autofit.cli.main", "rich", "sqlalchemy"}
+    assert not loaded & {"autofit.probing.survey", "autofit.training.training", "torch._inductor"}
+    assert not {name.split(".")[1] for name in loaded if name.startswith("autofit.")} & {
+        "equivalence",
+        "memory",
+        "prediction",
+    }
+    own = [name for name in loaded if name.partition(".")[0] == "autofit"]
+    assert len(own) <= MOST_MODULES, sorted(own)

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from autofit.devices.base import TRIED_TORCH, Environment
-from autofit.devices.cpu import host_memory, load_of_others
+from autofit.devices.base import TRIED_TORCH, Environment, host_memory, load_of_others
 from autofit.devices.cuda import notes_on_choice
 from autofit.devices.nvml import Nvml
 from autofit.errors import AutofitError, release_exception

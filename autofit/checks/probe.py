@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from autofit.checks.tuned import AskedPlan, check_same
 from autofit.codec import to_json
-from autofit.devices.cpu import load_of_others
+from autofit.devices.base import load_of_others
 from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.measurement import Measurement, Trial, TrialKind, median_interval
 from autofit.plan import Plan, ResolvedPlan, Settings
@@ -34,7 +34,7 @@ from autofit.training.workload import Workload
 from autofit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from autofit.probing.survey import Survey
+    from autofit.probing.surveyed import Survey
 
 
 @overload

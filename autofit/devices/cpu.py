@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from autofit.devices.base import Device, Environment, MemoryReading
+from autofit.devices.base import Device, Environment, MemoryReading, host_memory, load_of_others
 from autofit.errors import DeviceUnavailable
 from autofit.memory.allocator import CachingAllocator, expandable_segments
 from autofit.memory.tracer import CompiledMemoryTracer
@@ -120,41 +120,3 @@ def fix_malloc_thresholds(device: torch.device) -> None:
     if mallopt(_M_MMAP_THRESHOLD, 2**30) != 1:  # glibc 2.36 takes it, and returns 1
         mallopt(_M_MMAP_THRESHOLD, 2**25)  # the upper limit in mallopt(3), on 64 bits
     mallopt(_M_TRIM_THRESHOLD, 2**30)
-
-
-# Others use much of the cores from this share on: steps then take turns with them.
-BUSY = 0.5
-
-
-def load_of_others(own: float = 0.0) -> str | None:
-    """Return the host's load in words if others use much of its cores; None: they do not.
-
-    Args:
-        own: processes of the load, a mean over the last minute, that are this search's.
-    """
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    return f"load {load:.1f} on {cores} cores" if load - own > BUSY * cores else None
-
-
-def host_memory(
-    proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")
-) -> tuple[int, int]:
-    """Return (total, available) bytes of host memory, within the control group's limit.
-
-    Inactive file pages of the group count as available: the kernel reclaims them when needed.
-    """
-    fields = _numbers(proc / "meminfo")
-    total, available = (1024 * fields[name] for name in ("MemTotal:", "MemAvailable:"))
-    limit = group / "memory.max"
-    if not limit.exists() or limit.read_text().strip() == "max":
-        return total, available
-    allowed = int(limit.read_text())
-    used = int((group / "memory.current").read_text())
-    left = allowed - used + _numbers(group / "memory.stat").get("inactive_file", 0)
-    return min(total, allowed), max(min(available, left), 0)
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """Return the first number of each line, by the line's first word."""
-    lines = (line.split() for line in path.read_text().splitlines())
-    return {words[0]: int(words[1]) for words in lines}

@@ -331,21 +331,3 @@ def notes_on_choice(name: str | torch.device | None) -> tuple[str, ...]:
     if name is not None or torch.cuda.is_available() or (why := why_none()).startswith(_NO_GPU):
         return ()
     return (f"this ran on the CPU, because torch cannot use this machine's GPU: {why}",)
-
-
-def device_meant(name: str | torch.device | None, model: torch.nn.Module | None) -> str | None:
-    """Return `name` with the index that it has in the caller's process.
-
-    Without an index: a live model's GPU, else the current device of this process; if it has no CUDA
-    context yet, `name` as it is, and none is created to find out.
-    """
-    check_device_name(name)
-    given = None if name is None else str(name)
-    if given not in (None, "cuda"):
-        return given
-    tensors = () if model is None else (*model.parameters(), *model.buffers())
-    found = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-    if found is not None:
-        return str(found)
-    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
-    return f"cuda:{torch.cuda.current_device()}" if is_used else given

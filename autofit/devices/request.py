@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidArgument
 from autofit.units import MOST_BYTES, check_size, format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 
 def budget_bytes(
@@ -122,3 +125,23 @@ def check_device_name(name: object) -> None:
     """
     if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", str(name)):
         raise InvalidArgument(f'device must be "cuda", "cuda:N" or "cpu", got {name!r}')
+
+
+def device_meant(name: str | torch.device | None, model: torch.nn.Module | None) -> str | None:
+    """Return `name` with the index that it has in the caller's process.
+
+    Without an index: a live model's GPU, else the current device of this process; if it has no CUDA
+    context yet, `name` as it is, and none is created to find out.
+    """
+    import torch
+
+    check_device_name(name)
+    given = None if name is None else str(name)
+    if given not in (None, "cuda"):
+        return given
+    tensors = () if model is None else (*model.parameters(), *model.buffers())
+    found = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if found is not None:
+        return str(found)
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
+    return f"cuda:{torch.cuda.current_device()}" if is_used else given

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from autofit.devices.cpu import fix_malloc_thresholds, host_memory
+from autofit.devices.base import host_memory
+from autofit.devices.cpu import fix_malloc_thresholds
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan, ResolvedPlan, Scalar, unlike
 from autofit.registry import load_strategies

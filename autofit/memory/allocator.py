@@ -26,7 +26,6 @@ import re
 from collections.abc import Callable
 
 from autofit.memory.blocks import (
-    LARGE_SEGMENT_BYTES,
     ROUNDING_BYTES,
     SMALL_REQUEST_BYTES,
     Addresses,
@@ -34,7 +33,7 @@ from autofit.memory.blocks import (
     Pool,
     round_up,
 )
-from autofit.units import format_bytes
+from autofit.units import LARGE_SEGMENT_BYTES, format_bytes
 
 
 class OutOfBudget(Exception):

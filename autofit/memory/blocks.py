@@ -9,12 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Any
 
-from autofit.units import MIB
+from autofit.units import LARGE_SEGMENT_BYTES, MIB
 
 ROUNDING_BYTES = 512
 SMALL_REQUEST_BYTES = 1 * MIB
 SMALL_SEGMENT_BYTES = 2 * MIB
-LARGE_SEGMENT_BYTES = 20 * MIB
 OWN_SEGMENT_FROM_BYTES = 10 * MIB
 OWN_SEGMENT_ROUNDING_BYTES = 2 * MIB
 

@@ -47,7 +47,13 @@ from autofit.probing.process_lifetime import die_with_parent, outlive_parent
 IDLE_S = 60.0
 _REAP_S = 10.0  # for a process that was killed to end
 # The first is what making an optimizer imports.
-_PRELOADED = ("torch._dynamo", "autofit.probing.worker", "autofit.probing.supervisor")
+_PRELOADED = (
+    "torch._dynamo",
+    "autofit.probing.worker",
+    "autofit.probing.supervisor",
+    "autofit.probing.survey",
+    "autofit.probing.prober",
+)
 _MOST_DESCRIPTORS, _MOST_NAME_BYTES = 16, 256  # of a request
 # Else torch's profiler announces itself in a worker's output: it reads this when it is first used.
 QUIET = {"KINETO_LOG_LEVEL": "6"}

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from autofit.devices.base import DeviceLock
-from autofit.devices.cuda import device_meant
-from autofit.devices.request import budget_bytes, check_budget
-from autofit.equivalence.comparison import compare_plans
+from autofit.devices.request import budget_bytes, check_budget, device_meant
 from autofit.errors import (
     InvalidArgument,
     WorkerFailed,
@@ -44,7 +42,7 @@ from autofit.probing.requests import (
     Workplace,
     ignore_stage,
 )
-from autofit.probing.survey import (
+from autofit.probing.surveyed import (
     FIRST_SAMPLES,
     NO_TIME,
     SPLIT_GRADIENTS,
@@ -53,7 +51,6 @@ from autofit.probing.survey import (
     Survey,
     note_own_copy,
     stage_of,
-    take_survey,
 )
 from autofit.probing.worker_channel import WorkerChannel
 from autofit.strategy import Comparison, Phase, Strategy
@@ -255,7 +252,7 @@ class Prober(AbstractContextManager["Prober"]):
         self._looks.end_at = looks_end_at
         while True:
             look_up = partial(
-                take_survey,
+                _survey,
                 vram_budget_bytes=self.vram_budget_bytes,
                 left_out=left_out,
                 raised=raised,
@@ -520,4 +517,12 @@ def open_prober(
 def _compare(
     session: Workplace, first: ResolvedPlan, second: ResolvedPlan, samples: int
 ) -> Comparison:
+    from autofit.equivalence.comparison import compare_plans  # in the worker alone
+
     return compare_plans(session.builder, first, second, samples)
+
+
+def _survey(session: Workplace, **given: Any) -> Survey:
+    from autofit.probing.survey import take_survey  # in the worker alone
+
+    return take_survey(session, **given)

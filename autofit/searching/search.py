@@ -9,21 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autofit.devices.cpu import load_of_others
+from autofit.devices.base import load_of_others
 from autofit.errors import SearchTimedOut, hides_own_frames
 from autofit.interrupts import interrupts_remembered
 from autofit.measurement import TrialKind
-from autofit.memory.blocks import LARGE_SEGMENT_BYTES
 from autofit.notebook import is_watched
 from autofit.plan import PLANNED_STEPS, NoFeasiblePlan, ResolvedPlan
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.requests import ProbeRequest, ProbeResult
-from autofit.probing.survey import Recomputation, Survey, check_weights_fit
+from autofit.probing.surveyed import Recomputation, Survey, check_weights_fit
 from autofit.probing.torchrun import owned_by_rank_0, ranks_meant
 from autofit.registry import load_strategies, numerics_level, numerics_of
 from autofit.report.record import Record
@@ -36,7 +35,6 @@ from autofit.searching.faithful import judged
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
 from autofit.searching.infeasible import with_measured_need
 from autofit.searching.options import SearchArguments, SearchOptions
-from autofit.searching.predicted_lines import most_seconds, predicted_lines
 from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Places, open_runner
 from autofit.searching.storage import check_opens
@@ -45,7 +43,10 @@ from autofit.searching.wording import logged
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
 from autofit.training.workload import Workload, first_size, workload_of
-from autofit.units import counted
+from autofit.units import LARGE_SEGMENT_BYTES, counted
+
+if TYPE_CHECKING:
+    from autofit.searching.predicted_lines import Predicted
 
 # Of what is left of the timeout after the baseline, for what strategies look at before any of their
 # settings is tried: probes need the rest.
@@ -375,16 +376,7 @@ class _Course:
                 self.asked.options.max_micro_batch, even=self.asked.options.even_split
             )
             space.check_can_be_planned()
-            apart = partial(
-                open_prober, self.workload, self.strategies, Target("cpu"), ends_at=self.ends_at
-            )
-            lines, times, notes = predicted_lines(
-                prober,
-                survey,
-                space,
-                apart if survey.world_size > 1 else None,
-                most_seconds(self.asked.allowance.seconds_left),
-            )
+            lines, times, notes = self._predicted(prober, survey, space)
             survey = replace(survey, notes=(*survey.notes, *notes, *space.notes()))
             own = {strategy.name: strategy for strategy in self.strategies}
             spec = SearchSpec(
@@ -404,6 +396,23 @@ class _Course:
         planned_samples = steps * samples if steps else None
         effort = Effort(self.asked.options.effort)
         return survey, replace(spec, effort=effort, planned_samples=planned_samples)
+
+    def _predicted(self, prober: Prober, survey: Survey, space: Space) -> Predicted:
+        """Return lines of memory and of time, and notes; there are none on a CPU."""
+        if survey.environment.gpu is None:
+            return {}, {}, ()
+        from autofit.searching.predicted_lines import most_seconds, predicted_lines
+
+        apart = partial(
+            open_prober, self.workload, self.strategies, Target("cpu"), ends_at=self.ends_at
+        )
+        return predicted_lines(
+            prober,
+            survey,
+            space,
+            apart if survey.world_size > 1 else None,
+            most_seconds(self.asked.allowance.seconds_left),
+        )
 
     def _describe(
         self,

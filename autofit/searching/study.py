@@ -35,7 +35,6 @@ from autofit.searching.storage import (
     name_of,
     open_study,
 )
-from autofit.training.fingerprint import differing_parts
 
 _ENDED, _ENDED_AT = "autofit_ended", "autofit_ended_at"  # the reason, and the effort of that search
 _SESSIONS = "autofit_session_seconds"
@@ -46,8 +45,11 @@ COSTLY = "costly settings"
 
 def _difference(part: str, stored: str | None, here: str | None) -> str:
     """Return in words how a part of a search's identity differs."""
-    if part == "workload" and stored and here and (names := differing_parts(stored, here)):
-        return f"another workload: its {', '.join(names)} differ"
+    if part == "workload" and stored and here:
+        from autofit.training.fingerprint import differing_parts  # few studies differ
+
+        if names := differing_parts(stored, here):
+            return f"another workload: its {', '.join(names)} differ"
     return f"{part}: {stored or 'none'} there, {here or 'none'} here"
 
 

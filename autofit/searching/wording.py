@@ -19,7 +19,6 @@ from autofit.searching.events import (
     StageStarted,
     Vetoed,
 )
-from autofit.streams import complain
 from autofit.units import counted, format_bytes, format_clock
 
 _LOGGER = logging.getLogger("autofit")
@@ -52,6 +51,8 @@ def logged(then: OnEvent | None, *, slowly: bool = False) -> OnEvent:
             is_due = time.monotonic() - last >= SECONDS_BETWEEN
             if slowly and is_due and not _LOGGER.isEnabledFor(logging.INFO):
                 last = time.monotonic()
+                from autofit.streams import complain  # few searches are so long
+
                 complain(f"autofit: {line}")
         if then is not None:
             then(event)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from autofit.devices.base import Device
-from autofit.devices.cpu import fix_malloc_thresholds, host_memory
+from autofit.devices.base import Device, host_memory
+from autofit.devices.cpu import fix_malloc_thresholds
 from autofit.errors import (
     InvalidArgument,
     Unsupported,

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from autofit.devices.gpu_catalogue import Gpu
-from autofit.memory.blocks import LARGE_SEGMENT_BYTES
 from autofit.plan import Plan, Scalar, Settings, VariantKey, variant_key
 from autofit.planning.search_spec import MemoryLine, SearchSpec, TimeLine
 from autofit.space import Space
 from autofit.testing import SimulatedProber
-from autofit.units import GIB
+from autofit.units import GIB, LARGE_SEGMENT_BYTES
 from benchmarks.grids.kernels import RECORDED, time_lines
 from benchmarks.levers import dimension_of
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autofit.devices.cpu import CpuDevice, host_memory
+from autofit.devices.base import host_memory
+from autofit.devices.cpu import CpuDevice
 
 MIB = 2**20
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.devices.cuda import device_meant, open_device
+from autofit.devices.cuda import open_device
 from autofit.devices.gpu_catalogue import Gpu, find_gpu, known_gpus
-from autofit.devices.request import budget_bytes
+from autofit.devices.request import budget_bytes, device_meant
 from autofit.errors import DeviceUnavailable, InvalidArgument
 from autofit.units import GIB
 from emulated_gpu import find_card

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from autofit.measurement import Outcome, Trial
-from autofit.memory.blocks import LARGE_SEGMENT_BYTES
 from autofit.plan import CostHint, Dimension, Plan
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space
 from autofit.testing import SimulatedProber
-from autofit.units import GIB
+from autofit.units import GIB, LARGE_SEGMENT_BYTES
 from tests.simulated import DIMENSIONS, LEVEL, make_trial
 
 FIXED = 8 * GIB
