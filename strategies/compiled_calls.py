@@ -163,10 +163,10 @@ def _by_shapes(module: nn.Module, codes: _Codes, *, is_block: bool) -> Callable[
                 f"{MODE}: hooks of all modules (register_module_forward_hook and the like) "
                 f"do not run in compiled code: remove them, or use {MODE}={OFF}"
             )
-        if any(hooks):
-            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
         shapes = tuple(_shapes((args, kwargs)))
-        lengths.add(tuple(shape[1:] for shape in shapes))
+        if any(hooks) or None in shapes:
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+        lengths.add(tuple(shape[1:] for shape in shapes if shape is not None))
         has_lengths = len(lengths) > 1
         if not has_lengths and shapes not in calls and (own := codes.of(module, shapes)):
             calls[shapes] = own
@@ -198,10 +198,15 @@ def _check_first(gradients: Any) -> None:
         )
 
 
-def _shapes(value: Any, depth: int = _DEPTH) -> Iterator[torch.Size]:
-    """Yield the shapes of the tensors in containers, and in the attributes of other objects."""
+def _shapes(value: Any, depth: int = _DEPTH) -> Iterator[torch.Size | None]:
+    """Yield the shapes of the tensors in containers, and in the attributes of other objects.
+
+    None of a nested tensor of the strided layout, which has no shape and which dynamo does not
+    take: a `TransformerEncoder` makes one in evaluation.
+    """
     if isinstance(value, torch.Tensor):
-        yield value.shape
+        has_shape = not value.is_nested or value.layout is not torch.strided
+        yield value.shape if has_shape else None
     elif depth and not isinstance(value, type | nn.Module):
         if not isinstance(value, tuple | list):
             inner = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})

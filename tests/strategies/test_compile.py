@@ -278,6 +278,21 @@ def test_no_length_runs_blocks_eagerly() -> None:
     assert losses == pytest.approx([float(model(each)) for each in batches], rel=1e-4)
 
 
+def test_blocks_of_torch_evaluate_nested_tensors_as_they_are_written() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()  # nests padded samples in evaluation
+    padding = torch.tensor([[False, False, False], [False, True, True]])
+    words = torch.randn(2, 3, 8)
+    payloads = {REGION: {"modules": [["layers.0", "layers.1"]]}}
+    plan = ResolvedPlan(Plan(2, settings=OF_BLOCKS), payloads, (COMPILE,))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with torch.no_grad():
+        plain = model(words, src_key_padding_mask=padding)
+        with Training(model, optimizer, Recipe(), plan, device=torch.device("cpu")):
+            ours = model(words, src_key_padding_mask=padding)
+    torch.testing.assert_close(ours, plain)
+
+
 def compiled() -> nn.Module:
     model = Model()
     model.compile()
