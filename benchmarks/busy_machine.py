@@ -3,7 +3,7 @@
     python -m benchmarks.busy_machine --json FILE --loops 1,2 --minutes 12
 
 Runs the search beside loops that keep a core busy each, some times for each number of loops. Each
-search has a timeout, as the documentation advises for a machine that others use. Where nothing was
+search has a timeout. Where nothing was
 decided, the best candidate is looked at. When the loops have been stopped, each plan that came out
 is timed beside the baseline, in turns and in fresh probes, the first time that it does: by that the
 decided direction is judged. Prints a line a search and a Markdown table. Searches that the file has
