@@ -395,10 +395,12 @@ class Beliefs:
         No more than `STEP` times the largest of all that ran: a belief allows no larger step. After
         a failure it halves, in logarithms, what is left between the largest that fits and the
         smallest that failed, so that a limit is found within a few failures whatever its cause. A
-        memory line that expected the failure is believed where it is sure of a larger size.
+        memory line that expected the failure is believed where it is sure of a larger size. A
+        failure that no memory line expected, at a size that no variant has run, may await the other
+        variants too.
         """
         reach: MicroBatches = np.minimum(self.accumulating, self._most_in_reach)
-        limit = self.held.limits(0.5)
+        limit, most = self.held.limits(0.5), int(self.largest.max(initial=1))
         for trial in self.probes:
             index, failed = self.index(trial.plan), trial.plan.micro_batch
             of, variant = self.exclusions, trial.plan.variant
@@ -410,6 +412,9 @@ class Beliefs:
             if is_expected:
                 middle = max(middle, min(int(self.cautious[index]), failed - 1))
             reach[index] = min(max(middle, self.sizes.at_least(fits + 1)), reach[index])
+            if failed > most and not is_expected:
+                shared = max(self.sizes.at_least(most + 1), math.isqrt(most * failed))
+                reach = np.minimum(reach, shared)
         return reach
 
     # Speeds
