@@ -3,12 +3,11 @@
     python -m benchmarks.busy_machine --json FILE --loops 1,2 --minutes 12
 
 Runs the search beside loops that keep a core busy each, some times for each number of loops. Each
-search has a timeout. Where nothing was
-decided, the best candidate is looked at. When the loops have been stopped, each plan that came out
-is timed beside the baseline, in turns and in fresh probes, the first time that it does: by that the
-decided direction is judged. Prints a line a search and a Markdown table. Searches that the file has
-are not run again, so a run that `--minutes` cut can be continued: ten seeds beside one and two
-loops take up to an hour with the default timeout.
+search has a timeout. Where nothing was decided, the best candidate is looked at. When the loops
+have been stopped, each plan that came out is timed beside the baseline, in turns and in fresh
+probes, the first time that it does: by that the decided direction is judged. Prints a line a search
+and a Markdown table. Searches that the file has are not run again, so a run that `--minutes` cut
+can be continued: ten seeds beside one and two loops take up to an hour with the default timeout.
 """
 
 from __future__ import annotations

@@ -50,14 +50,15 @@ def compiled(
     model = training.model
     with ExitStack() as stack:
         stack.enter_context(_environment_kept())
-        options = _options(mode, budget)
+        given = _given(mode, budget, of_any_shape=False)
+        of_any = _given(mode, budget, of_any_shape=True)
         if mode == GRAPHS:
             stack.enter_context(_graphs_freed(training.device))
             stack.callback(training.wrap_forward(partial(_not_accumulating, model)))
         notes = partial(lines_since, Counted.now(), with_cuda_graphs=mode == GRAPHS)
         stack.enter_context(_marks_kept(model))
         for modules in alike:
-            codes = _Codes(options, _of_any_shape(mode, budget))
+            codes = _Codes(given, of_any)
             for module in modules:
                 stack.enter_context(attributes_kept(module, COMPILED_CALL))
                 call = _by_shapes(module, codes, is_block=module is not model)
@@ -66,30 +67,24 @@ def compiled(
         yield
 
 
-def _options(mode: str, budget: float) -> Mapping[str, Any]:
-    """Return how torch.compile is called: with one backend for all, for it keeps code by that."""
-    if budget == 1.0:
-        return {"mode": mode}
-    from .memory_budget import within_budget  # loads inductor
-
-    return {"backend": within_budget(budget)}
-
-
-def _of_any_shape(mode: str, budget: float) -> Mapping[str, Any]:
-    """Return how torch.compile is called for code that serves any shape.
+def _given(mode: str, budget: float, *, of_any_shape: bool) -> Mapping[str, Any]:
+    """Return what torch.compile is given: one backend for all modules, for it keeps code by that.
 
     Inductor gives the input of a convolution another layout and keeps it for the backward, whose
     code has the strides of the first shape alone: with torch 2.13 the backward of the next shape
-    fails ("expected size ..., stride ..."). So layouts stay as they are.
+    fails ("expected size ..., stride ..."). So code that serves any shape leaves layouts as they
+    are.
     """
-    layouts_stay = {"layout_optimization": False}
+    dynamic = None if of_any_shape else False
+    # torch.compile takes a mode or options; the first is what the mode stands for
+    options: dict[str, Any] = {"triton.cudagraphs": True} if mode == GRAPHS else {}
+    if of_any_shape:
+        options["layout_optimization"] = False
     if budget == 1.0:
-        # torch.compile takes a mode or options; this is what the mode stands for
-        graphs = {"triton.cudagraphs": True} if mode == GRAPHS else {}
-        return {"options": {**layouts_stay, **graphs}}
-    from .memory_budget import within_budget
+        return {"dynamic": dynamic, "options": options}
+    from .memory_budget import within_budget  # loads inductor
 
-    return {"backend": within_budget(budget, layouts_stay)}
+    return {"dynamic": dynamic, "backend": within_budget(budget, options)}
 
 
 class _Codes:
@@ -98,32 +93,28 @@ class _Codes:
     What is compiled, and how often, is counted by code object.
     """
 
-    def __init__(self, options: Mapping[str, Any], of_any_shape: Mapping[str, Any]) -> None:
-        self._options, self._options_of_any = options, of_any_shape
+    def __init__(self, given: Mapping[str, Any], given_of_any: Mapping[str, Any]) -> None:
+        self._given, self._given_of_any = given, given_of_any
         self._of_shapes: dict[Any, CodeType] = {}
         self._of_any = _new_code()
 
     def of_any_shape(self, module: nn.Module) -> Callable[..., Any]:
         """Return the compiled call of a module that serves any shape."""
-        return self._compiled(module, self._of_any, None, self._options_of_any)
+        return self._compiled(module, self._of_any, self._given_of_any)
 
     def of(self, module: nn.Module, shapes: Any) -> Callable[..., Any] | None:
         """Return its call for these shapes; None: there is code for as many others already."""
         if shapes not in self._of_shapes and len(self._of_shapes) >= _MOST_SIZES:
             return None
         code = self._of_shapes.setdefault(shapes, _new_code())
-        return self._compiled(module, code, False, self._options)
+        return self._compiled(module, code, self._given)
 
     def _compiled(
-        self,
-        module: nn.Module,
-        code: CodeType,
-        dynamic: bool | None,
-        options: Mapping[str, Any],
+        self, module: nn.Module, code: CodeType, given: Mapping[str, Any]
     ) -> Callable[..., Any]:
         template = _calling(module)
         call = FunctionType(code, _globals(module), "call", None, template.__closure__)
-        made: Callable[..., Any] = torch.compile(call, dynamic=dynamic, **options)
+        made: Callable[..., Any] = torch.compile(call, **given)
         return made
 
 

@@ -104,11 +104,9 @@ class Runner:
         del self.pending[job]
         return job, result
 
-    def cancel(self) -> list[Job]:
-        """End what is pending, whose results are lost; return the jobs."""
-        cancelled = [*self.pending]
+    def cancel(self) -> None:
+        """End what is pending, whose results are lost."""
         self.pending.clear()
-        return cancelled
 
     def run(self, job: Job, request: ProbeRequest) -> ProbeResult:
         """Run a job in a worker of the kind that it asks for."""
@@ -164,13 +162,13 @@ class ParallelRunner(Runner):
         del self.pending[job]
         return job, result
 
-    def cancel(self) -> list[Job]:
+    def cancel(self) -> None:
         """End what is pending: a worker that runs by ending it."""
         for future, (_, place) in self._running.items():
             if not future.cancel():
                 place.prober.renew()
         self._running.clear()
-        return super().cancel()
+        super().cancel()
 
 
 @dataclass(frozen=True)
