@@ -150,7 +150,7 @@ def _is_untold_costly(search: Beliefs, plan: Plan, incumbent: Plan) -> bool:
 
     One or two probes ran with such a value, so that no line is sure of it, and much may be lost.
     """
-    if search.known.trial_costs_s[search.index(plan)] == 0:
+    if not search.spec.space.is_costly(plan.settings):
         return False
     apart = search.mean_log_speed(incumbent) - search.mean_log_speed(plan)
     return apart < SURE * (search.deviation(plan) + search.deviation(incumbent))

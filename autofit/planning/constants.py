@@ -28,9 +28,9 @@ RISKS = (0.03, 0.15, 0.4)  # of an OOM, at which sizes are proposed. Two: .325 o
 # Where an expert plan is tried; a riskier plan of another sampler is refused.
 CAUTIOUS = 0.1  # of an OOM. 0.05 without lines: -0.8 +- 0.7 points
 OPTIMISTIC = 0.6  # of an OOM: up to where a plan has potential. 0.1: .91 for .97 on launches
-# The next size of a global batch is far away: it is tried at this risk until one OOM, if it is
-# `ODD` times as large. Without, bfloat16 was not tried at the whole batch on a CPU.
-BOLD = 0.8  # of an OOM
+# The next size of a global batch is far away: it is tried at this risk until one OOM, if it is so
+# much larger. Without, bfloat16 was not tried at the whole batch on a CPU.
+BOLD, COARSE = 0.8, 1.15  # of an OOM; times
 # No micro-batch is tried that is more than this many times the largest measured; not measured.
 STEP, STEP_WITH_LINES = 6, 64  # times
 NEAR = 0.8  # of its largest size: an expert plan that ran there is done; not measured

@@ -21,6 +21,7 @@ from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.beliefs import Beliefs, Mask
 from autofit.planning.constants import (
     BOLD,
+    COARSE,
     MEMORY_ERROR,
     MIN_WORTH,
     MULTIPLE,
@@ -117,7 +118,7 @@ def _at_largest(beliefs: Beliefs, variant: int, *, is_new: bool) -> Plan | None:
         # The sizes of a global batch are far apart: an expert tries the next one
         risk = BOLD if beliefs.oom_probes == 0 else RISKS[-1]
         bold = int(beliefs.largest_at(risk)[variant])
-        if bold >= ODD * max(top, 1):
+        if bold >= COARSE * max(top, 1):
             top = done = bold
     if top < 1 or largest >= done:
         return None
