@@ -84,7 +84,7 @@ def test_a_search_loads_in_its_caller_little_that_only_its_worker_uses(tmp_path:
     only_workers = {"session", "measure", "profile", "flops", "evaluation", "loader"}
     assert not loaded & {f"autofit.probing.{name}" for name in only_workers}
     assert not loaded & {"autofit.report.charts", "autofit.cli.main", "rich", "sqlalchemy"}
-    assert not loaded & {"autofit.probing.survey", "autofit.training.training", "torch._inductor"}
+    assert not loaded & {"autofit.probing.looks", "autofit.training.training", "torch._inductor"}
     assert not {name.split(".")[1] for name in loaded if name.startswith("autofit.")} & {
         "equivalence",
         "memory",

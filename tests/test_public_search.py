@@ -27,7 +27,7 @@ from torch import nn
 import autofit
 from autofit.plan import Scalar
 from autofit.probing.probe import probe_if
-from autofit.probing.surveyed import Survey
+from autofit.probing.survey import Survey
 from autofit.searching.events import (
     Event,
     MachineBusy,

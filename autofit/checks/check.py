@@ -35,7 +35,7 @@ from autofit.units import format_bytes
 from autofit.world import world_of_environment
 
 if TYPE_CHECKING:
-    from autofit.probing.surveyed import Survey
+    from autofit.probing.survey import Survey
 
 
 @hides_own_frames

@@ -34,7 +34,7 @@ from autofit.training.workload import Workload
 from autofit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from autofit.probing.surveyed import Survey
+    from autofit.probing.survey import Survey
 
 
 @overload

@@ -17,7 +17,7 @@ from autofit.training.samples import Made
 from autofit.training.workload import Workload, check_arguments
 
 if TYPE_CHECKING:
-    from autofit.probing.surveyed import Survey
+    from autofit.probing.survey import Survey
 
 _HIDDEN_CAUSES = {
     "model": "the model's code or options",

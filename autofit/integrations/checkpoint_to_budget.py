@@ -15,7 +15,7 @@ from autofit.measurement import Trial, TrialKind
 from autofit.plan import NoFeasiblePlan, ResolvedPlan
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.requests import ProbeRequest
-from autofit.probing.surveyed import Survey, check_weights_fit
+from autofit.probing.survey import Survey, check_weights_fit
 from autofit.registry import load_strategies, resolve
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload, workload_of

@@ -51,7 +51,7 @@ _PRELOADED = (
     "torch._dynamo",
     "autofit.probing.worker",
     "autofit.probing.supervisor",
-    "autofit.probing.survey",
+    "autofit.probing.looks",
     "autofit.probing.prober",
 )
 _MOST_DESCRIPTORS, _MOST_NAME_BYTES = 16, 256  # of a request

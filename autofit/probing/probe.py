@@ -11,7 +11,7 @@ from autofit.measurement import Trial, TrialKind
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.requests import ProbeRequest
-from autofit.probing.surveyed import Survey
+from autofit.probing.survey import Survey
 from autofit.probing.torchrun import owned_by_rank_0, ranks_meant
 from autofit.registry import load_strategies, resolve
 from autofit.strategy import Strategy

@@ -42,7 +42,7 @@ from autofit.probing.requests import (
     Workplace,
     ignore_stage,
 )
-from autofit.probing.surveyed import (
+from autofit.probing.survey import (
     FIRST_SAMPLES,
     NO_TIME,
     SPLIT_GRADIENTS,
@@ -523,6 +523,6 @@ def _compare(
 
 
 def _survey(session: Workplace, **given: Any) -> Survey:
-    from autofit.probing.survey import take_survey  # in the worker alone
+    from autofit.probing.looks import take_survey  # in the worker alone
 
     return take_survey(session, **given)

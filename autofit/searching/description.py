@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.measurement import ACT, NOT_TRIED, Trial
 from autofit.plan import ResolvedPlan
 from autofit.probing.prober import Prober
-from autofit.probing.surveyed import Survey
+from autofit.probing.survey import Survey
 from autofit.registry import resolve
 from autofit.report.paste import lines_of_trials
 from autofit.report.record import FUNCTIONS, Record, SearchSummary

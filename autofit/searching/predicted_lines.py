@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from autofit.devices.base import Environment
 from autofit.plan import VariantKey
 from autofit.probing.prober import Prober
-from autofit.probing.surveyed import Survey
+from autofit.probing.survey import Survey
 from autofit.space import Space
 
 if TYPE_CHECKING:

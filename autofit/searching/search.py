@@ -22,7 +22,7 @@ from autofit.plan import PLANNED_STEPS, NoFeasiblePlan, ResolvedPlan
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.requests import ProbeRequest, ProbeResult
-from autofit.probing.surveyed import Recomputation, Survey, check_weights_fit
+from autofit.probing.survey import Recomputation, Survey, check_weights_fit
 from autofit.probing.torchrun import owned_by_rank_0, ranks_meant
 from autofit.registry import load_strategies, numerics_level, numerics_of
 from autofit.report.record import Record

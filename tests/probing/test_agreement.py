@@ -14,10 +14,10 @@ from autofit.measurement import Measurement, Outcome, RankUse
 from autofit.plan import Dimension, Plan
 from autofit.probing.agreement import Answer, agree
 from autofit.probing.fault_table import OTHER_COUNT
+from autofit.probing.looks import check_alike, check_shared
 from autofit.probing.probe import probe_if
 from autofit.probing.rank_channel import device_of_rank
 from autofit.probing.requests import NoReply, Reply
-from autofit.probing.survey import check_alike, check_shared
 from autofit.registry import load_strategies
 from autofit.strategy import World
 from autofit.training.workload import Workload

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autofit.probing.prober import Target, open_prober
-from autofit.probing.surveyed import Survey
+from autofit.probing.survey import Survey
 from autofit.registry import load_strategies
 from autofit.training.workload import Workload
 

@@ -21,7 +21,7 @@ from autofit.probing.agreement import is_fault
 from autofit.probing.prober import Deadlines, Prober, Target, open_prober
 from autofit.probing.rank_channel import RankChannel
 from autofit.probing.requests import Deadline, DeviceFacts, NoReply
-from autofit.probing.surveyed import NO_TIME, SPLIT_GRADIENTS, Recomputation, stage_of
+from autofit.probing.survey import NO_TIME, SPLIT_GRADIENTS, Recomputation, stage_of
 from autofit.registry import load_strategies
 from autofit.searching.events import Event, ProbeStarted, StageStarted
 from autofit.strategy import Context, Dimension, TrainingView

@@ -16,9 +16,9 @@ from autofit.equivalence.comparison import compare_plans
 from autofit.errors import InvalidArgument, is_users
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
+from autofit.probing.looks import take_survey
 from autofit.probing.requests import Call, ProbeRequest, Reply
 from autofit.probing.session import Session
-from autofit.probing.survey import take_survey
 from autofit.registry import load_strategies
 from autofit.strategy import Comparison
 from autofit.training.training import TrainingBuilder

@@ -17,10 +17,10 @@ from torch import nn
 from autofit.equivalence.comparison import compare_plans
 from autofit.errors import InvalidArgument
 from autofit.plan import Dimension, NoFeasiblePlan, Plan, ResolvedPlan
+from autofit.probing.looks import take_survey
 from autofit.probing.requests import Call, ProbeRequest
 from autofit.probing.session import Session
-from autofit.probing.survey import take_survey
-from autofit.probing.surveyed import check_weights_fit
+from autofit.probing.survey import check_weights_fit
 from autofit.training.loss import LossSource
 from autofit.training.workload import Workload
 from tests.classifier import CROSS_ENTROPY, classifier, labelled, session_of

@@ -16,7 +16,7 @@ from autofit.plan import Plan
 from autofit.prediction.predict import predict_resolved
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.requests import ProbeRequest
-from autofit.probing.surveyed import Survey
+from autofit.probing.survey import Survey
 from autofit.registry import load_strategies, resolve
 from autofit.searching.predicted_lines import Predicted, predicted_lines
 from autofit.training.workload import Workload
