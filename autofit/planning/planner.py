@@ -164,17 +164,20 @@ def forecast(beliefs: Beliefs, plan: Plan) -> Forecast:
     """Return the expected cost of a probe of the plan."""
     peak = round(beliefs.held.quantile(plan)) if beliefs.can_predict_memory else None
     timed = [t.measurement for t in beliefs.probes if t.measurement.step_times_s]
-    overheads = [
-        m.seconds - sum(m.step_times_s) - (0.0 if m.start_is_warm is None else m.start_up_s or 0.0)
-        for m in timed
-        if m.seconds is not None
-    ]
+    overheads = [_overhead_s(m, m.seconds) for m in timed if m.seconds is not None]
     if not overheads:
         return Forecast(peak, None)
     step_time_s = plan.samples_per_step / math.exp(beliefs.mean_log_speed(plan))
     timed_s = max(TIMED_S, FORECAST_STEPS * step_time_s)
     cost_s = float(beliefs.trial_costs_s[beliefs.index(plan)])
     return Forecast(peak, max(overheads) + timed_s + cost_s)
+
+
+def _overhead_s(measurement: Measurement, seconds: float) -> float:
+    """Return the seconds of a probe beside its timed steps and what it compiled."""
+    compiled = measurement.start_is_warm is not None
+    start_up_s = measurement.start_up_s if compiled else None
+    return seconds - sum(measurement.step_times_s) - (start_up_s or 0.0)
 
 
 def believing(beliefs: Beliefs, running: Sequence[tuple[Plan, TrialKind]]) -> Beliefs:

@@ -48,18 +48,16 @@ def predicted_lines(
 ) -> Predicted:
     """Return memory and time lines of the plain variant and of each setting's values, and notes.
 
-    There are none on a CPU, and no time lines for several ranks or a GPU whose rates are unknown.
+    There are no time lines for several ranks or a GPU whose rates are unknown.
 
     Args:
         prober: of the search.
-        survey: of its workload and device.
+        survey: of its workload and device, a GPU.
         space: of its plans.
         open_apart: opens the prober to predict with, where that of the search runs in processes
             that are ranks of a group; None: the search's own.
         timeout_s: seconds that predicting may take, besides opening that prober.
     """
-    if survey.environment.gpu is None:
-        return {}, {}, ()
     # Where the probes run, not here: a dry run calls the user's code and replaces functions of
     # torch.cuda in its whole process. `Prober.run` takes any function, so probing need not import
     # prediction; and only the process that predicts imports it, below.
