@@ -35,7 +35,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -45,19 +45,12 @@ from autofit.errors import InvalidArgument, Unsupported
 from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import COMPILED_CALL, Context, Numerics, Phase, TrainingView
 
-from .compiled_calls import (
-    BLOCKS,
-    BUDGET,
-    DEFAULT,
-    GRAPHS,
-    MODE,
-    OFF,
-    REGION,
-    WHOLE,
-    compiled,
-)
-from .repeated_blocks import SeenStep, observe
+if TYPE_CHECKING:
+    from .repeated_blocks import SeenStep
 
+MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
+OFF, DEFAULT, GRAPHS = "off", "default", "reduce-overhead"
+WHOLE, BLOCKS = "whole", "blocks"
 # By the type of the device.
 _MODES = {"cpu": (DEFAULT,), "cuda": (DEFAULT, GRAPHS)}
 # Units that are checkpointed one by one break the model's call up: under compile the partitioner
@@ -122,6 +115,8 @@ class Compile:
             return nothing
         if any(map(_is_compiled, context.model.modules())):  # which the survey notes
             return nothing
+        from .repeated_blocks import observe  # in the worker alone
+
         step: SeenStep = context.with_training(observe, min(_SAMPLES, context.samples_per_step))
         if not step.calls_model:
             context.note(f"{MODE} skipped: the training step does not call the model")
@@ -145,6 +140,8 @@ class Compile:
         mode = str(settings.get(MODE, OFF))
         if mode == OFF:
             return nullcontext()
+        from .compiled_calls import compiled  # in the worker alone
+
         if (lacking := _lacks(training.device.type)) is not None:
             raise Unsupported(f"{MODE}={mode}: {lacking}")
         alike = [[training.model]]

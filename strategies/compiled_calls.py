@@ -22,9 +22,8 @@ from autofit.strategy import COMPILED_CALL, TrainingView, attributes_kept
 
 from .compiler_notes import Counted, lines_since
 
-MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
-OFF, DEFAULT, GRAPHS = "off", "default", "reduce-overhead"
-WHOLE, BLOCKS = "whole", "blocks"
+# The mode of torch.compile whose calls are CUDA graphs.
+_GRAPHS = "reduce-overhead"
 _MARKS = "_dynamo"
 # The class of the node of a compiled function in the graph of autograd.
 _COMPILED_BACKWARD = "CompiledFunctionBackward"
@@ -52,10 +51,10 @@ def compiled(
         stack.enter_context(_environment_kept())
         given = _given(mode, budget, of_any_shape=False)
         of_any = _given(mode, budget, of_any_shape=True)
-        if mode == GRAPHS:
+        if mode == _GRAPHS:
             stack.enter_context(_graphs_freed(training.device))
             stack.callback(training.wrap_forward(partial(_not_accumulating, model)))
-        notes = partial(lines_since, Counted.now(), with_cuda_graphs=mode == GRAPHS)
+        notes = partial(lines_since, Counted.now(), with_cuda_graphs=mode == _GRAPHS)
         stack.enter_context(_marks_kept(model))
         for modules in alike:
             codes = _Codes(given, of_any)
@@ -77,7 +76,7 @@ def _given(mode: str, budget: float, *, of_any_shape: bool) -> Mapping[str, Any]
     """
     dynamic = None if of_any_shape else False
     # torch.compile takes a mode or options; the first is what the mode stands for
-    options: dict[str, Any] = {"triton.cudagraphs": True} if mode == GRAPHS else {}
+    options: dict[str, Any] = {"triton.cudagraphs": True} if mode == _GRAPHS else {}
     if of_any_shape:
         options["layout_optimization"] = False
     if budget == 1.0:
@@ -153,8 +152,8 @@ def _by_shapes(module: nn.Module, codes: _Codes, *, is_block: bool) -> Callable[
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]  # torch
             raise Unsupported(
-                f"{MODE}: hooks of all modules (register_module_forward_hook and the like) "
-                f"do not run in compiled code: remove them, or use {MODE}={OFF}"
+                "compile.mode: hooks of all modules (register_module_forward_hook and the like) "
+                "do not run in compiled code: remove them, or use compile.mode=off"
             )
         shapes = tuple(_shapes((args, kwargs)))
         if any(hooks) or None in shapes:
@@ -186,8 +185,8 @@ def _refuse_second_derivatives(output: Any) -> None:
 def _check_first(gradients: Any) -> None:
     if torch.is_grad_enabled():  # in a backward: with create_graph
         raise Unsupported(
-            f"{REGION}={BLOCKS}: torch.compile does not support double backward "
-            f"(create_graph=True): use {MODE}={OFF}"
+            "compile.region=blocks: torch.compile does not support double backward "
+            "(create_graph=True): use compile.mode=off"
         )
 
 
@@ -259,9 +258,9 @@ def _not_accumulating(model: nn.Module) -> Iterator[None]:
     """
     if torch.is_grad_enabled() and any(each.grad is not None for each in model.parameters()):
         raise Unsupported(
-            f"{MODE}={GRAPHS}: a CUDA graph writes its gradients over those of its last replay, so "
-            "that they cannot be added up (pytorch issue 169545): drop the gradients before each "
-            "forward, or choose another mode"
+            f"compile.mode={_GRAPHS}: a CUDA graph writes its gradients over those of its last "
+            "replay, so that they cannot be added up (pytorch issue 169545): drop the gradients before "
+            "each forward, or choose another mode"
         )
     yield
 

@@ -24,12 +24,6 @@ from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView, calls_watched
 
 from .calls import run_step, saved_bytes
-from .deferred_logits import (
-    DeferredLogits as DeferredLogits,
-    LogitsLost as LogitsLost,
-    Run,
-    deferred as deferred,
-)
 from .one_setting import OneSetting
 
 SETTING = "head_loss.rows"
@@ -119,11 +113,13 @@ class HeadLoss(OneSetting):
                 f"nn.Linear of {FEWEST_CLASSES} classes or more named "
                 f"{', '.join(map(repr, missing))}: apply to that model, or search again"
             )
+        from .deferred_logits import deferred  # in the worker alone
+
         return deferred([heads[name] for name in payload["heads"]], value)
 
     def lines(self, value: Any, payload: Any) -> list[str]:
         return [
-            "from autofit.strategies.head_loss import deferred",
+            "from autofit.strategies.deferred_logits import deferred",
             f"heads = [model.get_submodule(name) for name in {payload['heads']}]",
             f"with deferred(heads, rows={value}):  # around the training",
         ]
@@ -178,6 +174,8 @@ def _heads(training: TrainingView, batch: Any) -> list[str]:
     Without those of one row a sample, as in a classifier: their logits are small beside what the
     model keeps.
     """
+    from .deferred_logits import Run, deferred  # in the worker alone
+
     heads, runs = _candidates(training.model), list[Run]()
     with deferred(list(heads.values()), ROWS[-1], runs.append):
         run_step(training, batch)

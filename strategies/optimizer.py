@@ -18,41 +18,39 @@ it (`update_in_backward`); that is tried on one step before it is offered.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from autofit.errors import InvalidArgument, release_exception, with_type
 from autofit.plan import CostHint, Dimension, Scalar
-from autofit.strategy import Context, Numerics, Phase, TrainingView, attributes_kept, undone
+from autofit.strategy import Context, Numerics, Phase, TrainingView
 
-from .optimizer_state import STATE, named, shares_held, state_in_bfloat16
-from .update_in_backward import LINES, WHEN, share_held, updated_in_backward
-
-SETTING = "optimizer.implementation"
-FLAGS = {
-    "for_loop": {"foreach": False, "fused": False},
-    "foreach": {"foreach": True, "fused": False},
-    "fused": {"foreach": False, "fused": True},
-}
-"""Value -> the flags of a parameter group that choose it."""
-
+SETTING, STATE, WHEN = "optimizer.implementation", "optimizer.state", "optimizer.when"
 WORTH = 0.01
 """Least share of a step's time that an implementation must save to be offered."""
 _SAMPLES = 8
 _SAMPLES_OF_ONE_STEP = 2
-_STEPS = 3
-_KEPT = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
-"""What constructor and step of a fused optimizer set on it."""
 _SAME_ACTIVATIONS = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.0)
+_LINES_IN_BACKWARD = [
+    "def update(parameter):  # by its gradient, as soon as that is whole",
+    "    groups = optimizer.param_groups",
+    '    (group,) = (g for g in groups if any(p is parameter for p in g["params"]))',
+    '    parameters, group["params"] = group["params"], [parameter]',
+    "    optimizer.param_groups = [group]",
+    "    optimizer.step()",
+    '    optimizer.param_groups, group["params"] = groups, parameters',
+    "    parameter.grad = None",
+    "",
+    "for parameter in model.parameters():  # in place of optimizer.step() after the backward pass",
+    "    if parameter.requires_grad:",
+    "        parameter.register_post_accumulate_grad_hook(update)",
+]
+"""What a user would write to get the same, in a training of one micro-batch."""
 
 
 class OptimizerImplementation:
@@ -88,9 +86,11 @@ class OptimizerImplementation:
 
         As steps show it, and as far as the arithmetic may change.
         """
+        from .optimizer_implementations import look  # in the worker alone
+
         samples = min(_SAMPLES_OF_ONE_STEP, context.samples_per_step)
-        look = partial(_look, samples, context.world.size)
-        implementations, share, shares = context.with_training(look, samples)
+        looks = partial(look, samples, context.world.size)
+        implementations, share, shares = context.with_training(looks, samples)
         found = {}
         if self.numerics >= Numerics.ROUNDING:
             found[SETTING] = _implementations(context, implementations)
@@ -106,7 +106,16 @@ class OptimizerImplementation:
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
     ) -> AbstractContextManager[None]:
         """Choose how the optimizer steps, and when; leaving the context undoes it."""
-        return _applied(training, settings, payloads)
+        from .optimizer_implementations import applied  # in the worker alone
+
+        value = str(settings.get(SETTING, "default"))
+        is_halved = settings.get(STATE, "default") == "bfloat16"
+        return applied(
+            training,
+            None if value == "default" else (value, payloads[SETTING]["optimizers"]),
+            payloads[STATE]["optimizers"] if is_halved else None,
+            in_backward=settings.get(WHEN, "step") == "backward",
+        )
 
     def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
         """Return the setting in standard terms: an optimizer implementation."""
@@ -116,14 +125,14 @@ class OptimizerImplementation:
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         """Return the equivalent lines of a training script."""
         value = str(settings.get(SETTING, "default"))
-        others = LINES if settings.get(WHEN) == "backward" else []
+        others = _LINES_IN_BACKWARD if settings.get(WHEN) == "backward" else []
         if settings.get(STATE) == "bfloat16":
             others = [*others, *_lines_of_state(payloads)]
         if value == "default":
             return [*others]
         names = payloads[SETTING]["optimizers"]
         chosen = "[optimizer]" if names == [""] else f"[optimizer[name] for name in {names}]"
-        flags = ", ".join(f"{name}={flag}" for name, flag in FLAGS[value].items())
+        flags = ", ".join(f"{name}={name == value}" for name in ("foreach", "fused"))
         return [
             f"for each in {chosen}:  # before its first step, or give these where it is made",
             "    for group in each.param_groups:",
@@ -136,41 +145,9 @@ def _lines_of_state(payloads: Mapping[str, Any]) -> list[str]:
     names = payloads[STATE]["optimizers"]
     chosen = "optimizer" if names == [""] else f"*(optimizer[name] for name in {names})"
     return [
-        "from autofit.strategies.optimizer import state_in_bfloat16",
+        "from autofit.strategies.optimizer_state import state_in_bfloat16",
         f"with state_in_bfloat16({chosen}):  # around the training",
     ]
-
-
-@contextmanager
-def _applied(
-    training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
-) -> Iterator[None]:
-    value = str(settings.get(SETTING, "default"))
-    with ExitStack() as stack:
-        if value != "default":
-            chosen = _chosen(training, payloads[SETTING]["optimizers"])
-            stack.enter_context(implemented(chosen, value))
-        if settings.get(STATE, "default") == "bfloat16":
-            chosen = _chosen(training, payloads[STATE]["optimizers"])
-            stack.enter_context(state_in_bfloat16(*chosen))
-        if settings.get(WHEN, "step") == "backward":
-            stack.enter_context(updated_in_backward(training, training.optimizer))
-        yield
-
-
-def _chosen(training: TrainingView, names: Iterable[str]) -> list[Optimizer]:
-    """Return the optimizers of those names.
-
-    Raises:
-        InvalidArgument: there is none of one, as where they were several in the search.
-    """
-    given = named(training)
-    if missing := [name for name in names if name not in given]:
-        raise InvalidArgument(
-            f"the plan is for the optimizers {[*names]}, and there is none of the name "
-            f"{missing[0]!r} here: apply it to a training with the optimizers of the search"
-        )
-    return [given[name] for name in names]
 
 
 def _implementations(context: Context, found: Mapping[str, Sequence[str]]) -> Dimension:
@@ -181,12 +158,15 @@ def _implementations(context: Context, found: Mapping[str, Sequence[str]]) -> Di
     on the meta device, where that cannot be measured.
     """
     if found and context.device.type != "meta":
+        from .optimizer_implementations import worth_it  # in the worker alone
+
         samples = min(_SAMPLES, context.samples_per_step)
         micro_batches = context.samples_per_step / samples
         tried = list(found)
         raised: Mapping[str, str] = {}
         with suppress(torch.OutOfMemoryError):
-            found, raised = context.with_training(partial(_worth_it, found, micro_batches), samples)
+            look = partial(worth_it, found, WORTH, micro_batches)
+            found, raised = context.with_training(look, samples)
         for value, why in raised.items():
             context.note(f"{SETTING}={value} skipped: a step with it raised {why}")
         if left_out := [value for value in tried if value not in found and value not in raised]:
@@ -199,18 +179,6 @@ def _implementations(context: Context, found: Mapping[str, Sequence[str]]) -> Di
         hints=dict.fromkeys(found, _SAME_ACTIVATIONS),
         lever=next((value for value in ("fused", "foreach") if value in found), None),
     )
-
-
-def _look(
-    samples: int, ranks: int, training: TrainingView, batch: Any
-) -> tuple[dict[str, list[str]], float | None, dict[str, float]]:
-    """Return the implementations that work, and the shares of bytes held for `_of_one_step`."""
-    found, share, shares = _found(training), None, dict[str, float]()
-    if ranks == 1:
-        with suppress(torch.OutOfMemoryError):
-            share = share_held(samples, training, batch)
-            shares = shares_held(training)
-    return found, share, shares
 
 
 def _of_one_step(share: float | None, shares: Mapping[str, float]) -> dict[str, Dimension]:
@@ -242,185 +210,3 @@ def _of_one_step(share: float | None, shares: Mapping[str, float]) -> dict[str, 
         )
     return found
 
-
-@contextmanager
-def implemented(optimizers: Iterable[Optimizer], value: str) -> Iterator[None]:
-    """Have these optimizers step by another implementation, for as long as this is entered.
-
-    Args:
-        optimizers: they have the flags `foreach`, and `fused` for that.
-        value: a key of `FLAGS`.
-    """
-    with ExitStack() as stack:
-        for optimizer in optimizers:
-            stack.enter_context(_one_implemented(optimizer, FLAGS[value]))
-        yield
-
-
-@contextmanager
-def _one_implemented(optimizer: Optimizer, flags: Mapping[str, bool]) -> Iterator[None]:
-    had_scaling = _KEPT[0] in vars(optimizer)
-    with ExitStack() as stack:
-        stack.callback(_place_step_counts, optimizer)
-        stack.enter_context(attributes_kept(optimizer, *_KEPT))
-        for group in optimizer.param_groups:
-            before = {name: group[name] for name in flags if name in group}
-            stack.callback(group.update, before)
-            group.update({name: flags[name] for name in before})
-        if flags["fused"] or had_scaling:
-            setattr(optimizer, _KEPT[0], flags["fused"])
-        _place_step_counts(optimizer)
-        yield
-
-
-def _place_step_counts(optimizer: Optimizer) -> None:
-    """Move the counts of steps to where torch keeps them for the groups' flags.
-
-    Fused and capturable kernels read them on the device, the others on the host.
-    """
-    for group in optimizer.param_groups:
-        fused = bool(group.get("fused"))
-        is_double = torch.get_default_dtype() == torch.float64 and not fused
-        dtype = torch.float64 if is_double else torch.float32
-        for parameter in group["params"]:
-            on_device = fused or group.get("capturable")
-            device = parameter.device if on_device else torch.device("cpu")
-            state = optimizer.state.get(parameter, {})
-            steps = state.get("step")
-            if isinstance(steps, torch.Tensor) and steps.is_meta:  # any count, in a dry run
-                state["step"] = torch.ones_like(steps, device=device, dtype=dtype)
-            elif isinstance(steps, torch.Tensor):
-                state["step"] = steps.to(device, dtype)
-
-
-def _found(training: TrainingView) -> dict[str, list[str]]:
-    """Return each implementation that an optimizer has and does not use already."""
-    found: dict[str, list[str]] = {}
-    for name, optimizer in named(training).items():
-        own = _ran(optimizer) if "foreach" in optimizer.defaults else None
-        if own is None:
-            continue
-        for value in FLAGS:
-            if value == own or (value == "fused" and "fused" not in optimizer.defaults):
-                continue
-            if value == "foreach" and not _torch_chooses_lists(optimizer):
-                continue
-            if value == "fused" and any(g.get("dampening") for g in optimizer.param_groups):
-                continue  # a first step that a scaler leaves out would leave no momentum
-            with implemented([optimizer], value):
-                if _ran(optimizer) == value:
-                    found.setdefault(value, []).append(name)
-    return {value: found[value] for value in FLAGS if value in found}
-
-
-def _worth_it(
-    found: Mapping[str, Sequence[str]], micro_batches: float, training: TrainingView, batch: Any
-) -> tuple[dict[str, Sequence[str]], dict[str, str]]:
-    """Return what saves enough of a step with so many micro-batches; all where that is hidden.
-
-    Where "for_loop" is found, steps are by lists, whose temporaries all others save: there time
-    does not decide. And return why others raise: only a real step has gradients that they refuse.
-    """
-    training.step(batch)  # makes the optimizer's state
-    plain_s, step_s = _timed(training, batch)
-    if not plain_s:  # the user's own training_step updates by itself
-        return dict(found), {}
-    least_s = WORTH * (plain_s + micro_batches * (step_s - plain_s))
-    saves_bytes = "for_loop" in found
-    worth: dict[str, Sequence[str]] = {}
-    raised: dict[str, str] = {}
-    for value, names in found.items():
-        optimizers = [each for name, each in named(training).items() if name in names]
-        try:
-            with implemented(optimizers, value):
-                if plain_s - _timed(training, batch)[0] > least_s or saves_bytes:
-                    worth[value] = names
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # as plain steps ran, it is this implementation that fails
-            raised[value] = with_type(error)
-            release_exception(error)
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
-    return worth, raised
-
-
-def _timed(training: TrainingView, batch: Any) -> tuple[float, float]:
-    """Return the least seconds of the updates in a step, and of a whole step."""
-    updates, steps = [], []
-    spent = 0.0
-
-    def timed(update: Callable[[], None]) -> None:
-        nonlocal spent
-        began = _now(training.device)
-        update()
-        spent += _now(training.device) - began
-
-    with undone(training.wrap_optimizer_step(timed)):
-        for _ in range(_STEPS):
-            spent, began = 0.0, _now(training.device)
-            training.step(batch)
-            steps.append(_now(training.device) - began)
-            updates.append(spent)
-    return min(updates), min(steps)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _ran(optimizer: Optimizer) -> str | None:
-    """Return by which implementation a step of the smallest parameters ran; None: it raised.
-
-    Their gradients are zero. The optimizer is one to be thrown away.
-    """
-    try:
-        for parameter in _smallest(optimizer):
-            parameter.grad = torch.zeros_like(parameter)
-        ran = _Operators()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        with ran:
-            optimizer.step()
-    except Exception as error:  # whatever it raises, it does not work
-        release_exception(error)
-        return None
-    finally:
-        optimizer.zero_grad(set_to_none=True)
-    return ran.implementation
-
-
-def _smallest(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the smallest parameter of each group, type and device."""
-    smallest: dict[Any, torch.Tensor] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            kind = number, parameter.dtype, parameter.device
-            if parameter.requires_grad:
-                smallest[kind] = min(parameter, smallest.get(kind, parameter), key=torch.numel)
-    return list(smallest.values())
-
-
-def _torch_chooses_lists(optimizer: Optimizer) -> bool:
-    """Return whether torch, left to itself, steps such parameters in lists."""
-    alike = [torch.nn.Parameter(torch.zeros_like(p)) for p in _smallest(optimizer)]
-    return _ran(torch.optim.SGD(alike)) == "foreach"
-
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Records which implementation an optimizer steps by."""
-
-    implementation: str = "for_loop"
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: a step that is compiled in part stays so while this is entered."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name.startswith("aten::_fused_"):
-            self.implementation = "fused"
-        elif name.startswith("aten::_foreach_") and self.implementation != "fused":
-            self.implementation = "foreach"
-        return func(*args, **(kwargs or {}))

@@ -25,7 +25,6 @@ from autofit.strategy import TrainingView
 
 from .update_in_backward import is_dense
 
-STATE = "optimizer.state"
 _KNOWN = (SGD, Adam, AdamW)
 _LOW_BITS = 16
 """Of the 32 of a float, those that bfloat16 lacks."""
@@ -42,9 +41,9 @@ def state_in_bfloat16(*optimizers: Optimizer) -> Iterator[None]:
         for optimizer in optimizers:
             if type(optimizer) not in _KNOWN:
                 raise Unsupported(
-                    f"{STATE}=bfloat16 steps each parameter alone, as torch's SGD, Adam and AdamW "
-                    f"do, but the optimizer is a {type(optimizer).__name__}: use one of these, or "
-                    "search again with this one"
+                    "optimizer.state=bfloat16 steps each parameter alone, as torch's SGD, Adam and "
+                    f"AdamW do, but the optimizer is a {type(optimizer).__name__}: use one of "
+                    "these, or search again with this one"
                 )
             stack.enter_context(_one_in_bfloat16(optimizer))
         yield

@@ -21,10 +21,10 @@ from autofit.strategy import TrainingView
 
 from .calls import saved_bytes
 
-WHEN = "optimizer.when"
 _NOT_IN_FORCE = (
-    f"{WHEN}=backward: no parameter was updated in the backward pass, since whole gradients are "
-    "used besides: train in one micro-batch, without clipping, a scaler and hooks of the optimizer"
+    "optimizer.when=backward: no parameter was updated in the backward pass, since whole gradients "
+    "are used besides: train in one micro-batch, without clipping, a scaler and hooks of the "
+    "optimizer"
 )
 
 
@@ -70,10 +70,10 @@ def _twice(training: TrainingView, parameter: Tensor) -> str:
     named = training.model.named_parameters()
     names = ", ".join(repr(name) for name, each in named if each is parameter)
     return (
-        f"{WHEN}=backward: {names or 'a parameter'} was updated in the backward pass, "
+        f"optimizer.when=backward: {names or 'a parameter'} was updated in the backward pass, "
         "and then got another gradient in it, as a reentrant checkpoint of a module that is called "
         "twice does. The weights are not those of plain training now: restore them, and train with "
-        f"{WHEN}=step, or with use_reentrant=False"
+        "optimizer.when=step, or with use_reentrant=False"
     )
 
 
@@ -113,20 +113,3 @@ def share_held(samples: int, training: TrainingView, batch: Any) -> float | None
     states = [state for each in optimizer.state.values() for state in each.values()]
     held_bytes += sum(state.nbytes for state in states if is_dense(state))
     return held_bytes / (held_bytes + gradient_bytes)
-
-
-LINES = [
-    "def update(parameter):  # by its gradient, as soon as that is whole",
-    "    groups = optimizer.param_groups",
-    '    (group,) = (g for g in groups if any(p is parameter for p in g["params"]))',
-    '    parameters, group["params"] = group["params"], [parameter]',
-    "    optimizer.param_groups = [group]",
-    "    optimizer.step()",
-    '    optimizer.param_groups, group["params"] = groups, parameters',
-    "    parameter.grad = None",
-    "",
-    "for parameter in model.parameters():  # in place of optimizer.step() after the backward pass",
-    "    if parameter.requires_grad:",
-    "        parameter.register_post_accumulate_grad_hook(update)",
-]
-"""What a user would write to get the same, in a training of one micro-batch."""

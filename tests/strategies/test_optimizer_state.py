@@ -26,7 +26,7 @@ from autofit.training.training import Training
 from autofit.training.workload import Workload
 from tests.wide import PARAMETER_BYTES, WIDTH, adamw, assert_predicted, peaks, wide
 
-state_in_bfloat16: Any = import_module("autofit.strategies.optimizer").state_in_bfloat16
+state_in_bfloat16: Any = import_module("autofit.strategies.optimizer_state").state_in_bfloat16
 STATE, WHEN = "optimizer.state", "optimizer.when"
 (UPDATE,) = load_strategies(["optimizer"])
 STATE_BYTES = 2 * PARAMETER_BYTES

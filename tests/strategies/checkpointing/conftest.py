@@ -233,7 +233,7 @@ def checkpointing() -> Strategy:
 @pytest.fixture
 def part(checkpointing: Strategy) -> Callable[[str], Any]:
     """A module of the strategy's package, by its last name."""
-    package = type(checkpointing).__module__.rpartition(".")[0]
+    package = type(checkpointing).__module__
     return lambda name: importlib.import_module(f"{package}.{name}")
 
 

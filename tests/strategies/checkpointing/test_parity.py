@@ -159,9 +159,10 @@ def _context(model: nn.Module) -> PlainContext:
 
 
 @pytest.fixture
-def gate(checkpointing: Any) -> Callable[[nn.Module, list[list[str]]], Any]:
+def gate(checkpointing: Any, part: Callable[[str], Any]) -> Gate:
     """The gate's answer for some layers of units of a model."""
-    return lambda model, layers: checkpointing.check_parity(_context(model), layers)
+    check = part("levels").check_parity
+    return lambda model, layers: check(checkpointing, _context(model), layers)
 
 
 def test_what_is_made_right_is_let_through(gate: Gate) -> None:

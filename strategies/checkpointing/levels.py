@@ -1,29 +1,23 @@
-"""The checkpointing strategy: one dimension along the frontier of checkpoint placements.
-
-`checkpointing.level` 0 is plain PyTorch; each level further up needs less memory and more time
-than the one before. The units of a level are found by measuring the user's model and stored in
-its payload by name, so that a level always means the same modules.
-"""
+"""The levels of a model: the frontier of checkpoint placements, from measurements of its steps."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from autofit.errors import release_exception
 from autofit.plan import CostHint, Dimension, Scalar, thinned
-from autofit.strategy import Comparison, Context, Numerics, Phase, TrainingView
+from autofit.strategy import Comparison, Context, Strategy
 
 from ..calls import run_step
-from ..one_setting import OneSetting
-from .checkpointed import checkpointed, owner_of
+from .checkpointed import owner_of
 from .parity import SEEDS, Parity, find_parity
+from .placement import Placement, frontier, spread
 from .profile import (
     StepProfile,
     Times,
@@ -34,10 +28,7 @@ from .profile import (
 from .saved_tensors import NeedsSavedTensors, Timeline
 from .units import KEEPING, Unit, find_candidates, layers, make_of
 
-if TYPE_CHECKING:
-    from .placement import Placement
-
-SETTING = "checkpointing.level"
+_SETTING = "checkpointing.level"
 
 # Micro-batches to profile; batch normalization refuses a batch of one.
 SMALL, LARGE = 2, (8, 32, 128)
@@ -70,120 +61,81 @@ _NOTHING_LOWERS_THE_PEAK = (
 _PLAIN = Dimension([0])
 
 
-class Checkpointing(OneSetting):
-    """Which parts of a model recompute their activations in the backward pass."""
+def find_levels(context: Context, strategy: Strategy) -> Dimension:
+    """Return the levels that a strategy of checkpointing may set; 0 alone where none is worth it.
 
-    name = "checkpointing"
-    setting, plain = SETTING, 0
-    phase = Phase.MODEL
-    numerics = Numerics.EXACT
-    recomputes = True
+    Raises:
+        Exception: what a plain step of the user's code raises.
+    """
+    try:
+        small = profile_step(context, SMALL)
+    except (torch.OutOfMemoryError, NeedsSavedTensors):
+        why = f"a step of {SMALL} samples does not fit into memory"
+        context.note(f"checkpointing skipped: {why}")
+        return _PLAIN
+    except Exception as error:  # of the user's code, or of watching it
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        small = None
+    if small is None:
+        context.with_training(run_step, SMALL)  # raises what the user's code raises by itself
+        context.note(f"checkpointing skipped: a step cannot be traced ({why})")
+        return _PLAIN
+    large, timed_batch = _long_enough(context, small)
+    found = find_candidates(
+        context.model,
+        brought_by_samples(small, large),
+        small.checkpointing,
+        small.around_checkpoints,
+        small.overwritten,
+    )
+    try:
+        seeds = SEEDS if small.draws else SEEDS[:1]
+        parity = check_parity(strategy, context, layers(found.timeline), seeds)
+    except torch.OutOfMemoryError:
+        context.note("checkpointing skipped: there is not enough memory to compare a step with it")
+        return _PLAIN
+    left_out = found.left_out | parity.left_out
+    for note in _notes(left_out):
+        context.note(note)
+    timeline = found.timeline.of([u for u in found.units if u not in parity.left_out])
+    if not timeline.calls:
+        if not left_out and found.timeline.saved_bytes:
+            context.note(_NOTHING_WORTH_IT)
+        return _PLAIN
+    parsed = [Unit.parse(unit) for unit in timeline.calls_of]
+    names = {part for unit in parsed for part in unit.parts(context.model)}
+    keeping = {unit.module for unit in parsed if unit.keeps_products}
+    times = time_parts(context, timed_batch, names, keeping)
+    levels = make_dimension(context.model, timeline, times, sorted(parity.state))
+    if len(levels.values) == 1:
+        context.note(_NOTHING_LOWERS_THE_PEAK)
+    return levels
 
-    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        """Return the levels of this model; 0 alone where nothing is worth checkpointing.
 
-        Runs the user's step a few dozen times on small batches; on the meta device, where nothing
-        can be measured or compared, not at all.
-        """
-        if context.device.type == "meta":
-            context.note(
-                "checkpoint levels can only be found by running the model on a real device"
-            )
-            return {SETTING: _PLAIN}
-        return {SETTING: self._levels(context)}
+def check_parity(
+    strategy: Strategy,
+    context: Context,
+    layers: Sequence[Sequence[str]],
+    seeds: Sequence[int] = SEEDS,
+) -> Parity:
+    """Compare each unit of these lists with and without checkpointing; none has nested ones.
 
-    def _levels(self, context: Context) -> Dimension:
-        try:
-            small = profile_step(context, SMALL)
-        except (torch.OutOfMemoryError, NeedsSavedTensors):
-            why = f"a step of {SMALL} samples does not fit into memory"
-            context.note(f"checkpointing skipped: {why}")
-            return _PLAIN
-        except Exception as error:  # of the user's code, or of watching it
-            why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-            small = None
-        if small is None:
-            context.with_training(run_step, SMALL)  # raises what the user's code raises by itself
-            context.note(f"checkpointing skipped: a step cannot be traced ({why})")
-            return _PLAIN
-        large, timed_batch = _long_enough(context, small)
-        found = find_candidates(
-            context.model,
-            brought_by_samples(small, large),
-            small.checkpointing,
-            small.around_checkpoints,
-            small.overwritten,
-        )
-        try:
-            seeds = SEEDS if small.draws else SEEDS[:1]
-            parity = self.check_parity(context, layers(found.timeline), seeds)
-        except torch.OutOfMemoryError:
-            context.note(
-                "checkpointing skipped: there is not enough memory to compare a step with it"
-            )
-            return _PLAIN
-        left_out = found.left_out | parity.left_out
-        for note in _notes(left_out):
-            context.note(note)
-        timeline = found.timeline.of([u for u in found.units if u not in parity.left_out])
-        if not timeline.calls:
-            if not left_out and found.timeline.saved_bytes:
-                context.note(_NOTHING_WORTH_IT)
-            return _PLAIN
-        parsed = [Unit.parse(unit) for unit in timeline.calls_of]
-        names = {part for unit in parsed for part in unit.parts(context.model)}
-        keeping = {unit.module for unit in parsed if unit.keeps_products}
-        times = time_parts(context, timed_batch, names, keeping)
-        levels = make_dimension(context.model, timeline, times, sorted(parity.state))
-        if len(levels.values) == 1:
-            context.note(_NOTHING_LOWERS_THE_PEAK)
-        return levels
+    Raises:
+        torch.OutOfMemoryError: no step of a few samples fits into memory.
+    """
 
-    def applied(
-        self, training: TrainingView, value: Any, payload: Any
-    ) -> AbstractContextManager[None]:
-        """Checkpoint the units of the level.
-
-        Raises:
-            InvalidArgument: the payload names a unit that this model does not have.
-        """
-        if payload is None:
-            return nullcontext()
-        return checkpointed(
-            training.model, payload["units"], payload["state"], training.recomputation
+    def compare(
+        units: Collection[str], reference: Collection[str], state: Collection[str], seed: int
+    ) -> Comparison:
+        return context.compare(
+            *_placed(units, state),
+            strategy,
+            reference=_placed(reference, state),
+            micro_batch=SMALL,
+            seed=seed,
         )
 
-    def lines(self, value: Any, payload: Any) -> list[str]:
-        if payload is None:
-            return []
-        return [
-            "from autofit.strategies.checkpointing import checkpointed",
-            f"units = {payload['units']}",
-            f"state = {payload['state']}",
-            "with checkpointed(model, units, state):  # around the training loop",
-        ]
-
-    def check_parity(
-        self, context: Context, layers: Sequence[Sequence[str]], seeds: Sequence[int] = SEEDS
-    ) -> Parity:
-        """Compare each unit of these lists with and without checkpointing; none has nested ones.
-
-        Raises:
-            torch.OutOfMemoryError: no step of a few samples fits into memory.
-        """
-
-        def compare(
-            units: Collection[str], reference: Collection[str], state: Collection[str], seed: int
-        ) -> Comparison:
-            return context.compare(
-                *_placed(units, state),
-                self,
-                reference=_placed(reference, state),
-                micro_batch=SMALL,
-                seed=seed,
-            )
-
-        return find_parity(context, compare, layers, seeds)
+    return find_parity(context, compare, layers, seeds)
 
 
 def make_dimension(
@@ -211,8 +163,6 @@ def make_dimension(
 
 def find_placements(model: nn.Module, timeline: Timeline, times: Times) -> list[Placement]:
     """Return the best placements of a timeline's units, possibly more than become levels."""
-    from .placement import frontier, spread  # in the worker alone
-
     least_s = LEAST_SHARE_OF_A_STEP * times.step_s
     seconds = {unit: max(times.of(unit, model), least_s) for unit in timeline.calls_of}
     return spread(frontier(timeline, _evened(model, timeline, seconds)))
@@ -271,7 +221,7 @@ def _placed(
     """Return settings and payloads that checkpoint these units."""
     if not units:
         return {}, {}
-    return {SETTING: 1}, {SETTING: {"units": sorted(units), "state": sorted(state)}}
+    return {_SETTING: 1}, {_SETTING: {"units": sorted(units), "state": sorted(state)}}
 
 
 def _evened(model: nn.Module, timeline: Timeline, seconds: dict[str, float]) -> dict[str, float]:

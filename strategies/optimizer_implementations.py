@@ -1,0 +1,273 @@
+"""How torch's optimizers step: which implementation each one has, what it saves, and its choice.
+
+The optimizer, its hyperparameters and its state stay the same objects; the flags of its groups
+change. What an implementation does is seen by a step of it, of an optimizer to be thrown away.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autofit.errors import InvalidArgument, release_exception, with_type
+from autofit.strategy import TrainingView, attributes_kept, undone
+
+from .optimizer_state import named, shares_held, state_in_bfloat16
+from .update_in_backward import share_held, updated_in_backward
+
+FLAGS = {
+    "for_loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True, "fused": False},
+    "fused": {"foreach": False, "fused": True},
+}
+"""Implementation -> the flags of a parameter group that choose it."""
+
+_STEPS = 3
+_KEPT = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+"""What constructor and step of a fused optimizer set on it."""
+
+
+@contextmanager
+def applied(
+    training: TrainingView,
+    implementation: tuple[str, Sequence[str]] | None,
+    in_bfloat16: Sequence[str] | None,
+    *,
+    in_backward: bool,
+) -> Iterator[None]:
+    """Have a training's optimizers step in another way, for as long as this is entered.
+
+    Args:
+        training: whose optimizers they are.
+        implementation: a key of `FLAGS`, and the names of the optimizers that take it.
+        in_bfloat16: the names of those whose state is held so.
+        in_backward: whether each parameter is updated within the backward pass.
+
+    Raises:
+        InvalidArgument: there is no optimizer of a name, as where they were several in the search.
+    """
+    with ExitStack() as stack:
+        if implementation is not None:
+            value, names = implementation
+            stack.enter_context(implemented(_chosen(training, names), value))
+        if in_bfloat16 is not None:
+            stack.enter_context(state_in_bfloat16(*_chosen(training, in_bfloat16)))
+        if in_backward:
+            stack.enter_context(updated_in_backward(training, training.optimizer))
+        yield
+
+
+def _chosen(training: TrainingView, names: Iterable[str]) -> list[Optimizer]:
+    """Return the optimizers of those names."""
+    given = named(training)
+    if missing := [name for name in names if name not in given]:
+        raise InvalidArgument(
+            f"the plan is for the optimizers {[*names]}, and there is none of the name "
+            f"{missing[0]!r} here: apply it to a training with the optimizers of the search"
+        )
+    return [given[name] for name in names]
+
+
+def look(
+    samples: int, ranks: int, training: TrainingView, batch: Any
+) -> tuple[dict[str, list[str]], float | None, dict[str, float]]:
+    """Return the implementations that work, and the shares of bytes that others hold."""
+    found, share, shares = _found(training), None, dict[str, float]()
+    if ranks == 1:
+        with suppress(torch.OutOfMemoryError):
+            share = share_held(samples, training, batch)
+            shares = shares_held(training)
+    return found, share, shares
+
+
+@contextmanager
+def implemented(optimizers: Iterable[Optimizer], value: str) -> Iterator[None]:
+    """Have these optimizers step by another implementation, for as long as this is entered.
+
+    Args:
+        optimizers: they have the flags `foreach`, and `fused` for that.
+        value: a key of `FLAGS`.
+    """
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(_one_implemented(optimizer, FLAGS[value]))
+        yield
+
+
+@contextmanager
+def _one_implemented(optimizer: Optimizer, flags: Mapping[str, bool]) -> Iterator[None]:
+    had_scaling = _KEPT[0] in vars(optimizer)
+    with ExitStack() as stack:
+        stack.callback(_place_step_counts, optimizer)
+        stack.enter_context(attributes_kept(optimizer, *_KEPT))
+        for group in optimizer.param_groups:
+            before = {name: group[name] for name in flags if name in group}
+            stack.callback(group.update, before)
+            group.update({name: flags[name] for name in before})
+        if flags["fused"] or had_scaling:
+            setattr(optimizer, _KEPT[0], flags["fused"])
+        _place_step_counts(optimizer)
+        yield
+
+
+def _place_step_counts(optimizer: Optimizer) -> None:
+    """Move the counts of steps to where torch keeps them for the groups' flags.
+
+    Fused and capturable kernels read them on the device, the others on the host.
+    """
+    for group in optimizer.param_groups:
+        fused = bool(group.get("fused"))
+        is_double = torch.get_default_dtype() == torch.float64 and not fused
+        dtype = torch.float64 if is_double else torch.float32
+        for parameter in group["params"]:
+            on_device = fused or group.get("capturable")
+            device = parameter.device if on_device else torch.device("cpu")
+            state = optimizer.state.get(parameter, {})
+            steps = state.get("step")
+            if isinstance(steps, torch.Tensor) and steps.is_meta:  # any count, in a dry run
+                state["step"] = torch.ones_like(steps, device=device, dtype=dtype)
+            elif isinstance(steps, torch.Tensor):
+                state["step"] = steps.to(device, dtype)
+
+
+def _found(training: TrainingView) -> dict[str, list[str]]:
+    """Return each implementation that an optimizer has and does not use already."""
+    found: dict[str, list[str]] = {}
+    for name, optimizer in named(training).items():
+        own = _ran(optimizer) if "foreach" in optimizer.defaults else None
+        if own is None:
+            continue
+        for value in FLAGS:
+            if value == own or (value == "fused" and "fused" not in optimizer.defaults):
+                continue
+            if value == "foreach" and not _torch_chooses_lists(optimizer):
+                continue
+            if value == "fused" and any(g.get("dampening") for g in optimizer.param_groups):
+                continue  # a first step that a scaler leaves out would leave no momentum
+            with implemented([optimizer], value):
+                if _ran(optimizer) == value:
+                    found.setdefault(value, []).append(name)
+    return {value: found[value] for value in FLAGS if value in found}
+
+
+def worth_it(
+    found: Mapping[str, Sequence[str]],
+    least_share: float,
+    micro_batches: float,
+    training: TrainingView,
+    batch: Any,
+) -> tuple[dict[str, Sequence[str]], dict[str, str]]:
+    """Return what saves enough of a step with so many micro-batches; all where that is hidden.
+
+    Where "for_loop" is found, steps are by lists, whose temporaries all others save: there time
+    does not decide. And return why others raise: only a real step has gradients that they refuse.
+    """
+    training.step(batch)  # makes the optimizer's state
+    plain_s, step_s = _timed(training, batch)
+    if not plain_s:  # the user's own training_step updates by itself
+        return dict(found), {}
+    least_s = least_share * (plain_s + micro_batches * (step_s - plain_s))
+    saves_bytes = "for_loop" in found
+    worth: dict[str, Sequence[str]] = {}
+    raised: dict[str, str] = {}
+    for value, names in found.items():
+        optimizers = [each for name, each in named(training).items() if name in names]
+        try:
+            with implemented(optimizers, value):
+                if plain_s - _timed(training, batch)[0] > least_s or saves_bytes:
+                    worth[value] = names
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # as plain steps ran, it is this implementation that fails
+            raised[value] = with_type(error)
+            release_exception(error)
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+    return worth, raised
+
+
+def _timed(training: TrainingView, batch: Any) -> tuple[float, float]:
+    """Return the least seconds of the updates in a step, and of a whole step."""
+    updates, steps = [], []
+    spent = 0.0
+
+    def timed(update: Callable[[], None]) -> None:
+        nonlocal spent
+        began = _now(training.device)
+        update()
+        spent += _now(training.device) - began
+
+    with undone(training.wrap_optimizer_step(timed)):
+        for _ in range(_STEPS):
+            spent, began = 0.0, _now(training.device)
+            training.step(batch)
+            steps.append(_now(training.device) - began)
+            updates.append(spent)
+    return min(updates), min(steps)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _ran(optimizer: Optimizer) -> str | None:
+    """Return by which implementation a step of the smallest parameters ran; None: it raised.
+
+    Their gradients are zero. The optimizer is one to be thrown away.
+    """
+    try:
+        for parameter in _smallest(optimizer):
+            parameter.grad = torch.zeros_like(parameter)
+        ran = _Operators()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        with ran:
+            optimizer.step()
+    except Exception as error:  # whatever it raises, it does not work
+        release_exception(error)
+        return None
+    finally:
+        optimizer.zero_grad(set_to_none=True)
+    return ran.implementation
+
+
+def _smallest(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the smallest parameter of each group, type and device."""
+    smallest: dict[Any, torch.Tensor] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            kind = number, parameter.dtype, parameter.device
+            if parameter.requires_grad:
+                smallest[kind] = min(parameter, smallest.get(kind, parameter), key=torch.numel)
+    return list(smallest.values())
+
+
+def _torch_chooses_lists(optimizer: Optimizer) -> bool:
+    """Return whether torch, left to itself, steps such parameters in lists."""
+    alike = [torch.nn.Parameter(torch.zeros_like(p)) for p in _smallest(optimizer)]
+    return _ran(torch.optim.SGD(alike)) == "foreach"
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Records which implementation an optimizer steps by."""
+
+    implementation: str = "for_loop"
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: a step that is compiled in part stays so while this is entered."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("aten::_fused_"):
+            self.implementation = "fused"
+        elif name.startswith("aten::_foreach_") and self.implementation != "fused":
+            self.implementation = "foreach"
+        return func(*args, **(kwargs or {}))
