@@ -33,6 +33,7 @@ from autofit.probing.requests import STILL_RUNNING
 from autofit.probing.serialization import dumps, unreachable_by_value
 from autofit.probing.worker_channel import WorkerChannel
 from autofit.snapshot import process
+from autofit.snapshot.snapshot import attributes_of
 from autofit.training.workload import Workload
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _written(function: Callable[..., Any], workload: Workload, arguments: tuple[
     sent, without_data = sendable(workload)
     try:
         with unreachable_by_value():
-            return dumps((function, sent, arguments), without_data=without_data)
+            return dumps((function, sent, arguments), reduced=partial(_reduced, without_data))
     except MemoryError:
         raise
     except SystemExit as end:  # how an object is pickled may be the user's own code
@@ -112,6 +113,22 @@ def _written(function: Callable[..., Any], workload: Workload, arguments: tuple[
             f"({type(error).__name__}: {error}): pass a function that builds the model instead of "
             "the model"
         ) from error
+
+
+def _reduced(without_data: Mapping[int, torch.Tensor], obj: Any) -> Any:
+    """Return what pickles a tensor as the one without values; a parameter with its attributes."""
+    if (shape := without_data.get(id(obj))) is None:
+        return NotImplemented
+    if not isinstance(obj, torch.nn.Parameter):
+        return shape.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch
+    bare = torch.nn.Parameter(shape.detach(), shape.requires_grad)
+    rebuild, arguments = bare.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch
+    # As state, attributes are pickled after the parameter is memoized: one may be itself
+    return rebuild, arguments, attributes_of(obj), None, None, _set_attributes
+
+
+def _set_attributes(parameter: torch.nn.Parameter, attributes: dict[str, object]) -> None:
+    vars(parameter).update(attributes)
 
 
 @dataclass

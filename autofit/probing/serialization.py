@@ -18,7 +18,7 @@ import pickle
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -34,7 +34,6 @@ from torch.utils.data import DataLoader
 from autofit.errors import InvalidArgument, WorkerFailed, chain_of, mark_users
 from autofit.probing.fork_server import beyond_standard_streams
 from autofit.snapshot import process
-from autofit.snapshot.snapshot import attributes_of
 from autofit.strategy import Strategy
 from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.loader import Loader, LoaderSettings, make_loader, own_settings
@@ -176,36 +175,21 @@ def _rebuild_plain(
     return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
 
 
-def _reduced(tensor: torch.Tensor, shape: torch.Tensor) -> tuple[Any, ...]:
-    """Return what pickles a tensor as one without values; a parameter with its attributes."""
-    if not isinstance(tensor, torch.nn.Parameter):
-        return shape.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call,no-any-return]  # torch
-    bare = torch.nn.Parameter(shape.detach(), shape.requires_grad)
-    rebuild, arguments = bare.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch
-    # As state, attributes are pickled after the parameter is memoized: one may be itself
-    return rebuild, arguments, attributes_of(tensor), None, None, _set_attributes
-
-
-def _set_attributes(parameter: torch.nn.Parameter, attributes: dict[str, object]) -> None:
-    vars(parameter).update(attributes)
-
-
 class _HostPickler(_Pickler):
     """Sends tensors of a device as host tensors, so that reading them makes no context there.
 
-    Objects whose ids are in `names` are sent as these names, and tensors whose ids are in
-    `without_data` as the ones there.
+    Objects whose ids are in `names` are sent as these names, and others first as `reduced` says.
     """
 
     names: Mapping[int, str]
-    without_data: Mapping[int, torch.Tensor]
+    reduced: Callable[[Any], Any]
 
     def persistent_id(self, obj: Any) -> str | None:
         return self.names.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
-        if (shape := self.without_data.get(id(obj))) is not None:
-            return _reduced(obj, shape)
+        if (given := self.reduced(obj)) is not NotImplemented:
+            return given
         if type(obj) is torch.Tensor and _is_plain(obj):
             layout = obj.dtype, obj.storage_offset(), obj.shape, obj.stride()
             return _rebuild_plain, (obj.untyped_storage(), *layout)
@@ -220,18 +204,18 @@ class _HostPickler(_Pickler):
 def dumps(
     value: Any,
     names: Mapping[int, str] = MappingProxyType({}),
-    without_data: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    reduced: Callable[[Any], Any] = lambda obj: NotImplemented,
 ) -> bytes:
     """Pickle a small object (an exception, say), its tensors as host tensors.
 
     Args:
         value: the object.
         names: by id of an object in it, the name that is written in its place.
-        without_data: by id of a tensor in it, the tensor on meta that is written in its place.
+        reduced: as `reducer_override` of a Pickler; it is asked first.
     """
     buffer = io.BytesIO()
     pickler = _HostPickler(buffer)
-    pickler.names, pickler.without_data = names, without_data
+    pickler.names, pickler.reduced = names, reduced
     pickler.dump(value)
     return buffer.getvalue()
 
