@@ -20,6 +20,7 @@ processes. `tests/probing/test_fork_server.py` and `test_worker_surroundings.py`
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -41,8 +42,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, SpawnContext
 from typing import Any
 
-from autofit.probing.process_lifetime import die_with_parent, outlive_parent
-
 # A server without forks ends so long after the last request: between two, a search takes less.
 IDLE_S = 60.0
 _REAP_S = 10.0  # for a process that was killed to end
@@ -61,6 +60,7 @@ _UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # as -u, where a worker is no fork
 # Variables that no library reads as it is imported. pytest names each test in the first; torch
 # writes the second when it makes the first optimizer, and reads it when it compiles.
 _IGNORED = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SERVE = """
 import gc, json, sys
 gc.disable()  # until torch is imported, which leaves nothing to collect and takes a third less
@@ -255,7 +255,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 atexit.register(_end_all)
 
 
-# In the server.
+# In the server, and in what it forks.
 
 
 def serve(parent_pid: int) -> None:
@@ -287,6 +287,27 @@ def serve(parent_pid: int) -> None:
         for each in given:
             each.close()
     os._exit(0)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """End this process with the thread that started it, however that ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the kernel was asked
+        os._exit(1)
+
+
+def outlive_parent() -> None:
+    """Undo `die_with_parent`."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process whose line of parents up to this one is interrupted."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value)
 
 
 def processes_here() -> ForkContext | SpawnContext:

@@ -16,8 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from autofit.probing.fork_server import processes_here
-from autofit.probing.process_lifetime import adopt_orphans, die_with_parent
+from autofit.probing.fork_server import adopt_orphans, die_with_parent, processes_here
 
 
 def supervise(owner: Connection, *given: Connection) -> None:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import socket
 import sys
 import time
 import uuid
@@ -26,7 +27,6 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.study import StudyDirection
 
 from autofit.errors import InvalidArgument, StudyError
-from autofit.probing.process_lifetime import runs_here, this_process
 from autofit.units import format_seconds
 
 _STUDY_NAME = "autofit"
@@ -309,3 +309,55 @@ def checked(study: object) -> Iterator[None]:
         RecursionError,
     ) as error:  # fmt: skip
         raise _damaged(study, f"{type(error).__name__}: {error}") from error
+
+
+# Which process this is, and whether one that was noted so still runs.
+
+
+def this_process() -> dict[str, Any]:
+    """Return host and id of this process, and its start time: the system reuses ids."""
+    pid = os.getpid()
+    return {"pid": pid, "started": _start_ticks(pid), **_whereabouts()}
+
+
+def _whereabouts() -> dict[str, Any]:
+    """Return where a process id means the same: the host, as booted, and the id's namespace.
+
+    Containers may have one host name, and ids of their own.
+    """
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    try:
+        known = {"boot": boot.read_text().strip(), "namespace": namespace.stat().st_ino}
+    except OSError:  # systems without /proc
+        known = {"boot": None, "namespace": None}
+    return {"host": socket.gethostname(), **known}
+
+
+def runs_here(claim: Mapping[str, Any]) -> bool | None:
+    """Return whether the process of `this_process` runs; None: it is elsewhere, so unknown."""
+    pid = claim["pid"]
+    if any(claim.get(name) != value for name, value in _whereabouts().items()):
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it runs as another user
+    is_zombie = _stat_fields(pid)[:1] in (["Z"], ["X"])
+    return _start_ticks(pid) == claim["started"] and not is_zombie
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return field 22 of /proc/PID/stat (proc(5)); None on systems without it."""
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields else None
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields after the command name, which may itself contain blanks and brackets."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()

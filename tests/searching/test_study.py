@@ -23,10 +23,9 @@ from optuna.trial import TrialState
 from autofit.codec import to_json
 from autofit.errors import StudyError
 from autofit.planning.search_spec import Effort
-from autofit.probing.process_lifetime import _start_ticks, this_process
 from autofit.searching import storage
 from autofit.searching.engine import run_search
-from autofit.searching.storage import is_live
+from autofit.searching.storage import _start_ticks, is_live, this_process
 from autofit.searching.study import Store
 from autofit.space import Space
 from tests.simulated import FEW_DIMENSIONS, IDENTITY, MakeDevice, SimulatedDevice, make_trial
