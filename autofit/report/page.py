@@ -1,4 +1,4 @@
-"""A report as one HTML file that loads nothing, for a screen, a phone or paper.
+"""A report in HTML: one file that loads nothing, for a screen, a phone or paper; and a cell.
 
 The charts are SVG, so every word and number is in the HTML. The page's policy lets no script run
 and nothing be fetched, whatever a name contains.
@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 
+from autofit import notebook
+from autofit.measurement import ACT
 from autofit.report.charts import KINDS, Chart, frontier_chart, legend, memory_charts
 from autofit.report.details import TRIAL_TITLES, Section, sections
 from autofit.report.place import IN_PYTHON, Place
@@ -40,6 +42,14 @@ def page(record: Record, place: Place = IN_PYTHON) -> str:
         "</main>",
     ]
     return _document(answer.title, body, record.version)
+
+
+def cell(record: Record, place: Place = IN_PYTHON) -> str:
+    """Return what a notebook shows of the report: its answer."""
+    answer = summary(record, place)
+    messages = [*(f"{ACT}{text}" for text in answer.warnings), *answer.remarks]
+    table = [answer.columns, *answer.rows]
+    return notebook.shown([answer.title, *messages], table, [answer.apply, answer.more])
 
 
 def _document(title: str, body: Iterable[str], version: str) -> str:

@@ -1,6 +1,7 @@
 """The report of a search: view it, save it, load it, and train as it recommends.
 
-torch is imported only by `apply`, so a saved report opens on any machine.
+torch is imported only by `apply`, so a saved report opens on any machine; and what shows a report
+only where it is shown.
 """
 
 from __future__ import annotations
@@ -18,11 +19,8 @@ from typing import TYPE_CHECKING, Any
 from autofit.codec import in_a_table, read_json
 from autofit.errors import InvalidArgument
 from autofit.measurement import ACT, Trial
-from autofit.notebook import shown
 from autofit.plan import Plan, check_count
-from autofit.report.place import Place
 from autofit.report.record import Record
-from autofit.report.summary import one_line, summary, warnings_of
 from autofit.strategy import Strategy
 from autofit.units import counted
 
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
+    from autofit.report.place import Place
     from autofit.training.training import Training
     from autofit.training.workload import Workload
 
@@ -80,6 +79,8 @@ class Report:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the reader should act on, the weightiest first."""
+        from autofit.report.summary import warnings_of
+
         return tuple(warnings_of(self.record))
 
     @property
@@ -286,16 +287,19 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
-        answer = summary(self.record, self._place)
-        messages = [*(f"{ACT}{text}" for text in answer.warnings), *answer.remarks]
-        table = [answer.columns, *answer.rows]
-        return shown([answer.title, *messages], table, [answer.apply, answer.more])
+        from autofit.report.page import cell
+
+        return cell(self.record, self._place)
 
     def __repr__(self) -> str:
+        from autofit.report.summary import one_line
+
         return f"<Report of {counted(len(self.trials), 'trial')}. {one_line(self.record)}>"
 
     @property
     def _place(self) -> Place:
+        from autofit.report.place import Place
+
         return self.place or Place(has_functions=self.workload is not None)
 
 

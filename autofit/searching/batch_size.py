@@ -11,7 +11,6 @@ import torch
 from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.probing.torchrun import ranks_meant
 from autofit.report.report import Report
-from autofit.report.summary import warnings_of
 from autofit.searching.events import OnEvent
 from autofit.searching.options import SearchOptions
 from autofit.searching.search import search
@@ -100,7 +99,7 @@ def find_batch_size(
         report.record.speed_of(chosen),
         max(trial.plan.micro_batch for trial in report.trials if trial.ok),
         report.is_decided,
-        tuple(warnings_of(report.record)),
+        report.warnings,
         report,
     )
 
