@@ -213,7 +213,7 @@ Timeout = Annotated[
     typer.Option(
         metavar="SECONDS",
         help="stop after this time",
-        callback=checked("autofit.searching.limits:check_timeout"),
+        callback=checked("autofit.searching.options:check_timeout"),
     ),
 ]
 PlannedSteps = Annotated[
@@ -237,7 +237,7 @@ StudyName = Annotated[
     typer.Option(
         metavar="FILE",
         help="resume from this file or Optuna storage URL",
-        callback=checked("autofit.searching.limits:check_study"),
+        callback=checked("autofit.searching.options:check_study"),
     ),
 ]
 Profile = Annotated[

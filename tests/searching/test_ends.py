@@ -16,12 +16,12 @@ from autofit.plan import Plan
 from autofit.searching import events
 from autofit.searching.description import difference_of, memory_of
 from autofit.searching.engine import run_search
-from autofit.searching.limits import (
+from autofit.searching.options import (
     COMPARISON_BLOCKS,
     MAX_COMPARISON_SHARE,
     Allowance,
+    SearchArguments,
 )
-from autofit.searching.options import SearchArguments
 from autofit.searching.result import INTERRUPTED
 from tests.simulated import SimulatedDevice
 
