@@ -188,6 +188,18 @@ def hides_own_frames(function: Callable[_Parameters, _Result]) -> Callable[_Para
     return call
 
 
+MESSAGE_BYTES = 4096
+"""Of an exception's text: it may hold a whole batch."""
+
+
+def text_of(exception: BaseException) -> str:
+    """Return the beginning of an exception's text, whatever its `__str__` does."""
+    try:
+        return str(exception)[:MESSAGE_BYTES]
+    except BaseException:  # the user's __str__ may do anything
+        return f"<a {type(exception).__name__} whose text cannot be read>"
+
+
 def traceback_text(error: BaseException) -> str:
     """Return the traceback as text without autofit's frames; the error stays as it is."""
     shown, ours = traceback.TracebackException.from_exception(error), _own_files()

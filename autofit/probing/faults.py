@@ -14,13 +14,11 @@ import re
 from dataclasses import dataclass
 
 from autofit.devices.base import MemoryReading
-from autofit.errors import chain_of
+from autofit.errors import MESSAGE_BYTES, chain_of, text_of
 from autofit.measurement import Measurement, Outcome
 from autofit.probing.fault_table import GRAVITY, USER_ROW, Row, row_of
 from autofit.torch_private import gone_in
 from autofit.units import format_bytes, parse_bytes
-
-MESSAGE_BYTES = 4096
 
 _REQUESTED = re.compile(r"Tried to allocate ([\d.]*[1-9][\d.]* (?:[KMG]i)?B)")
 _WITH_KNOWN_TEXT = frozenset({"torch", "triton"})
@@ -111,14 +109,6 @@ def _error_code(link: BaseException) -> int | None:
         return None
     code = getattr(link, "error_code", None)
     return code if isinstance(code, int) else None
-
-
-def text_of(exception: BaseException) -> str:
-    """Return the beginning of an exception's text, whatever its `__str__` does."""
-    try:
-        return str(exception)[:MESSAGE_BYTES]
-    except BaseException:  # the user's __str__ may do anything
-        return f"<a {type(exception).__name__} whose text cannot be read>"
 
 
 def _first_line(text: str) -> str:

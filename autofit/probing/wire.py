@@ -11,8 +11,7 @@ from typing import IO, Any
 
 import cloudpickle
 
-from autofit.errors import WorkloadFailed, is_users, mark_users, traceback_text
-from autofit.probing.faults import text_of
+from autofit.errors import WorkloadFailed, is_users, mark_users, text_of, traceback_text
 from autofit.probing.requests import Call, Reply, Request
 from autofit.probing.serialization import dumps, unreachable_by_value
 from autofit.strategy import Strategy

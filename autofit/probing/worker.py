@@ -22,10 +22,17 @@ import torch
 
 from autofit.devices.base import Device
 from autofit.devices.cuda import notes_on_choice, open_device
-from autofit.errors import DeviceUnavailable
+from autofit.errors import DeviceUnavailable, text_of
 from autofit.measurement import Outcome
-from autofit.probing.faults import fault_of, text_of
-from autofit.probing.requests import STACK_SIGNAL, DeviceFacts, Opening, ProbeRequest, Reply
+from autofit.probing.faults import fault_of
+from autofit.probing.requests import (
+    STACK_SIGNAL,
+    DeviceFacts,
+    DeviceFull,
+    Opening,
+    ProbeRequest,
+    Reply,
+)
 from autofit.probing.serialization import read_payload
 from autofit.probing.session import Session
 from autofit.probing.wire import message_of_reply, request_of
@@ -134,11 +141,15 @@ def _open(opening: Opening) -> tuple[Session, DeviceFacts]:
 
 
 def _open_device(name: str | None) -> Device:
-    """Open the device; where it is too full, raise torch's error, which the parent understands."""
+    """Open the device; raise `DeviceFull` where others hold its memory."""
     try:
         return open_device(name)
     except RuntimeError as error:
-        if fault_of(error).outcome is Outcome.OOM:
-            raise
+        fault = fault_of(error)
+        if fault.outcome is Outcome.OOM:
+            raise DeviceFull(
+                f"the device has no room for a worker: {fault.detail}. Other processes hold "
+                "nearly all of its memory: end them, or choose another device"
+            ) from None
         words = text_of(error).strip().partition("\n")[0]
         raise DeviceUnavailable(f"{name or 'the device'} cannot be opened: {words}") from error

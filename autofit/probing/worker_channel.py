@@ -22,7 +22,6 @@ from typing import IO, NoReturn
 from autofit.errors import InvalidArgument, SearchTimedOut, WorkerFailed, mark_users
 from autofit.interrupts import interrupts_deferred
 from autofit.measurement import Outcome
-from autofit.probing.faults import fault_of
 from autofit.probing.fork_server import (
     ForkServer,
     beyond_standard_streams,
@@ -35,7 +34,6 @@ from autofit.probing.requests import (
     STILL_RUNNING,
     Deadline,
     DeviceFacts,
-    DeviceFull,
     NoReply,
     OnStage,
     Opening,
@@ -136,13 +134,7 @@ class WorkerChannel:
             mark_users(error)
         if isinstance(error, InvalidArgument) and self._device is not None:
             raise WorkerFailed(f"{error}, although it was readable before") from error
-        fault = fault_of(error)
-        if fault.outcome is not Outcome.OOM:
-            raise error
-        raise DeviceFull(
-            f"the device has no room for a worker: {fault.detail}. Other processes hold "
-            "nearly all of its memory: end them, or choose another device"
-        )
+        raise error
 
     def call(self, request: Request, deadline: Deadline, on_stage: OnStage) -> Reply:
         """Send a request; a worker that does not answer is ended."""
