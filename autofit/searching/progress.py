@@ -17,9 +17,15 @@ from rich.text import Text
 
 from autofit.codec import for_terminal
 from autofit.notebook import ChangingLine, in_notebook
-from autofit.searching import wording
-from autofit.searching.events import Event, ProbeFinished, Progress, StageStarted
-from autofit.searching.wording import EventWords, is_warning
+from autofit.searching import events
+from autofit.searching.events import (
+    Event,
+    EventWords,
+    ProbeFinished,
+    Progress,
+    StageStarted,
+    is_warning,
+)
 from autofit.streams import LossyStream
 from autofit.units import format_clock
 
@@ -87,7 +93,7 @@ class ProgressLine:
             isinstance(event, ProbeFinished) and event.progress.probes == 1
         ):
             return True
-        return time.monotonic() - self._written_at >= wording.SECONDS_BETWEEN
+        return time.monotonic() - self._written_at >= events.SECONDS_BETWEEN
 
 
 class _LiveLine:

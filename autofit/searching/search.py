@@ -17,7 +17,6 @@ from autofit.devices.base import load_of_others
 from autofit.errors import SearchTimedOut, hides_own_frames
 from autofit.interrupts import interrupts_remembered
 from autofit.measurement import TrialKind
-from autofit.notebook import is_watched
 from autofit.plan import PLANNED_STEPS, NoFeasiblePlan, ResolvedPlan
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Prober, Target, open_prober
@@ -30,7 +29,7 @@ from autofit.report.report import Report
 from autofit.searching import events
 from autofit.searching.description import memory_of, record_of
 from autofit.searching.engine import run_search
-from autofit.searching.events import OnEvent
+from autofit.searching.events import OnEvent, logged
 from autofit.searching.faithful import judged
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
 from autofit.searching.options import SearchArguments, SearchOptions
@@ -38,7 +37,6 @@ from autofit.searching.result import INTERRUPTED, SearchResult, with_measured_ne
 from autofit.searching.runner import Places, open_runner
 from autofit.searching.storage import check_opens
 from autofit.searching.study import COSTLY, Store
-from autofit.searching.wording import logged
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
 from autofit.training.workload import Workload, first_size, workload_of
@@ -466,8 +464,13 @@ def _interrupted(record: Record) -> Record:
 @contextmanager
 def showing(progress: OnEvent | bool | None) -> Iterator[OnEvent]:
     """Yield the function to call with events; what shows them is imported on demand."""
-    if callable(progress) or not (is_watched() if progress is None else progress):
-        yield logged(progress if callable(progress) else None, slowly=progress is None)
+    slowly = progress is None
+    if progress is None:
+        from autofit.notebook import is_watched
+
+        progress = is_watched()
+    if callable(progress) or not progress:
+        yield logged(progress if callable(progress) else None, slowly=slowly)
         return
     from autofit.searching.progress import ProgressLine
 

@@ -23,19 +23,20 @@ from torch import nn
 import autofit
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan, Settings
-from autofit.searching import wording
+from autofit.searching import events
 from autofit.searching.events import (
     Confirming,
     Event,
+    EventWords,
     ProbeFinished,
     ProbeStarted,
     Progress,
     Repeating,
     StageStarted,
     Vetoed,
+    logged,
 )
 from autofit.searching.progress import ProgressLine
-from autofit.searching.wording import EventWords, logged
 
 PLAIN: Settings = {"folding.level": 0, "precision.dtype": "default"}
 FOLDED: Settings = {**PLAIN, "folding.level": 2}
@@ -101,7 +102,7 @@ def test_a_log_gets_a_line_at_a_slow_rhythm_and_the_first_probe_at_once(
         "4 x 1: 40.0 samples/s, 30.0 MiB",
         "64 x 1: crashed (the worker was ended by SIGKILL), running it again",
     ]
-    monkeypatch.setattr(wording, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(events, "SECONDS_BETWEEN", 0.0)
     every = lines_of(STORY)
     assert set(slow) < set(every)
     assert len(every) == len([e for e in STORY if not isinstance(e, ProbeStarted)])
