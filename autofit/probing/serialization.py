@@ -24,20 +24,21 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import FunctionType, MappingProxyType, ModuleType, SimpleNamespace
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
 from torch.nn.utils import parametrize
-from torch.utils.data import DataLoader
 
 from autofit.errors import InvalidArgument, WorkerFailed, chain_of, mark_users
 from autofit.probing.fork_server import beyond_standard_streams
 from autofit.snapshot import process
 from autofit.strategy import Strategy
 from autofit.training.batch import Batch, map_tensors, tensors_of
-from autofit.training.loader import Loader, LoaderSettings, make_loader, own_settings
 from autofit.training.workload import Workload, check_has_values
+
+if TYPE_CHECKING:
+    from autofit.training.loader import Loader
 
 _ALWAYS_REACHABLE = {"__main__", "autofit", *sys.builtin_module_names}
 _HOOKS = {
@@ -259,6 +260,8 @@ def nameless_file() -> IO[bytes]:
 
 def _sent_loader(path: str, **settings: Any) -> Iterable[Batch]:
     """Make a loader, as the function of the user's does; the file is read the first time."""
+    from autofit.training.loader import LoaderSettings, make_loader  # most workloads have none
+
     return make_loader(_read_loader(path), LoaderSettings(**settings))
 
 
@@ -283,13 +286,12 @@ def write_payload(payload: Payload, path: Path, loader_path: Path | None = None)
     """
     workload, loader = payload.workload, payload.workload.loader
     _check_has_values(workload)
-    if loader_path is None:
+    if loader_path is None or loader is None:
         workload = replace(workload, loader=None)
     else:
-        at_rest: Any = loader
-        if isinstance(loader, DataLoader):  # one that is being iterated cannot be pickled
-            at_rest = make_loader(loader, own_settings(loader, loader.batch_size or 1))
-        _write(at_rest, loader_path, "loader")
+        from autofit.training.loader import at_rest  # most workloads have none
+
+        _write(at_rest(loader), loader_path, "loader")
         workload = replace(workload, loader=partial(_sent_loader, str(loader_path)))
     if not workload.makes_batches:
         workload = replace(workload, sample_batch=map_tensors(_own_storage, workload.sample_batch))

@@ -104,6 +104,13 @@ def settings_taken(loader: Loader) -> frozenset[str]:
     return frozenset(names.intersection(NAMES))
 
 
+def at_rest(loader: Loader) -> Loader | Iterable[Batch]:
+    """Return a loader as it can be pickled: a `DataLoader` that is being iterated cannot."""
+    if not isinstance(loader, DataLoader):
+        return loader
+    return make_loader(loader, own_settings(loader, loader.batch_size or 1))
+
+
 def own_settings(loader: Loader, samples: int) -> LoaderSettings:
     """Return what the user has now, for batches of so many samples: a function's has neither."""
     if not isinstance(loader, DataLoader):

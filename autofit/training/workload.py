@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -23,7 +23,6 @@ from autofit.training.batch import (
 )
 from autofit.training.contradictions import contradiction
 from autofit.training.lengths import Lengths
-from autofit.training.loader import Loader, check_loader
 from autofit.training.loss import EvalStep, Recipe, TrainingStep
 from autofit.training.optimizers import (
     FactoryWrapper,
@@ -48,6 +47,9 @@ from autofit.training.samples import (
     taken_from,
 )
 from autofit.units import kind_of, shortened
+
+if TYPE_CHECKING:
+    from autofit.training.loader import Loader
 
 _WAYS = (
     "Pass samples and collate_fn= to the Workload, or a function n -> batch of n samples as the "
@@ -116,6 +118,8 @@ class Workload:
         if self.global_batch is not None:
             Plan.split(self.global_batch, self.sample_batch_size)  # refuses a zero too many
         if self.loader is not None:
+            from autofit.training.loader import check_loader  # most have none
+
             check_loader(self.loader)
         _check_evaluation(self.eval_step, self.eval_batch)
         if self._eval_samples_given:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autofit.plan import Plan
 from autofit.probing.loader import Delivery
-from autofit.searching.findings import measure_loader, verdict
+from autofit.searching.loader_settings import measure_loader, verdict
 
 PLAN = Plan(16)
 
