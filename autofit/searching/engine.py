@@ -50,8 +50,9 @@ from autofit.probing.requests import ProbeRequest, ProbeResult
 from autofit.registry import resolve
 from autofit.report.record import Skipped, Undecided
 from autofit.searching import events, trial_codec
+from autofit.searching.infeasible import nothing_fits, workload_failure
 from autofit.searching.options import COMPARED, Allowance
-from autofit.searching.result import INTERRUPTED, SearchResult, nothing_fits, workload_failure
+from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Job, Runner
 from autofit.searching.sampler import Sampler
 from autofit.searching.study import Store

@@ -32,8 +32,9 @@ from autofit.searching.engine import run_search
 from autofit.searching.events import OnEvent, logged
 from autofit.searching.faithful import judged
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
+from autofit.searching.infeasible import with_measured_need
 from autofit.searching.options import SearchArguments, SearchOptions
-from autofit.searching.result import INTERRUPTED, SearchResult, with_measured_need
+from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Places, open_runner
 from autofit.searching.storage import check_opens
 from autofit.searching.study import COSTLY, Store
