@@ -209,4 +209,3 @@ def _of_one_step(share: float | None, shares: Mapping[str, float]) -> dict[str, 
             opt_in=True,
         )
     return found
-
