@@ -50,11 +50,9 @@ from autofit.probing.requests import ProbeRequest, ProbeResult
 from autofit.registry import resolve
 from autofit.report.record import Skipped, Undecided
 from autofit.searching import events, trial_codec
-from autofit.searching.infeasible import nothing_fits, workload_failure
 from autofit.searching.options import COMPARED, Allowance
 from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Job, Runner
-from autofit.searching.sampler import Sampler
 from autofit.searching.study import Store
 from autofit.units import format_rate
 
@@ -121,12 +119,19 @@ def run_search(
             prober if isinstance(prober, Runner) else Runner(prober),
             opened.spec or spec,
             opened,
-            None if isinstance(sampler, Sampler) else sampler,
+            None if sampler is None else _of_others(sampler),
             allowance,
             on_event or (lambda event: None),
             baseline,
         )
         return search.result(_ended(search))
+
+
+def _of_others(sampler: BaseSampler) -> BaseSampler | None:
+    """Return a sampler that is not the planner itself."""
+    from autofit.searching.sampler import Sampler  # most searches are given none
+
+    return None if isinstance(sampler, Sampler) else sampler
 
 
 def _ended(search: Search) -> Stop:
@@ -252,6 +257,8 @@ class Search:
         if answer is None and self._allowance.seconds_left == 0:
             raise self._allowance.too_short()
         if answer is None:
+            from autofit.searching.infeasible import nothing_fits  # few searches end so
+
             raise nothing_fits(self._beliefs, self._trials)
         baseline = self._baseline
         if baseline is None:  # it is the first probe of any study that is whole
@@ -556,7 +563,10 @@ class Search:
         """Store the trial of a plan that ran; raise as `_tell` does."""
         measurement, error = self._blamed(job.plan, probed)
         trial = self._stored(job, measurement)
-        error = error or workload_failure(trial)
+        if error is None and not trial.ok:
+            from autofit.searching.infeasible import workload_failure  # few probes fail
+
+            error = workload_failure(trial)
         if error is not None:
             mark_users(error)
             raise error

@@ -32,7 +32,6 @@ from autofit.searching.engine import run_search
 from autofit.searching.events import OnEvent, logged
 from autofit.searching.faithful import judged
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
-from autofit.searching.infeasible import with_measured_need
 from autofit.searching.options import SearchArguments, SearchOptions
 from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Places, open_runner
@@ -251,6 +250,8 @@ class _Course:
             except NoFeasiblePlan as error:
                 if limits.probes_left(self.store.trials) == 0:
                     raise
+                from autofit.searching.infeasible import with_measured_need  # few searches end so
+
                 raise with_measured_need(error, prober, spec) from None
             return survey, result, self.store.session_seconds
 
