@@ -22,8 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # it reads the variable above when it is imported
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports no name
 
+from autofit import torch_flags
 from autofit.probing.fork_server import ForkServer
-from autofit.snapshot import process
 from autofit.snapshot.snapshot import preserved
 from emulated_gpu import Machine, new_machine, why_unavailable
 from emulated_gpu.launch import MACHINE
@@ -97,9 +97,9 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _computing_as_before() -> Iterator[None]:
     """A flag of torch's that a test leaves changed would change the fingerprints of later tests."""
-    before = process.computing()
+    before = torch_flags.computing()
     yield
-    process.restore(before)
+    torch_flags.compute_as(before)
 
 
 @pytest.fixture

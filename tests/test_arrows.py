@@ -38,6 +38,7 @@ VOCABULARY = {
     "space",
     "strategy",
     "world",
+    "torch_flags",
     "torch_private",
 }
 """Every room above the vocabulary may import it."""
@@ -45,6 +46,7 @@ TRAINING = {"training", "devices", "memory", "snapshot", "equivalence"}
 ALLOWED = {
     "errors": set(),
     "interrupts": set(),
+    "torch_flags": set(),
     "torch_private": {"errors"},
     "notebook": set(),
     "streams": set(),

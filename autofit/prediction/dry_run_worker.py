@@ -32,8 +32,8 @@ from autofit.probing.prober import Deadlines, Prober
 from autofit.probing.requests import STILL_RUNNING
 from autofit.probing.serialization import dumps, unreachable_by_value
 from autofit.probing.worker_channel import WorkerChannel
-from autofit.snapshot import process
 from autofit.snapshot.snapshot import attributes_of
+from autofit.torch_flags import computing
 from autofit.training.workload import Workload
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _surroundings() -> tuple[Any, ...]:
     with suppress(OSError):  # it may have been removed
         folder = os.getcwd()
     files = sorted(_users_modules().items())
-    return [*sys.path], surroundings(), folder, process.computing(), files
+    return [*sys.path], surroundings(), folder, computing(), files
 
 
 _INSTALLED = re.compile("site-packages|dist-packages")

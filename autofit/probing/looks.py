@@ -41,6 +41,7 @@ from autofit.registry import collect_dimensions, names_of_ranks
 from autofit.snapshot import process
 from autofit.snapshot.snapshot import Snapshot, live_objects
 from autofit.strategy import Phase, Strategy
+from autofit.torch_flags import computing
 from autofit.torch_private import gone_in
 from autofit.training.batch import Batch, describe
 from autofit.training.contradictions import doubtful, uncut
@@ -402,7 +403,7 @@ def _model_facts(builder: TrainingBuilder, model: torch.nn.Module) -> _ModelFact
         ranks = Ranks(world, builder.device.torch_device)
         check_alike(ranks.objects({"gpu": environment.gpu, "weights": weights}))
     return _ModelFacts(
-        fingerprint(workload, model, optimizer, environment, process.computing()),
+        fingerprint(workload, model, optimizer, environment, computing()),
         parameters=sum(p.numel() for p in parameters),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         # A training_step may call model.train() itself

@@ -32,8 +32,8 @@ from torch.nn.utils import parametrize
 
 from autofit.errors import InvalidArgument, WorkerFailed, chain_of, mark_users
 from autofit.probing.fork_server import beyond_standard_streams
-from autofit.snapshot import process
 from autofit.strategy import Strategy
+from autofit.torch_flags import computing
 from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.workload import Workload, check_has_values
 
@@ -242,7 +242,7 @@ class Payload:
 
     workload: Workload
     strategies: Sequence[Strategy]
-    computing: Mapping[str, Any] = field(default_factory=process.computing)
+    computing: Mapping[str, Any] = field(default_factory=computing)
 
 
 def nameless_file() -> IO[bytes]:

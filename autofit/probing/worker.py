@@ -36,7 +36,7 @@ from autofit.probing.requests import (
 from autofit.probing.serialization import read_payload
 from autofit.probing.session import Session
 from autofit.probing.wire import message_of_reply, request_of
-from autofit.snapshot import process
+from autofit.torch_flags import compute_as
 
 
 def main(wire: Connection, output: Connection) -> None:
@@ -125,7 +125,7 @@ def _open(opening: Opening) -> tuple[Session, DeviceFacts]:
         importlib.import_module("torch.distributed.fsdp")  # what the first sharded model imports
         gc.freeze()
     payload = read_payload(opening.payload)
-    process.restore(payload.computing)
+    compute_as(payload.computing)
     if opening.threads is not None:
         torch.set_num_threads(opening.threads)
     device = _open_device(opening.device)

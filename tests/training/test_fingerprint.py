@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autofit.devices.base import Environment
-from autofit.snapshot import process
+from autofit.torch_flags import computing as computing_now
 from autofit.training.fingerprint import fingerprint
 from autofit.training.workload import Workload
 
@@ -80,7 +80,7 @@ def _digest(
 ) -> str:
     model = workload.build_model()
     optimizer = workload.build_optimizer(model)
-    flags = process.computing() if computing is None else computing
+    flags = computing_now() if computing is None else computing
     return fingerprint(workload, model, optimizer, environment, flags)
 
 
@@ -186,7 +186,7 @@ def test_torch_and_the_kind_of_device_count(elsewhere: dict[str, str]) -> None:
     ],
 )
 def test_how_torch_computes_counts(flag: str, other: object) -> None:
-    flags = process.computing()
+    flags = computing_now()
     assert flags[flag] != other
     assert _digest(_workload(), GPU, flags) != _digest(_workload(), GPU, {**flags, flag: other})
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autofit.devices.cpu import CpuDevice
-from autofit.snapshot import process
+from autofit.torch_flags import computing
 from autofit.training.fingerprint import fingerprint
 from autofit.training.workload import Workload
 
@@ -39,4 +39,4 @@ workload = Workload(
 )
 model = workload.build_model()
 optimizer = workload.build_optimizer(model)
-print(fingerprint(workload, model, optimizer, CpuDevice().environment, process.computing()))
+print(fingerprint(workload, model, optimizer, CpuDevice().environment, computing()))
