@@ -150,7 +150,7 @@ class Prober(AbstractContextManager["Prober"]):
         channel: reaches the workload and the device; closed with the prober.
         workload: the workload behind the channel.
         strategies: those that may have settings in a plan.
-        vram_budget: see `autofit.devices.base.budget_bytes`.
+        vram_budget: see `autofit.devices.request.budget_bytes`.
         deadlines: when a request counts as hung.
         ends_at: when everything ends, in the seconds of `time.monotonic`: whatever is asked later,
             or has not been answered by then, raises SearchTimedOut.
