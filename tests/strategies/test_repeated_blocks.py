@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autofit.registry import load_strategies
 from autofit.testing import PlainContext
 from autofit.training.workload import Workload
 
-observe = importlib.import_module(f"{type(load_strategies(['compile'])[0]).__module__}").observe
+observe = importlib.import_module("autofit.strategies.repeated_blocks").observe
 
 
 def block(width: int = 8, inner: int = 16) -> nn.Module:
