@@ -16,9 +16,11 @@ from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Dimension, Scalar
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.prober import Target, open_prober
+from autofit.registry import load_strategies
 from autofit.searching.faithful import judged
 from autofit.searching.result import SearchResult
 from autofit.strategy import Context, TrainingView
+from benchmarks.workload_models import resnet
 from tests.plugin import Plugin
 
 BUDGET = 2**28
@@ -134,3 +136,24 @@ def test_what_is_costly_to_try_does_not_win_either() -> None:
     assert [dict(each.settings) for each in found.skipped] == [on]
     assert difference is not None
     assert difference["gradient"] < 1e-5
+
+
+@pytest.mark.parametrize("samples", [8, 32])
+def test_gradients_that_roundings_move_by_half_are_no_fault(samples: int) -> None:
+    """Of a residual network that normalizes over its batch, bfloat16 is as good as of others."""
+    build = partial(resnet, (16, 16, 16, 16), 2, 4)
+    batch = torch.randn(samples, 3, 8, 8), torch.randint(0, 4, (samples,))
+    workload = autofit.Workload(build, batch, criterion=nn.CrossEntropyLoss())
+    strategies = load_strategies(("precision",))
+    with open_prober(workload, strategies, Target("cpu", BUDGET)) as prober:
+        space = prober.survey().space(None)
+        plans = space.baseline, space.plan(samples, {"precision.dtype": "bfloat16"})
+        first = Trial(0, TrialKind.BASELINE, plans[0], ran(0.4))
+        best = Trial(1, TrialKind.SEARCH, plans[1], ran(0.1))
+        result = SearchResult(
+            SearchSpec(space, BUDGET), (first, best), best, best, first, (), "no plan is left"
+        )
+        found, difference = judged(prober, result)
+    assert found.recommended == best
+    assert difference is not None
+    assert 0.3 < difference["gradient"] < difference["tolerance"]
