@@ -126,7 +126,8 @@ def _compiled_or_as_written(
     try:
         # A backward of several lengths that fails would else fail where it first runs
         with config.patch(force_non_lazy_backward_lowering=True):
-            return inductor(graph, inputs)
+            code: Callable[..., Any] = inductor(graph, inputs)
+            return code
     except InductorError as error:
         if isinstance(error.inner_exception, torch.OutOfMemoryError):
             raise

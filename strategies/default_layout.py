@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autofit.errors import Unsupported
-from autofit.torch_private import pytree
 
 from .calls import storage_of
 
@@ -49,7 +49,7 @@ class DefaultLayout(TorchFunctionMode):
         super().__init__()
         self._setting, self._call = setting, 0
         # Tensor -> one that lies as it would by default, and the number of the call that made it
-        self._twins = WeakTensorKeyDictionary()
+        self._twins: Any = WeakTensorKeyDictionary()
         self._writes: dict[_Memory, tuple[int, str]] = {}
 
     def __torch_function__(

@@ -652,7 +652,8 @@ class Pooled(nn.Module):
             torch._dynamo.graph_break()  # what is before it has run when the rest fails
         # Without ceil_mode, whose gradients torch 2.13 compiles wrongly
         smaller = nn.functional.avg_pool2d(places, 2)
-        pooled = nn.functional.adaptive_avg_pool2d(places, smaller.shape[-2:])
+        height, width = smaller.shape[-2:]
+        pooled = nn.functional.adaptive_avg_pool2d(places, (height, width))
         loss: torch.Tensor = (pooled * smaller).square().sum()
         return loss
 
@@ -680,6 +681,6 @@ def test_what_cannot_be_compiled_for_any_length_runs_as_it_is_written(
         graphs, *_, failed = training.notes()
     assert graphs.startswith(f"compile: {4 if breaks else 2} graphs")  # it is tried once
     assert "runs as it is written" in failed
-    for ours, plain in zip(model.buffers(), twin.buffers(), strict=True):
-        torch.testing.assert_close(ours, plain)  # nothing ran twice
+    for one, other in zip(model.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(one, other)  # nothing ran twice
     assert torch._dynamo.config.suppress_errors is errors

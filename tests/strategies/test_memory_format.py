@@ -346,9 +346,10 @@ def test_the_look_draws_no_random_number_and_is_over_after_the_first_forward(
     memory_format: Strategy,
 ) -> None:
     states, calls = [], []
+    stack: Any = torch.overrides._get_current_function_mode_stack
 
     def between(h: torch.Tensor) -> torch.Tensor:
-        calls.append(torch.overrides._get_current_function_mode_stack())
+        calls.append(stack())
         return nn.functional.dropout(h.flatten(1), 0.5).view_as(h) + torch.rand_like(h)
 
     for strategies in ([memory_format], []):
