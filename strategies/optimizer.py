@@ -331,7 +331,7 @@ def _leaves_weights(optimizer: Optimizer) -> bool:
 
 @cache
 def _fused_sgd_leaves(dtype: torch.dtype) -> bool:
-    """Return whether the loop over vectors of a CPU does: pytorch issue 191763, in 2.11 to 2.13."""
+    """Return whether the loop over vectors of a CPU does: pytorch issue 191763."""
     weight = torch.nn.Parameter(torch.ones(256, dtype=dtype, device="cpu"))
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=0.5, fused=True).step()
