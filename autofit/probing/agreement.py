@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autofit.measurement import Measurement, Outcome
-from autofit.probing.fault_table import GRAVITY, OTHER_COUNT, row_of_last_words
+from autofit.probing.fault_table import GRAVITY, OTHER_COUNT, row_of_output
 from autofit.probing.faults import fault_of
 from autofit.probing.requests import NoReply, Reply
 
@@ -52,11 +52,11 @@ class _End:
 
     @classmethod
     def of(cls, answer: Answer) -> _End:
-        """Return how it ended; the last words of a worker that a collective ended say why."""
+        """Return how it ended; what a worker printed that a collective ended says why."""
         if answer is None:
             return cls(Outcome.TIMEOUT, "no answer")
         if isinstance(answer, NoReply):
-            row = row_of_last_words(answer.detail) if answer.outcome is Outcome.CRASHED else None
+            row = row_of_output(answer.detail) if answer.outcome is Outcome.CRASHED else None
             if row is None:
                 return cls(answer.outcome, answer.detail)
             return cls(row.outcome, f"{row.name}: {answer.detail}", row.is_consequence)

@@ -78,7 +78,7 @@ class Undecided(StrEnum):
 
 @dataclass(frozen=True)
 class SearchSummary:
-    """The course of a search.
+    """How a search went, and why it ended.
 
     Attributes:
         probes: number of plans that were run, baseline and confirmations included.
@@ -167,7 +167,7 @@ class Record:
 
     Attributes:
         vram_budget_bytes: the budget.
-        search: the course of the search.
+        search: how the search went.
         dimensions: setting -> its values, with payloads.
         trials: all of them, in order.
         best_number: number of the trial of the plan that measured fastest, or that won a tie.

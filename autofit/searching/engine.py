@@ -44,7 +44,7 @@ from autofit.measurement import (
 from autofit.plan import Plan
 from autofit.planning import confirmation, planner
 from autofit.planning.beliefs import Beliefs
-from autofit.planning.constants import COMPARED_LONGER, MOST_ACCIDENTS
+from autofit.planning.constants import COMPARED_LONGER, MOST_TRANSIENT
 from autofit.planning.planner import Forecast, Proposal, believing
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.prober import SupportsProbing
@@ -105,9 +105,9 @@ def run_search(
         baseline: of its probe, where that ran before; a study that has one keeps its own.
 
     Returns:
-        The record, as far as a search knows it by itself; also after Ctrl-C, or where the machine became ill, no worker can be started
-        any more, the study cannot be read or written or this code fails, if anything that fits had
-        been measured.
+        The record, as far as a search knows it by itself; also after Ctrl-C, or where the machine
+        became ill, no worker can be started any more, the study cannot be read or written or this
+        code fails, if anything that fits had been measured.
 
     Raises:
         NoFeasiblePlan: not one plan that was tried fits the budget.
@@ -491,7 +491,7 @@ class Search:
         Raises:
             WorkerFailed: no plan has worked yet.
         """
-        if len(self._failures) < MOST_ACCIDENTS or self._may_not_probe():
+        if len(self._failures) < MOST_TRANSIENT or self._may_not_probe():
             return None
         suspects = {pair for trial in self._failures for pair in trial.plan.variant}
         suspects -= set(self._spec.space.baseline.variant)
@@ -580,9 +580,9 @@ class Search:
         if error is not None:
             mark_users(error)
             raise error
-        ended_well = not trial.measurement.outcome.may_be_accident
+        ended_well = not trial.measurement.outcome.may_be_transient
         self._failures = [] if ended_well else [*self._failures, trial]
-        if len(self._failures) > MOST_ACCIDENTS:  # the last is of a plan that ran before
+        if len(self._failures) > MOST_TRANSIENT:  # the last is of a plan that ran before
             raise WorkerFailed(_diagnosis(self._failures))
 
     def _stored(self, job: Job, measurement: Measurement) -> Trial:
@@ -606,7 +606,7 @@ class Search:
         """
         outcome = measurement.outcome
         alike = [trial for trial in self._trials if trial.plan.variant == plan.variant]
-        if not outcome.may_be_accident or (outcome is Outcome.TIMEOUT and not self.has_ok_trial):
+        if not outcome.may_be_transient or (outcome is Outcome.TIMEOUT and not self.has_ok_trial):
             return False
         has_worked = any(t.ok and t.plan.micro_batch >= plan.micro_batch for t in alike)
         return has_worked or all(t.measurement.outcome is not outcome for t in alike)

@@ -139,14 +139,14 @@ def search_as_asked(asked: SearchArguments, workload: Workload) -> Report:
         world_size=size,
     )
     places = Places.asked(asked.device, options, ranks=size)
-    course = _Course(workload, asked, chosen, level, places)
-    record = owned_by_rank_0(course.run, ranks=options.ranks, ends_at=course.ends_at)
+    run = _SearchRun(workload, asked, chosen, level, places)
+    record = owned_by_rank_0(run.search, ranks=options.ranks, ends_at=run.ends_at)
     return Report(record, strategies=chosen, workload=workload)
 
 
 @dataclass
-class _Course:
-    """The course of a search: inspect the workload, specify, explore, describe.
+class _SearchRun:
+    """One run of `search`: inspect the workload, specify, explore, describe.
 
     Attributes:
         workload: that is searched.
@@ -188,7 +188,7 @@ class _Course:
             self.workload, chosen, target, ends_at=self.ends_at, executor=executor, **given
         )
 
-    def run(self, ranks: int) -> Record:
+    def search(self, ranks: int) -> Record:
         """Search, with several ranks or with one device, and return the record of it.
 
         Raises:

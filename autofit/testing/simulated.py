@@ -47,7 +47,7 @@ class SimulatedProber:
             as beside other processes; None: never.
         size_limit: plan -> the largest micro-batch that its kernels support; None: unlimited.
         fault: plan -> the measurement of its probe; None: as the formulas give. Called at each
-            attempt, so it can tell an accident, which does not come again, from a limit.
+            attempt, so it can tell a transient failure, which does not come again, from a limit.
         seed: of all noise.
 
     Attributes:

@@ -18,7 +18,7 @@ from autofit.searching import events
 from autofit.searching.description import difference_of, memory_of
 from autofit.searching.engine import run_search
 from autofit.searching.limits import (
-    COMPARISON_BLOCKS,
+    COMPARISON_PROBES,
     MAX_COMPARISON_SHARE,
     Allowance,
 )
@@ -181,7 +181,7 @@ def test_time_is_short_if_another_probe_would_not_leave_enough_for_the_compariso
 
 def test_a_share_of_the_time_at_most_is_kept_for_the_comparison() -> None:
     bounded = Allowance(None, 60.0)
-    assert bounded.comparison_s(trials(3, seconds=2.0), start_s=1.0) == COMPARISON_BLOCKS * 3.0
+    assert bounded.comparison_s(trials(3, seconds=2.0), start_s=1.0) == COMPARISON_PROBES * 3.0
     assert bounded.comparison_s(trials(3, seconds=40.0), start_s=1.0) == MAX_COMPARISON_SHARE * 60.0
     assert bounded.comparison_s([], start_s=1.0) == 0.0
 

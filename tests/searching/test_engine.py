@@ -25,7 +25,7 @@ from autofit.errors import (
 from autofit.measurement import Measurement, Outcome, TrialKind
 from autofit.plan import Dimension, NoFeasiblePlan, Plan, ResolvedPlan
 from autofit.planning.constants import (
-    MOST_ACCIDENTS,
+    MOST_TRANSIENT,
     USUAL_PROBES,
     USUAL_PROBES_OF_SIZES,
     USUAL_PROBES_WITH_LINES,
@@ -229,7 +229,7 @@ class _Timed:
 
     Args:
         device: the device.
-        accident: number of the attempt -> how it ends; None: as the device does.
+        fails: number of the attempt -> how it ends; None: as the device does.
         hang_s: seconds until a hang is seen.
     """
 
@@ -239,10 +239,10 @@ class _Timed:
     def __init__(
         self,
         device: SimulatedDevice,
-        accident: Callable[[int], Outcome | None] = lambda attempt: None,
+        fails: Callable[[int], Outcome | None] = lambda attempt: None,
         hang_s: float = 60.0,
     ) -> None:
-        self.now, self._hang_s, self._accident = 0.0, hang_s, accident
+        self.now, self._hang_s, self._fails = 0.0, hang_s, fails
         self._attempts, self._is_fresh = 0, False
         self.inner = device.prober(self._fault)
 
@@ -251,8 +251,8 @@ class _Timed:
 
     def _fault(self, plan: Plan) -> Measurement | None:
         self._attempts += 1
-        outcome = self._accident(self._attempts)
-        return None if outcome is None else Measurement(outcome, detail="an accident")
+        outcome = self._fails(self._attempts)
+        return None if outcome is None else Measurement(outcome, detail="a transient failure")
 
     def probe(self, request: ProbeRequest) -> Reply:
         measured = self.inner.probe(request).measurement
@@ -289,7 +289,7 @@ def _at_random(seed: int, probability: float) -> Callable[[int], Outcome | None]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("attempt", "outcome"), list(zip((1, 2, 7, 8), _DEATHS, strict=True)))
-def test_one_accident_costs_one_worker_and_changes_nothing(
+def test_one_transient_failure_costs_one_worker_and_changes_nothing(
     device: SimulatedDevice, undisturbed: Record, outcome: Outcome, attempt: int
 ) -> None:
     prober = _Timed(device, lambda n: outcome if n == attempt else None)
@@ -299,7 +299,7 @@ def test_one_accident_costs_one_worker_and_changes_nothing(
     assert device.speed(result.best.plan) > 0.98 * device.speed(undisturbed.best.plan)
 
 
-def test_an_accident_that_comes_again_is_blamed_on_the_plan_and_repeated_once_per_variant(
+def test_a_failure_that_comes_again_is_blamed_on_the_plan_and_repeated_once_per_variant(
     make_device: MakeDevice,
 ) -> None:
     bare = make_device(dimensions={})
@@ -331,7 +331,7 @@ def test_a_machine_that_becomes_ill_ends_the_search_with_what_was_measured(
     assert "at fault" in result.search.stopped_because
     assert result.best.ok
     assert sum(trial.ok for trial in result.trials) == last
-    assert len(result.trials) <= last + MOST_ACCIDENTS + 1
+    assert len(result.trials) <= last + MOST_TRANSIENT + 1
     fastest = max(trial.samples_per_second or 0 for trial in result.trials if trial.ok)
     assert result.best.samples_per_second == pytest.approx(fastest, rel=0.02)
 
@@ -340,7 +340,7 @@ def test_a_machine_that_is_ill_from_the_start_is_no_fault_of_the_workload(
     device: SimulatedDevice,
 ) -> None:
     prober = _Timed(device, lambda attempt: Outcome.HOST_OOM)
-    with pytest.raises(WorkerFailed, match=r"at fault.*host_oom.*an accident") as caught:
+    with pytest.raises(WorkerFailed, match=r"at fault.*host_oom.*a transient failure") as caught:
         run_search(prober, device.spec())
     assert caught.value.exit_code == 4
 
@@ -795,7 +795,7 @@ def test_where_no_time_is_left_the_baseline_that_ran_is_the_answer(device: Simul
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CRASHED, Outcome.HOST_OOM])
-def test_an_accident_of_a_baseline_that_ran_before_is_repeated_once(
+def test_a_transient_failure_of_a_baseline_that_ran_before_is_repeated_once(
     device: SimulatedDevice, outcome: Outcome
 ) -> None:
     prober, seen = device.prober(), list[events.Event]()
