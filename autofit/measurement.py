@@ -79,8 +79,8 @@ class Outcome(StrEnum):
         return self in (Outcome.OK, Outcome.OVER_BUDGET, Outcome.RETRIES)
 
     @property
-    def may_be_accident(self) -> bool:
-        """Whether the machine may be to blame for it rather than the plan."""
+    def may_be_transient(self) -> bool:
+        """Whether it may be a transient failure: of the machine rather than of the plan."""
         return self in (Outcome.HOST_OOM, Outcome.TIMEOUT, Outcome.CRASHED, Outcome.POISONED)
 
 

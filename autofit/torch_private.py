@@ -230,6 +230,7 @@ USES = {
             "torch.nn.Module._call_impl",
             "torch.nn.Identity()._backward_hooks",
             "torch.nn.Identity()._backward_pre_hooks",
+            "torch._functorch.config.force_non_lazy_backward_lowering",
         ),
         "settings that compile are left out: modules could not be compiled one by one and their "
         "compilations not be counted",

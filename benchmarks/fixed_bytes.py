@@ -205,7 +205,7 @@ def searched(training: Training, budget_bytes: int) -> Report:
         vram_budget=budget_bytes,
         strategies=STRATEGIES,
         progress=False,
-        options=autofit.SearchOptions(max_micro_batch=LARGEST_SIZE),
+        options=autofit.SearchOptions(max_micro_batch=LARGEST_SIZE, allow_accumulation_change=True),
     )
 
 

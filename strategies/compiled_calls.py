@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import partial
 from itertools import chain
 from types import CodeType, FunctionType
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autofit.errors import Unsupported
+from autofit.errors import Unsupported, in_one_line
 from autofit.strategy import COMPILED_CALL, TrainingView, attributes_kept
 
 from .compiler_notes import Counted, lines_since
@@ -49,41 +50,91 @@ def compiled(
     model = training.model
     with ExitStack() as stack:
         stack.enter_context(_environment_kept())
-        given = _given(mode, budget, of_any_shape=False)
-        of_any = _given(mode, budget, of_any_shape=True)
+        given = _given(mode, budget)
+        not_compiled = list[str]()
+        of_any = _given_of_any_shape(mode, budget, not_compiled)
         if mode == _GRAPHS:
             stack.enter_context(_graphs_freed(training.device))
             stack.callback(training.wrap_forward(partial(_not_accumulating, model)))
         notes = partial(lines_since, Counted.now(), with_cuda_graphs=mode == _GRAPHS)
         stack.enter_context(_marks_kept(model))
         for modules in alike:
-            codes = _Codes(given, of_any)
+            codes = _Codes(given, of_any, not_compiled)
             for module in modules:
                 stack.enter_context(attributes_kept(module, COMPILED_CALL))
                 call = _by_shapes(module, codes, is_block=module is not model)
                 vars(module)[COMPILED_CALL] = call
         stack.callback(training.add_notes(notes))
+        stack.callback(training.add_notes(partial(iter, not_compiled)))
         yield
 
 
-def _given(mode: str, budget: float, *, of_any_shape: bool) -> Mapping[str, Any]:
-    """Return what torch.compile is given: one backend for all modules, for it keeps code by that.
+def _given(mode: str, budget: float) -> Mapping[str, Any]:
+    """Return what torch.compile is given: one backend for all modules, by which it keeps code."""
+    options = _options(mode)
+    if budget == 1.0:
+        return {"dynamic": False, "options": options}
+    from .memory_budget import within_budget  # loads inductor
+
+    return {"dynamic": False, "backend": within_budget(budget, options)}
+
+
+def _options(mode: str) -> dict[str, Any]:
+    # torch.compile takes a mode or options; the first is what the mode stands for
+    return {"triton.cudagraphs": True} if mode == _GRAPHS else {}
+
+
+def _given_of_any_shape(mode: str, budget: float, not_compiled: list[str]) -> Mapping[str, Any]:
+    """Return what torch.compile is given for code that serves any shape.
 
     Inductor gives the input of a convolution another layout and keeps it for the backward, whose
     code has the strides of the first shape alone: with torch 2.13 the backward of the next shape
     fails ("expected size ..., stride ..."). So code that serves any shape leaves layouts as they
     are.
-    """
-    dynamic = None if of_any_shape else False
-    # torch.compile takes a mode or options; the first is what the mode stands for
-    options: dict[str, Any] = {"triton.cudagraphs": True} if mode == _GRAPHS else {}
-    if of_any_shape:
-        options["layout_optimization"] = False
-    if budget == 1.0:
-        return {"dynamic": dynamic, "options": options}
-    from .memory_budget import within_budget  # loads inductor
 
-    return {"dynamic": dynamic, "backend": within_budget(budget, options)}
+    Args:
+        mode, budget: as of `compiled`.
+        not_compiled: takes words on each graph that inductor cannot compile so.
+    """
+    options = {**_options(mode), "layout_optimization": False}
+
+    def inductor(graph: Any, inputs: Sequence[Any]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        from .memory_budget import within_budget
+
+        if budget == 1.0:
+            return compile_fx(graph, inputs, config_patches=options)
+        return within_budget(budget, options)(graph, inputs)
+
+    return {"dynamic": None, "backend": partial(_compiled_or_as_written, inductor, not_compiled)}
+
+
+def _compiled_or_as_written(
+    inductor: Callable[..., Any], not_compiled: list[str], graph: Any, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Return what runs a graph: code of inductor's, or where that fails, torch as it was called.
+
+    For a size that follows from another inductor may lack code. Dynamo's `suppress_errors` would
+    run a frame as it is written, for all that the process compiles.
+    """
+    from torch._functorch import config
+    from torch._inductor.exc import InductorError
+
+    as_written = torch.fx.GraphModule(graph, deepcopy(graph.graph))  # passes change the graph
+    try:
+        # A backward of several lengths that fails would else fail where it first runs
+        with config.patch(force_non_lazy_backward_lowering=True):
+            code: Callable[..., Any] = inductor(graph, inputs)
+            return code
+    except InductorError as error:
+        if isinstance(error.inner_exception, torch.OutOfMemoryError):
+            raise
+        not_compiled.append(
+            "compile: a graph that inductor cannot compile for any length runs as it is written: "
+            f"{in_one_line(error)}"
+        )
+        return as_written.forward
 
 
 class _Codes:
@@ -92,14 +143,31 @@ class _Codes:
     What is compiled, and how often, is counted by code object.
     """
 
-    def __init__(self, given: Mapping[str, Any], given_of_any: Mapping[str, Any]) -> None:
+    def __init__(
+        self, given: Mapping[str, Any], given_of_any: Mapping[str, Any], not_compiled: list[str]
+    ) -> None:
         self._given, self._given_of_any = given, given_of_any
+        self._not_compiled, self._is_of_any = not_compiled, True
         self._of_shapes: dict[Any, CodeType] = {}
         self._of_any = _new_code()
 
     def of_any_shape(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the compiled call of a module that serves any shape."""
-        return self._compiled(module, self._of_any, self._given_of_any)
+        """Return the compiled call of a module that serves any shape.
+
+        Once a part of it could not be compiled, all of it runs as it is written: torch would try
+        again for each shape.
+        """
+        compiled = self._compiled(module, self._of_any, self._given_of_any)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_of_any:
+                return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+            failed = len(self._not_compiled)
+            output = compiled(*args, **kwargs)
+            self._is_of_any = len(self._not_compiled) == failed
+            return output
+
+        return call
 
     def of(self, module: nn.Module, shapes: Any) -> Callable[..., Any] | None:
         """Return its call for these shapes; None: there is code for as many others already."""

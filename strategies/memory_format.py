@@ -6,20 +6,24 @@ activations are rearranged once, where they enter. The weights stay as they are:
 their memory (an earlier `state_dict()`, detached aliases, weights tied by `.data`, optimizer state,
 one flat storage for all) holds the same values as without it, during the training too. A kernel
 that wants its weight channels-last copies it for the call, which is little beside the activations.
+
+A model whose writes in place depend on the order is refused in the first forward: see
+`default_layout`. One that is compiled is not looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from autofit.plan import Dimension
-from autofit.strategy import Context, Numerics, Phase, TrainingView
+from autofit.strategy import COMPILED_CALL, Context, Numerics, Phase, TrainingView
 
+from .default_layout import DefaultLayout, in_order
 from .one_setting import OneSetting
 
 SETTING = "memory_format.layout"
@@ -51,7 +55,7 @@ class MemoryFormat(OneSetting):
         self, training: TrainingView, value: Any, payload: Any
     ) -> AbstractContextManager[None]:
         """Give the convolutions channels-last inputs."""
-        return _channels_last(training.model)
+        return _channels_last(training)
 
     def lines(self, value: Any, payload: Any) -> list[str]:
         return [
@@ -70,10 +74,22 @@ def _is_default(weight: nn.Parameter) -> bool:
 
 
 @contextmanager
-def _channels_last(model: nn.Module) -> Iterator[None]:
+def _channels_last(training: TrainingView) -> Iterator[None]:
+    # A prediction has no values to write
+    looks = [] if training.device.type == "meta" else [DefaultLayout(f"{SETTING}=channels_last")]
+
+    def look() -> AbstractContextManager[Any]:
+        """Look at the first forward; code that is compiled would be compiled again without it."""
+        if not looks or torch.compiler.is_compiling():
+            return nullcontext()
+        if any(vars(each).get(COMPILED_CALL) for each in training.model.modules()):
+            return nullcontext()
+        return looks.pop()
+
     with ExitStack() as stack:
-        for module in _convolutions(model):
+        for module in _convolutions(training.model):
             stack.callback(module.register_forward_pre_hook(_rearrange, with_kwargs=True).remove)
+        stack.callback(training.wrap_forward(look, also_recomputation=False))
         yield
 
 
@@ -89,5 +105,5 @@ def _rearrange(
 
 def _rearranged(value: Any, dims: int) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() == dims:  # no image without a batch
-        return value.contiguous(memory_format=_FORMATS[dims])
+        return in_order(value, _FORMATS[dims])
     return value

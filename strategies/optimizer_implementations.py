@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autofit.errors import InvalidArgument, release_exception, with_type
+from autofit.errors import InvalidArgument, Unsupported, release_exception, with_type
 from autofit.strategy import TrainingView, attributes_kept, undone
 
 from .optimizer_state import named, shares_held, state_in_bfloat16
@@ -51,11 +52,19 @@ def applied(
 
     Raises:
         InvalidArgument: there is no optimizer of a name, as where they were several in the search.
+        Unsupported: a fused step of this torch's leaves weights as they are.
     """
     with ExitStack() as stack:
         if implementation is not None:
             value, names = implementation
-            stack.enter_context(implemented(_chosen(training, names), value))
+            chosen = _chosen(training, names)
+            if value == "fused" and any(map(_leaves_weights, chosen)):
+                raise Unsupported(
+                    f"optimizer.implementation=fused: torch {torch.__version__} leaves weights in "
+                    "16 bits as they are on a CPU (pytorch issue 191763): choose another "
+                    "implementation"
+                )
+            stack.enter_context(implemented(chosen, value))
         if in_bfloat16 is not None:
             stack.enter_context(state_in_bfloat16(*_chosen(training, in_bfloat16)))
         if in_backward:
@@ -150,10 +159,30 @@ def _found(training: TrainingView) -> dict[str, list[str]]:
                 continue
             if value == "fused" and any(g.get("dampening") for g in optimizer.param_groups):
                 continue  # a first step that a scaler leaves out would leave no momentum
+            if value == "fused" and _leaves_weights(optimizer):
+                continue
             with implemented([optimizer], value):
                 if _ran(optimizer) == value:
                     found.setdefault(value, []).append(name)
     return {value: found[value] for value in FLAGS if value in found}
+
+
+def _leaves_weights(optimizer: Optimizer) -> bool:
+    """Return whether a fused step leaves weights as they are, though they have gradients."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kinds = {p.dtype for p in parameters if p.device.type == "cpu" and p.is_floating_point()}
+    return any(map(_fused_sgd_leaves, kinds))
+
+
+@cache
+def _fused_sgd_leaves(dtype: torch.dtype) -> bool:
+    """Return whether the loop over vectors of a CPU does: pytorch issue 191763."""
+    weight = torch.nn.Parameter(torch.ones(256, dtype=dtype, device="cpu"))
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=0.5, fused=True).step()
+    return bool((weight == 1).any())
 
 
 def worth_it(

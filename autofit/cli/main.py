@@ -154,7 +154,7 @@ def search(
         )
         if leads():
             show_report(report, out or (), as_json, verbose=verbose)
-        from autofit.searching.result import INTERRUPTED
+        from autofit.report.record import INTERRUPTED
 
         if report.record.search.stopped_because == INTERRUPTED:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command is ending for it already

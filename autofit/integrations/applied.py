@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from types import MethodType
 from typing import Any
 
 import torch
@@ -317,15 +318,21 @@ class _ForeignTraining:
 def _entered_around(
     model: torch.nn.Module, entry: str, contexts: ForwardContexts
 ) -> Iterator[None]:
-    """Enter the contexts around every call of that method of this model."""
-    original = getattr(model, entry)
+    """Enter the contexts around every call of that method of this model.
+
+    A copy of the model calls its own method, and a pickled one is without the contexts: the
+    replacement is a method too.
+    """
+    bound = getattr(model, entry)
+    is_own = getattr(bound, "__self__", None) is model
+    original = bound.__func__ if is_own else bound
 
     @functools.wraps(original)  # signatures are read to find out which columns a model takes
     def covered(*args: Any, **kwargs: Any) -> Any:
         with contexts.forward():
             return original(*args, **kwargs)
 
-    with replaced(model, entry, covered):
+    with replaced(model, entry, MethodType(covered, model) if is_own else covered):
         yield
 
 

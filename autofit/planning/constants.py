@@ -56,7 +56,7 @@ MOST_RIVALS = 2  # plans
 # Times the timed seconds of a search's probe, where steps scatter: of simulated pairs beside two
 # busy loops, four rounds then decide 75 of 100 and not 49.
 COMPARED_LONGER = 2.0
-MOST_ACCIDENTS = 3  # in a row, before a plan that ran shows whether the machine is to blame
+MOST_TRANSIENT = 3  # in a row, before a plan that ran shows whether the machine is to blame
 NOISY = 0.1  # log step time: from this scatter on, a reader is told that gains may be hidden
 
 # What is believed beforehand.
@@ -66,8 +66,8 @@ MEMORY_ERROR, MEMORY_ERRORS = 0.02, (0.01, 0.02, 0.04)
 MEMORY_SPREAD = 0.003  # log bytes by which a plan departs from its line
 LEAST_GROWING = 0.02  # share of what a first probe holds, beside what is known to be fixed
 TIME_SPREADS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)  # log seconds, likewise; learned, among these
-ALIKE = 0.6  # correlation of two variants' departures at one size. 0.4: +0.1 +- 0.2
-LENGTH = 1.5  # log sizes over which departures are correlated. 1: -0.1 +- 0.4
+ALIKE = 0.6  # correlation of two variants' residuals at one size. 0.4: +0.1 +- 0.2
+LENGTH = 1.5  # log sizes over which residuals are correlated. 1: -0.1 +- 0.4
 KNOWN_TREND = 0.25  # of an ordered setting's deviations, where all its values have hints
 
 

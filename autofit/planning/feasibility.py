@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind, probes_of
 from autofit.plan import Scalar, Settings, VariantKey, variant_key
-from autofit.planning.constants import MOST_ACCIDENTS
+from autofit.planning.constants import MOST_TRANSIENT
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 
@@ -27,7 +27,7 @@ MicroBatches: TypeAlias = NDArray[np.int64]
 
 _ABOUT_SIZE = (Outcome.SIZE_LIMIT, Outcome.HOST_OOM)
 _OF_THE_TRAINING = (Outcome.UNSUPPORTED, Outcome.NONFINITE, Outcome.LEAK)
-_ACCIDENTS = (Outcome.CRASHED, Outcome.POISONED, Outcome.TIMEOUT)
+_TRANSIENT = (Outcome.CRASHED, Outcome.POISONED, Outcome.TIMEOUT)
 
 
 class Sizes:
@@ -148,24 +148,24 @@ class Exclusions:
 def trusted(trials: Sequence[Trial]) -> list[Trial]:
     """Return the probes among these trials, less those of times when the machine was ill.
 
-    It was where accidents in a row did not end with the plan that shows whether it is (see
-    `MOST_ACCIDENTS`), or where there was no such plan yet. Those accidents say nothing of their
-    plans, in this search or one that is resumed.
+    It was where transient failures in a row did not end with the plan that shows whether it is (see
+    `MOST_TRANSIENT`), or where there was no such plan yet. Those say nothing of their plans, in
+    this search or one that is resumed.
     """
     kept: list[Trial] = []
-    accidents: list[Trial] = []
+    failures: list[Trial] = []
     for trial in probes_of(trials):
-        if trial.measurement.outcome.may_be_accident:
-            accidents.append(trial)
+        if trial.measurement.outcome.may_be_transient:
+            failures.append(trial)
             continue
-        kept += [*_accidents_of_plans(accidents, kept), trial]
-        accidents = []
-    return [*kept, *_accidents_of_plans(accidents, kept)]
+        kept += [*_failures_of_plans(failures, kept), trial]
+        failures = []
+    return [*kept, *_failures_of_plans(failures, kept)]
 
 
-def _accidents_of_plans(accidents: Sequence[Trial], before: Sequence[Trial]) -> Sequence[Trial]:
-    most = MOST_ACCIDENTS if any(trial.ok for trial in before) else MOST_ACCIDENTS - 1
-    return accidents if len(accidents) <= most else ()
+def _failures_of_plans(failures: Sequence[Trial], before: Sequence[Trial]) -> Sequence[Trial]:
+    most = MOST_TRANSIENT if any(trial.ok for trial in before) else MOST_TRANSIENT - 1
+    return failures if len(failures) <= most else ()
 
 
 def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
@@ -195,7 +195,7 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
             continue
         worked = plan.variant in ran_variants
         larger = plan.micro_batch > plain.micro_batch
-        of_size = outcome in _ACCIDENTS or (larger and outcome in _OF_THE_TRAINING)
+        of_size = outcome in _TRANSIENT or (larger and outcome in _OF_THE_TRAINING)
         if outcome.about_memory or outcome in _ABOUT_SIZE or (worked and of_size):
             below = plan.micro_batch - 1
             holds_gradients = outcome.about_memory and plan.accumulation_steps > 1

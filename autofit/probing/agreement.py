@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autofit.measurement import Measurement, Outcome
-from autofit.probing.fault_table import GRAVITY, OTHER_COUNT, row_of_last_words
+from autofit.probing.fault_table import GRAVITY, OTHER_COUNT, row_of_output
 from autofit.probing.faults import fault_of
 from autofit.probing.requests import NoReply, Reply
 
@@ -52,11 +52,11 @@ class _End:
 
     @classmethod
     def of(cls, answer: Answer) -> _End:
-        """Return how it ended; the last words of a worker that a collective ended say why."""
+        """Return how it ended; what a worker printed that a collective ended says why."""
         if answer is None:
             return cls(Outcome.TIMEOUT, "no answer")
         if isinstance(answer, NoReply):
-            row = row_of_last_words(answer.detail) if answer.outcome is Outcome.CRASHED else None
+            row = row_of_output(answer.detail) if answer.outcome is Outcome.CRASHED else None
             if row is None:
                 return cls(answer.outcome, answer.detail)
             return cls(row.outcome, f"{row.name}: {answer.detail}", row.is_consequence)
@@ -99,20 +99,18 @@ def agree(answers: Sequence[Answer], *, is_probe: bool) -> Reply:
         words = f"every rank waits for another: {OTHER_COUNT}, or the connection was lost"
         detail = f"{words}; {detail}"
     seen = [each.value for each in replies if isinstance(each.value, Measurement)]
-    of_decisive = decisive.value if isinstance(decisive, Reply) else None
+    reply = decisive if isinstance(decisive, Reply) else Reply()
     uses = [use for each in seen for use in each.ranks]
     measured = replace(
-        of_decisive or Measurement(ends[rank].outcome),
+        reply.value or Measurement(ends[rank].outcome),
         detail=detail,
         contended=any(each.contended for each in seen),
         failed_rank=blamed,
         ranks=uses if len(uses) == len(answers) else [],  # as far as every one measured it
     )
-    raised = decisive if isinstance(decisive, Reply) else Reply()
     return Reply(
         measured,
-        exception=raised.exception,
-        traceback=raised.traceback,
+        exception=reply.exception,
         spent=len(replies) < len(answers),
         worth_repeating=any(each.worth_repeating for each in replies),
     )
@@ -143,7 +141,7 @@ def _waits(end: _End) -> bool:
 
 def _of_all(replies: Sequence[Reply]) -> Reply:
     """Return the reply of ranks that all ran: the most that one held, the slowest steps."""
-    seen: list[Measurement] = [reply.value for reply in replies]
+    seen = [reply.measurement for reply in replies]
     gravest = min(range(len(seen)), key=lambda rank: _ORDER.index(seen[rank].outcome))
     fullest = max(seen, key=lambda each: each.held_bytes or 0)
     worst, is_fault = seen[gravest], seen[gravest].outcome is not Outcome.OK

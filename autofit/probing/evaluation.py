@@ -21,8 +21,8 @@ AIMED = 0.97
 MOST_TIMES = 4
 # And at most so many times as large as the user's: no evaluation needs more to be fast.
 MOST_IN_ALL = 64
-# A batch that is larger by less is not worth another run.
-WORTH_IT = 1.05
+# A batch that is larger by less is not run.
+LEAST_TIMES = 1.05
 # Batches that ran out of memory; the worker lives on, but each takes as long as one that fits.
 MOST_FAILED = 2
 # Then the largest that ran is the answer.
@@ -112,7 +112,7 @@ def climb(
             at = (largest + failed[-1]) // 2
         else:
             at = own if largest < own else min(_aimed_at(found, vram_budget_bytes), most)
-        if at < WORTH_IT * largest or len(failed) == MOST_FAILED:
+        if at < LEAST_TIMES * largest or len(failed) == MOST_FAILED:
             return found, largest < most
         if largest >= own and time.monotonic() > ends_at:
             return found, False

@@ -299,7 +299,7 @@ def row_of(type_names: tuple[str, ...], error_code: int | None, text: str | None
     return next(_candidates(type_names, error_code, text), USER_ROW)
 
 
-def row_of_last_words(printed: str) -> Row | None:
+def row_of_output(printed: str) -> Row | None:
     """Return the row of a process that collectives ended, by what it printed; None: another end."""
     ended = (row for row in ROWS if row.name == OTHER_COUNT or row.is_consequence)
     return next((row for row in ended if row.text and row.text.search(printed)), None)

@@ -86,58 +86,28 @@ def take_survey(
     """
     looks = _Looks(session, left_out, time.monotonic() + looks_s)
     session.on_stage(LOOKING)
-    first = session.looked_at
-    if first is None:
-        first = session.looked_at = _FirstLook.of(session)
-    builder, model, one = first.builder, first.model, first.one
-    compared = compare_split_gradients(
-        builder, builder.fresh_workload(), lost=looks.why_left_out(SPLIT_GRADIENTS)
-    )
+    first: _FirstLook = session.looked_at or _FirstLook.of(session)
+    session.looked_at, builder = first, first.builder
+    lost = looks.why_left_out(SPLIT_GRADIENTS)
+    compared = compare_split_gradients(builder, builder.fresh_workload(), lost=lost)
+    keeps_accumulation = compared.why_kept is not None
     if recomputation is not None:
-        looks.leave_out(
-            recomputation.why_left_out(keeps_accumulation=compared.why_kept is not None)
-        )
+        looks.leave_out(recomputation.why_left_out(keeps_accumulation=keeps_accumulation))
     dimensions, notes = _dimensions(session, builder, looks)
-    world = session.builder.world
-    if world.size > 1:
-        dimensions, notes = _that_ranks_share(session, one.model, dimensions, notes, raised)
+    if builder.world.size > 1:
+        dimensions, notes = _that_ranks_share(session, first.one.model, dimensions, notes, raised)
     session.on_stage(LOOKING)  # no look any more: who dies in what follows lost none
-    workload = builder.fresh_workload()
     if not looks.may_be_taken_again:
         session.looked_at = None
-    return Survey(
-        environment=builder.device.environment,
+    return replace(
+        first.survey,
         vram_budget_bytes=vram_budget_bytes,
-        fingerprint=model.fingerprint,
-        parameters=model.parameters,
-        parameter_bytes=model.parameter_bytes,
-        loss=first.loss,
-        sample_batch_size=workload.sample_batch_size,
-        sample_shapes=describe(workload.batch(workload.described_size)),
-        samples=workload.samples.kind,
-        batched=_batched(workload),
-        described_size=workload.described_size,
-        chose_size=workload.chose_size,
-        global_batch=workload.global_batch,
         split_gradients=compared.comparison,
-        may_change_accumulation=compared.why_kept is None,
-        dimensions=dimensions,
-        notes=(
-            *_notes_of(session, model, first.compiled),
-            *notes_on_samples(workload),
-            *notes,
-            *compared.notes,
-        ),
-        busy=first.busy,
-        world_size=world.size,
+        may_change_accumulation=not keeps_accumulation,
         accumulation_kept=compared.why_kept,
-        tokens=_tokens(workload),
+        dimensions=dimensions,
+        notes=(*first.survey.notes, *notes, *compared.notes),
     )
-
-
-def _batched(workload: Workload) -> list[str] | None:
-    rows = rows_of(workload.samples)
-    return None if rows is None else sorted(rows.batched)
 
 
 def notes_on_samples(workload: Workload) -> Iterator[str]:
@@ -181,28 +151,55 @@ class _FirstLook:
     Attributes:
         one: the model of all looks.
         builder: of trainings of that model.
-        model: its facts.
-        busy, loss: as of `Survey`.
-        compiled: the part of the model that is compiled, in words; None: none is.
+        survey: what is known before any look.
     """
 
     one: _OneModel
     builder: TrainingBuilder
-    model: _ModelFacts
-    busy: str | None
-    loss: str | None
-    compiled: str | None
+    survey: Survey
 
     @classmethod
     def of(cls, session: Workplace) -> _FirstLook:
         """Look at a session's model and its first samples."""
-        busy, given = session.builder.device.busy(), session.builder
-        one = _OneModel(given)
+        given = session.builder
+        busy, one = given.device.busy(), _OneModel(given)
         builder = _BuilderOfOne(one.workload, given.device, given.seed, given.world)
-        model = _model_facts(builder, one.model)
-        if (compiled := compiled_part(one.model)) is not None:
-            session.on_stage(f"{LOOKING}: {compiled}")
-        return cls(one, builder, model, busy, _loss_source(session, builder), compiled)
+        return cls(one, builder, replace(_first_survey(session, builder, one.model), busy=busy))
+
+
+def _first_survey(session: Workplace, builder: TrainingBuilder, model: torch.nn.Module) -> Survey:
+    """Return the facts of a model where it lies, of its loss and its samples.
+
+    Raises:
+        InvalidArgument: of several ranks, another has other weights or another GPU.
+    """
+    parameters, compiled = list(model.parameters()), compiled_part(model)
+    own = _fingerprint(builder, model)
+    if compiled is not None:
+        session.on_stage(f"{LOOKING}: {compiled}")
+    loss, workload = _loss_source(session, builder), builder.fresh_workload()
+    rows = rows_of(workload.samples)
+    return Survey(
+        environment=builder.device.environment,
+        vram_budget_bytes=0,  # each survey has its own
+        fingerprint=own,
+        parameters=sum(p.numel() for p in parameters),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        loss=loss,
+        sample_batch_size=workload.sample_batch_size,
+        sample_shapes=describe(workload.batch(workload.described_size)),
+        samples=workload.samples.kind,
+        batched=None if rows is None else sorted(rows.batched),
+        described_size=workload.described_size,
+        global_batch=workload.global_batch,
+        split_gradients=None,
+        may_change_accumulation=False,
+        dimensions={},
+        notes=tuple(_notes_on(session, workload, model, compiled)),
+        world_size=builder.world.size,
+        tokens=_tokens(workload),
+        chose_size=workload.chose_size,
+    )
 
 
 class _Looks:
@@ -313,27 +310,16 @@ def check_shared(
     raise InvalidArgument(f"{alone}: {why or f'{names[0]} offers no setting for this model'}")
 
 
-def _notes_of(session: Workplace, model: _ModelFacts, compiled: str | None) -> list[str]:
-    notes = [f"{ACT}{note}" for note in session.notes]
-    if model.is_evaluating:
-        notes.append(_IN_EVAL_MODE)
+def _notes_on(
+    session: Workplace, workload: Workload, model: torch.nn.Module, compiled: str | None
+) -> Iterator[str]:
+    """Yield what the user should know of the device, the model and the samples."""
+    yield from (f"{ACT}{note}" for note in session.notes)
+    if not model.training and workload.training_step is None:  # which may call train() itself
+        yield _IN_EVAL_MODE
     if compiled:
-        notes.append(f"{compiled}: no other way to compile it is tried")
-    return notes
-
-
-@dataclass(frozen=True)
-class _ModelFacts:
-    """Facts of the model where it lies.
-
-    Attributes:
-        is_evaluating: whether it was handed over in eval mode, and trains so.
-    """
-
-    fingerprint: str
-    parameters: int
-    parameter_bytes: int
-    is_evaluating: bool
+        yield f"{compiled}: no other way to compile it is tried"
+    yield from notes_on_samples(workload)
 
 
 class _OneModel:
@@ -384,31 +370,24 @@ class _BuilderOfOne(TrainingBuilder):
         super().reclaim()
 
 
-def _model_facts(builder: TrainingBuilder, model: torch.nn.Module) -> _ModelFacts:
-    """Return the facts of a model, which is the same one on all ranks.
+def _fingerprint(builder: TrainingBuilder, model: torch.nn.Module) -> str:
+    """Return the fingerprint of a workload whose model is the same one on all ranks.
 
     Raises:
         InvalidArgument: of several ranks, another has other weights or another GPU.
     """
-    workload = builder.fresh_workload()
+    workload, environment = builder.fresh_workload(), builder.device.environment
     optimizer = workload.build_optimizer(model)
-    parameters = list(model.parameters())
-    environment, world = builder.device.environment, builder.world
-    if world.size > 1:
+    if builder.world.size > 1:
         from autofit.training.ranks import Ranks  # most searches are of one device
 
         # NaN and infinity are counted, not added
-        finite = (p.detach().nan_to_num(1.0, 1.0, -1.0) for p in parameters if not p.is_complex())
+        real = (p for p in model.parameters() if not p.is_complex())
+        finite = (p.detach().nan_to_num(1.0, 1.0, -1.0) for p in real)
         weights = sum(float(values.sum(dtype=torch.float64)) for values in finite)
-        ranks = Ranks(world, builder.device.torch_device)
+        ranks = Ranks(builder.world, builder.device.torch_device)
         check_alike(ranks.objects({"gpu": environment.gpu, "weights": weights}))
-    return _ModelFacts(
-        fingerprint(workload, model, optimizer, environment, computing()),
-        parameters=sum(p.numel() for p in parameters),
-        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        # A training_step may call model.train() itself
-        is_evaluating=not model.training and workload.training_step is None,
-    )
+    return fingerprint(workload, model, optimizer, environment, computing())
 
 
 def _loss_source(session: Workplace, builder: TrainingBuilder) -> str | None:

@@ -55,12 +55,23 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
     """
     device, workload = builder.device, builder.fresh_workload()
     foreign_before = device.foreign_bytes()
-    ran = _run(builder, workload, request, vram_budget_bytes)
+    with ExitStack() as applied:
+        steps = _warmed_up(applied, builder, workload, request)
+        growth, retries_before = _timed(steps, request, vram_budget_bytes)
+        peak, training = device.read(), steps.training
+        evaluated = evaluation_peak(builder, workload, training, workload.eval_samples)
+        notes = (*training.notes(), *_on_updates(steps))
     device.synchronize()  # a dead device is to show while this frame holds the pinned batch
     foreign = device.foreign_bytes()
     available = device.total_bytes - max(foreign or 0, foreign_before or 0)
-    outcome, detail = _verdict(ran, vram_budget_bytes, available, workload.eval_samples)
-    steps, peak, evaluated = ran.steps, ran.peak, ran.evaluated
+    retries = peak.allocator_retries - retries_before
+    headroom = vram_budget_bytes - peak.peak_held_bytes
+    outcome, detail = (
+        _failed_training(steps.loss, growth, headroom)
+        or _lack_of_memory(peak, retries, vram_budget_bytes, available)
+        or _lack_in_evaluation(evaluated, workload.eval_samples, vram_budget_bytes)
+        or (Outcome.OK, growth.words(headroom) if growth and growth.collectable else None)
+    )
     return Measurement(
         outcome,
         detail,
@@ -70,105 +81,69 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         non_torch_bytes=peak.non_torch_bytes,
         resident_bytes=min(steps.update_bytes, default=None),
         gradient_bytes=min(steps.gradient_bytes, default=None),
-        allocator_retries=ran.retries,
+        allocator_retries=retries,
         loss=steps.loss if math.isfinite(steps.loss) else None,
         losses=[loss for loss in steps.losses if math.isfinite(loss)],
-        micro_batches_run=ran.micro_batches,
+        # A training_step may take all at once
+        micro_batches_run=len(steps.counts) if training.has_split else 1,
         contended=has_moved(foreign_before, foreign, total_bytes=device.total_bytes),
         evaluation_peak_bytes=evaluated.peak_reserved_bytes if evaluated else None,
-        start_up_s=ran.start_up_s,
-        start_is_warm=ran.start_is_warm,
+        start_up_s=start_up_s(steps.warm_up_s, steps.warm_up_steps, steps.as_run_s[-1]),
+        start_is_warm=steps.start_is_warm,
         new_shape_s=steps.new_shape_s,
-        notes=ran.notes,
-        ranks=[] if steps.training.ranks is None else [_use_of(ran)],
+        notes=notes,
+        ranks=[] if training.ranks is None else [_rank_use(steps, peak)],
     )
 
 
-@dataclass(frozen=True)
-class _Ran:
-    """The steps of a probe, which hold its batches, and what was read after them.
-
-    Attributes:
-        steps: that ran.
-        micro_batches: that a timed step ran.
-        peak: the memory counters after the timed steps.
-        retries: of the allocator, in the timed steps.
-        growth: of allocated memory from step to step; None: too few steps to tell.
-        start_up_s: see `start_up_s`.
-        start_is_warm: as of a `Measurement`.
-        evaluated: the memory counters of an evaluation; None: there is none.
-        notes: of strategies, on what they did; and on updates that never came.
-    """
-
-    steps: _Steps
-    micro_batches: int
-    peak: MemoryReading
-    retries: int
-    growth: Growth | None
-    start_up_s: float | None
-    start_is_warm: bool | None
-    evaluated: MemoryReading | None
-    notes: tuple[str, ...]
-
-
-def _run(
-    builder: TrainingBuilder, workload: Workload, request: ProbeRequest, vram_budget_bytes: int
-) -> _Ran:
+def _warmed_up(
+    applied: ExitStack, builder: TrainingBuilder, workload: Workload, request: ProbeRequest
+) -> _Steps:
+    """Return the steps of a plan after their warm-up; `applied` ends their training."""
     plan, device = request.plan, builder.device
     places = micro_batches_to_run(workload, plan, full_accumulation=request.full_accumulation)
     short = micro_batches_to_run(workload, plan, full_accumulation=False)
     mix = _mix_on(builder, workload, plan, places)
-    batch = mix[-1][1]
-    first = batch if short == places else samples_on(builder, workload, plan, short)
-    with ExitStack() as applied:
-        with device.accounting():
-            began, cache = perf_counter(), CacheUse()
-            training = applied.enter_context(builder.training(workload, request.resolved))
-            steps = _Steps(training, device, stands_for(plan, places), mix)
-            written = versions(training.plain_model)
-            steps.warm_up(first)
-            del first
-            warm_up_s, is_warm = perf_counter() - began, cache.is_warm()
-            warm_up_steps = steps.warm_up_steps * len(short) / len(places)
-        steps.meet_shorter()
-        if device.tracked_steps:
-            for _, shorter in mix[:-1]:
-                steps.run_tracked(shorter, 1)
-        retries_before = device.read().allocator_retries
+    first = mix[-1][1] if short == places else samples_on(builder, workload, plan, short)
+    with device.accounting():
+        began, cache = perf_counter(), CacheUse()
+        training = applied.enter_context(builder.training(workload, request.resolved))
+        written = versions(training.plain_model)
+        steps = _Steps(training, device, stands_for(plan, places), mix, written)
+        steps.warm_up(first)
+        steps.warm_up_s, steps.start_is_warm = perf_counter() - began, cache.is_warm()
+        steps.warm_up_steps *= len(short) / len(places)
+    return steps
+
+
+def _timed(
+    steps: _Steps, request: ProbeRequest, vram_budget_bytes: int
+) -> tuple[Growth | None, int]:
+    """Run the steps that are measured; return their growth and the allocator's retries before."""
+    device = steps.device
+    steps.meet_shorter()
+    if device.tracked_steps:
+        for _, shorter in steps.mix[:-1]:
+            steps.run_tracked(shorter, 1)
+    retries = device.read().allocator_retries
+    steps.run_as_asked(request)
+    growth = _growth(steps, vram_budget_bytes)
+    if growth is None and steps.grew:  # these steps filled a cache: measure it as it is now
+        retries = device.read().allocator_retries
         steps.run_as_asked(request)
-        growth = _growth(steps, vram_budget_bytes)
-        if growth is None and steps.grew:  # these steps filled a cache: measure it as it is now
-            retries_before = device.read().allocator_retries
-            steps.run_as_asked(request)
-        if device.tracked_steps:
-            steps.time_as_asked(request)
-        peak = device.read()
-        return _Ran(
-            steps,
-            # A training_step may take all at once
-            micro_batches=len(places) if training.has_split else 1,
-            peak=peak,
-            retries=peak.allocator_retries - retries_before,
-            growth=growth,
-            start_up_s=start_up_s(warm_up_s, warm_up_steps, steps.as_run_s[-1]),
-            start_is_warm=is_warm,
-            evaluated=evaluation_peak(builder, workload, training, workload.eval_samples),
-            notes=(*training.notes(), *_on_updates(steps, written)),
-        )
+    if device.tracked_steps:
+        steps.time_as_asked(request)
+    return growth, retries
 
 
-def _on_updates(steps: _Steps, written: list[int]) -> Iterator[str]:
+def _on_updates(steps: _Steps) -> Iterator[str]:
     """Yield a note where no step changed a parameter.
 
     An update of 0, as at the start of a learning rate's warm-up, is one. Steps that wrote none are
     followed by a few whose parameters are compared, since `.data` is written unseen.
-
-    Args:
-        steps: that ran.
-        written: see `versions`, before them.
     """
     training = steps.training
-    if training.ranks is not None or versions(training.plain_model) != written:
+    if training.ranks is not None or versions(training.plain_model) != steps.written:
         return
 
     def step() -> None:
@@ -178,13 +153,13 @@ def _on_updates(steps: _Steps, written: list[int]) -> Iterator[str]:
         yield NEVER_UPDATED
 
 
-def _use_of(ran: _Ran) -> RankUse:
-    own_times_s = ran.steps.own_times_s
+def _rank_use(steps: _Steps, peak: MemoryReading) -> RankUse:
+    """Return what this rank held, and how long its own steps took."""
     return RankUse(
-        ran.peak.peak_allocated_bytes,
-        ran.peak.peak_reserved_bytes,
-        ran.peak.non_torch_bytes,
-        statistics.median(own_times_s) if own_times_s else None,
+        peak.peak_allocated_bytes,
+        peak.peak_reserved_bytes,
+        peak.non_torch_bytes,
+        statistics.median(steps.own_times_s) if steps.own_times_s else None,
     )
 
 
@@ -239,28 +214,39 @@ def evaluation_peak(
         return device.read()
 
 
-def _verdict(
-    ran: _Ran, vram_budget_bytes: int, available_bytes: int, eval_samples: int | None
-) -> tuple[Outcome, str | None]:
-    """Return how steps that all ran ended, and in words what is to say of it."""
-    held_bytes, growth, loss = ran.peak.peak_held_bytes, ran.growth, ran.steps.loss
-    headroom = vram_budget_bytes - held_bytes
+def _failed_training(
+    loss: float, growth: Growth | None, headroom_bytes: int
+) -> tuple[Outcome, str] | None:
+    """Return how steps that all ran failed for their values or for a leak; None: they did not."""
     if not math.isfinite(loss):
         return Outcome.NONFINITE, f"the loss became {loss}"
-    if growth is not None and growth.is_leak(headroom):
-        return Outcome.LEAK, growth.words(headroom)
+    if growth is not None and growth.is_leak(headroom_bytes):
+        return Outcome.LEAK, growth.words(headroom_bytes)
+    return None
+
+
+def _lack_of_memory(
+    peak: MemoryReading, retries: int, vram_budget_bytes: int, available_bytes: int
+) -> tuple[Outcome, str] | None:
+    """Return how steps that all ran lacked memory; None: they did not."""
+    held_bytes = peak.peak_held_bytes
     if held_bytes > vram_budget_bytes:
         return Outcome.OVER_BUDGET, _held_of(held_bytes, vram_budget_bytes)
-    if ran.retries > 0:
-        flushed = f"the allocator flushed its cache {counted(ran.retries, 'time')}"
+    if retries > 0:
+        flushed = f"the allocator flushed its cache {counted(retries, 'time')}"
         return Outcome.RETRIES, f"{flushed} in the timed steps"
-    if (words_of_spill := spilled(held_bytes, available_bytes)) is not None:
-        return Outcome.OVER_BUDGET, words_of_spill
-    if ran.evaluated is not None and ran.evaluated.peak_held_bytes > vram_budget_bytes:
-        samples = counted(eval_samples or 0, "sample")
-        held = _held_of(ran.evaluated.peak_held_bytes, vram_budget_bytes)
-        return Outcome.OVER_BUDGET, f"{IN_EVALUATION}{samples}: {held}"
-    return Outcome.OK, growth.words(headroom) if growth is not None and growth.collectable else None
+    words_of_spill = spilled(held_bytes, available_bytes)
+    return None if words_of_spill is None else (Outcome.OVER_BUDGET, words_of_spill)
+
+
+def _lack_in_evaluation(
+    peak: MemoryReading | None, samples: int | None, vram_budget_bytes: int
+) -> tuple[Outcome, str] | None:
+    """Return that an evaluation went over the budget; None: it did not, or there is none."""
+    if peak is None or peak.peak_held_bytes <= vram_budget_bytes:
+        return None
+    held = _held_of(peak.peak_held_bytes, vram_budget_bytes)
+    return Outcome.OVER_BUDGET, f"{IN_EVALUATION}{counted(samples or 0, 'sample')}: {held}"
 
 
 def _held_of(held_bytes: int, vram_budget_bytes: int) -> str:
@@ -279,6 +265,7 @@ class _Steps:
         counts: how many of its size in the plan each micro-batch of a timed step stands for.
         mix: a batch of each length with its share of the steps. A timed step is one of each, and
             its seconds are their mean.
+        written: see `versions`, before the steps.
         times_s: seconds of each whole timed step; of several ranks, of the slowest in it.
         own_times_s: those of this process.
         as_run_s: of each length, the seconds with no more micro-batches than it ran.
@@ -288,7 +275,9 @@ class _Steps:
         gradient_bytes: what these updates freed.
         losses: one of each block of steps.
         loss: the last one.
-        warm_up_steps: how many steps the warm-up took.
+        warm_up_steps: of the warm-up, as many whole steps as its micro-batches make.
+        warm_up_s: seconds of the warm-up, and of making the training.
+        start_is_warm: as of a `Measurement`.
         grew: whether memory grew with each step, if only for a while.
     """
 
@@ -296,6 +285,7 @@ class _Steps:
     device: Device
     counts: Sequence[float]
     mix: Sequence[tuple[float, Batch]]
+    written: Sequence[int]
     times_s: list[float] = field(default_factory=list)
     own_times_s: list[float] = field(default_factory=list)
     as_run_s: list[list[float]] = field(default_factory=list)
@@ -305,7 +295,9 @@ class _Steps:
     gradient_bytes: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     loss: float = math.nan
-    warm_up_steps: int = 0
+    warm_up_steps: float = 0.0
+    warm_up_s: float = 0.0
+    start_is_warm: bool | None = None
     grew: bool = False
 
     def warm_up(self, batch: Batch) -> None:

@@ -44,30 +44,19 @@ def probe_if(
         Exception: as `autofit.probe` does.
     """
     check_arguments(workload, plan)
-    if ranks is None and plan is not None and plan.world_size > 1:
-        ranks = plan.world_size
-    size = ranks_meant(ranks)
-    if plan is not None:
-        plan = plan.on(size)
-    chosen = load_strategies(strategies, plan=plan, world_size=size)
+    size = ranks_meant(ranks, plan)
+    asked, kind = (plan.on(size), TrialKind.SEARCH) if plan else (None, TrialKind.BASELINE)
+    chosen = load_strategies(strategies, plan=asked, world_size=size)
 
     def resolved(survey: Survey) -> ResolvedPlan:
         check(survey)
-        return resolve_here(plan, survey, chosen, payloads)
+        return resolve_here(asked, survey, chosen, payloads)
 
-    def lead(ranks: int) -> Trial:
+    def run(ranks: int) -> Trial:
         target = Target(device, vram_budget, seed, ranks=ranks)
-        trial, _ = run_one(
-            workload,
-            chosen,
-            target,
-            resolved,
-            kind=TrialKind.BASELINE if plan is None else TrialKind.SEARCH,
-            steps=steps,
-        )
-        return trial
+        return run_one(workload, chosen, target, resolved, kind=kind, steps=steps)[0]
 
-    return owned_by_rank_0(lead, ranks=ranks)
+    return owned_by_rank_0(run, ranks=size)
 
 
 def resolve_here(

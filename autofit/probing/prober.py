@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +38,7 @@ from autofit.probing.requests import (
     NoReply,
     OnStage,
     ProbeRequest,
-    ProbeResult,
+    Reply,
     Workplace,
     ignore_stage,
 )
@@ -111,7 +111,7 @@ class SupportsProbing(Protocol):
     def start_s(self) -> float:
         """Seconds that a fresh worker takes to start."""
 
-    def probe(self, request: ProbeRequest) -> ProbeResult:
+    def probe(self, request: ProbeRequest) -> Reply:
         """Run the plan; every way in which it can end is an outcome, not an exception.
 
         Raises:
@@ -215,8 +215,7 @@ class Prober(AbstractContextManager["Prober"]):
         Raises:
             Exception: as of `survey`.
         """
-        names = [*(strategy.name for strategy in self.strategies), SPLIT_GRADIENTS]
-        return self._surveyed(dict.fromkeys(names, NO_TIME))
+        return self._surveyed(dict.fromkeys(self._looks.by_stage.values(), NO_TIME))
 
     def survey(
         self, *, looks_end_at: float = math.inf, recomputation: Recomputation | None = None
@@ -262,56 +261,50 @@ class Prober(AbstractContextManager["Prober"]):
             try:
                 survey = self._answer(Call(look_up, self.vram_budget_bytes), looks=self._looks)
                 return note_own_copy(survey, self._workload)
-            except StrategyLost as lost:
-                if lost.strategy in left_out:  # what is lost with it was no look
-                    raise WorkerFailed(lost.detail) from None
-                left_out[lost.strategy] = lost.detail
             except Exception as error:
-                under = blamed(error)
-                if under is None or under in raised:
-                    note_tried(error, "looking the workload over")
-                    raise
-                is_full = isinstance(error, torch.OutOfMemoryError)
-                raised[under] = None if is_full else in_one_line(error)
+                _leave_out(error, left_out, raised)
 
-    def probe(self, request: ProbeRequest) -> ProbeResult:
-        """Run one plan; a fault of the plan is an outcome, and costs at most its worker.
-
-        A probe during which other processes' use of the device moved is run again, and so is one
-        whose end its size does not explain.
-        """
-        budget = request.vram_budget_bytes or self.vram_budget_bytes
-        request = replace(request, vram_budget_bytes=budget)
-        wait_s, ends_at = self._deadlines.of(request.expected_seconds), self._ends_at
+    def probe(self, request: ProbeRequest) -> Reply:
+        """Run one plan; a fault of the plan is an outcome, and costs at most its worker."""
+        budget, ends_at = request.vram_budget_bytes or self.vram_budget_bytes, self._ends_at
         if request.seconds_left is not None:
             ends_at = min(ends_at, time.monotonic() + request.seconds_left)
         try:
             self._open(ends_at)
         except DeviceFull as full:
-            return ProbeResult(Measurement(Outcome.OOM, str(full), contended=True))
-        began, contended, may_repeat = time.monotonic(), False, True
-        error = None
-        try:
-            for _ in range(1 + MOST_REPEATS):
-                self._open(ends_at)
-                deadline = Deadline.after(wait_s, ends_at)
+            return Reply(Measurement(Outcome.OOM, str(full), contended=True))
+        began = time.monotonic()
+        tries = list(self._tries(replace(request, vram_budget_bytes=budget), ends_at))
+        reply, contended = tries[-1], any(each.measurement.contended for each in tries)
+        if reply.exception is not None:
+            note_tried(reply.exception, f"probing {request.plan}")
+        took_s = time.monotonic() - began
+        return replace(reply, value=replace(reply.value, contended=contended, seconds=took_s))
+
+    def _tries(self, request: ProbeRequest, ends_at: float) -> Iterator[Reply]:
+        """Yield what a plan came to each time that it ran.
+
+        It runs again where other processes' use of the device moved, and once more where its size
+        does not explain its end.
+        """
+        wait_s, may_repeat = self._deadlines.of(request.expected_seconds), True
+        for _ in range(1 + MOST_REPEATS):
+            self._open(ends_at)
+            deadline = Deadline.after(wait_s, ends_at)
+            try:
                 reply = self._channel.call(
                     request, deadline, lambda stage: self._on_stage(f"{stage} {request.plan}")
                 )
-                seen: Measurement = reply.value
-                error = reply.exception_to_raise()
-                contended = contended or seen.contended
-                if reply.spent:
-                    self._channel.drop()
-                if reply.spent or not (seen.contended or (reply.worth_repeating and may_repeat)):
-                    break
-                may_repeat = may_repeat and not reply.worth_repeating
-        except NoReply as lost:
-            seen = Measurement(lost.outcome, lost.detail)
-        seen = replace(seen, contended=contended, seconds=time.monotonic() - began)
-        if error is not None:
-            note_tried(error, f"probing {request.plan}")
-        return ProbeResult(seen, error)
+            except NoReply as lost:
+                yield Reply(Measurement(lost.outcome, lost.detail))
+                return
+            if reply.spent:
+                self._channel.drop()
+            yield reply
+            repeats = reply.measurement.contended or (reply.worth_repeating and may_repeat)
+            if reply.spent or not repeats:
+                return
+            may_repeat = may_repeat and not reply.worth_repeating
 
     def compare(
         self,
@@ -353,31 +346,43 @@ class Prober(AbstractContextManager["Prober"]):
         return result
 
     def _answer(
-        self, call: Call, expected_seconds: float | None = None, looks: _Looks | None = None
+        self,
+        call: Call,
+        expected_seconds: float | None = None,
+        looks: _Looks | None = None,
+        *,
+        may_repeat: bool = True,
     ) -> Any:
         """Return what a function returns, or raise what it raised; `run` says what else."""
-        for is_last in (False, True):
-            self._open(self._ends_at)
-            deadline = Deadline.after(self._deadlines.of(expected_seconds), self._ends_at)
-            on_stage = self._on_stage if looks is None else looks.bounding(deadline, self._on_stage)
-            try:
-                reply = self._channel.call(call, deadline, on_stage)
-            except NoReply as lost:
-                if looks is not None and looks.now is not None:
-                    raise StrategyLost(looks.now, looks.why_lost(lost)) from None
-                if is_last or lost.outcome is Outcome.TIMEOUT:
-                    raise WorkerFailed(lost.detail) from None
-                continue
-            if reply.spent:
-                self._channel.drop()
-            is_look = isinstance(reply.exception, StrategyLost)  # which its next look repeats
-            if is_look or reply.exception is None or reply.device_fault is None:
-                return reply.value_or_raise()
-        raise WorkerFailed(
+        try:
+            return self._answer_once(call, expected_seconds, looks)
+        except NoReply as lost:
+            if not may_repeat or lost.outcome is Outcome.TIMEOUT:
+                raise WorkerFailed(lost.detail) from lost.__cause__
+        return self._answer(call, expected_seconds, looks, may_repeat=False)
+
+    def _answer_once(self, call: Call, expected_seconds: float | None, looks: _Looks | None) -> Any:
+        """Return or raise likewise, and raise NoReply where the worker or the device died."""
+        self._open(self._ends_at)
+        deadline = Deadline.after(self._deadlines.of(expected_seconds), self._ends_at)
+        on_stage = self._on_stage if looks is None else looks.bounding(deadline, self._on_stage)
+        try:
+            reply = self._channel.call(call, deadline, on_stage)
+        except NoReply as lost:
+            if looks is None or looks.now is None:
+                raise
+            raise StrategyLost(looks.now, looks.why_lost(lost)) from None
+        if reply.spent:
+            self._channel.drop()
+        is_look = isinstance(reply.exception, StrategyLost)  # which its next look repeats
+        if is_look or reply.exception is None or reply.device_fault is None:
+            return reply.value_or_raise()
+        raise NoReply(
+            Outcome.POISONED,
             f"the device failed outside a probe, in a fresh worker too: {reply.device_fault}. A "
             "device-side assert is most often an index out of range in the model, the loss or the "
-            "labels: run one training step on the CPU to see where"
-        ) from reply.exception_to_raise()
+            "labels: run one training step on the CPU to see where",
+        ) from reply.exception
 
     def renew(self) -> None:
         """Have the next request answered by a fresh worker; end what runs in another thread."""
@@ -407,13 +412,14 @@ class _Looks:
         deadlines: of the prober.
 
     Attributes:
+        by_stage: stage of each look -> its name.
         end_at: when the looks end, by `time.monotonic`.
         now: the name of the look that is under way; None: something else is.
     """
 
     def __init__(self, strategies: Sequence[Strategy], deadlines: Deadlines) -> None:
         names = [*(strategy.name for strategy in strategies), SPLIT_GRADIENTS]
-        self._look_of = {stage_of(name): name for name in names}
+        self.by_stage = {stage_of(name): name for name in names}
         # What ranks cannot do without has no share of the time, but all of it
         self._needed = {each.name for each in strategies if each.phase is Phase.PARALLEL}
         self._unknown_s = self._look_s = deadlines.unknown_s
@@ -442,7 +448,7 @@ class _Looks:
                 forward_s = time.monotonic() - began
                 self._look_s = min(self._look_s, self._deadlines.of(FORWARDS_OF_A_LOOK * forward_s))
             stage_before, began = stage, time.monotonic()
-            self.now = self._look_of.get(stage)
+            self.now = self.by_stage.get(stage)
             deadline.restart(self._seconds())
             on_stage(stage)
 
@@ -512,6 +518,27 @@ def open_prober(
         ends_at=ends_at,
         on_stage=on_stage,
     )
+
+
+def _leave_out(
+    error: Exception, left_out: dict[str, str], raised: dict[tuple[str, Scalar], str | None]
+) -> None:
+    """Add what an error of a survey is blamed on to what the next one leaves out.
+
+    Raises:
+        WorkerFailed: the worker was lost to what is no look.
+        Exception: the error, if it is blamed on nothing that is not left out yet.
+    """
+    if isinstance(error, StrategyLost):
+        if error.strategy in left_out:
+            raise WorkerFailed(error.detail) from None
+        left_out[error.strategy] = error.detail
+        return
+    under = blamed(error)
+    if under is None or under in raised:
+        note_tried(error, "looking the workload over")
+        raise error
+    raised[under] = None if isinstance(error, torch.OutOfMemoryError) else in_one_line(error)
 
 
 def _compare(

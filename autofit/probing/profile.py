@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from autofit.measurement import BOUNDS
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.flops import ModelFlops
-from autofit.probing.measure import WARM_UP_STEPS, micro_batches_to_run, staged
+from autofit.probing.measure import micro_batches_to_run, staged, warm_up
 from autofit.probing.requests import Workplace
 from autofit.training.batch import Batch
 from autofit.training.training import Training
@@ -104,7 +104,7 @@ def _profiled(
         device = session.builder.device
         on_gpu = device.torch_device.type == "cuda"
         batch = staged(device, workload.step_of(*sizes))
-        for _ in range(WARM_UP_STEPS):
+        for _ in warm_up(training):
             _step(training, batch)
             device.synchronize()
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from autofit.errors import AutofitError, DeviceUnavailable, WorkerTraceback, WorkloadFailed
+from autofit.errors import DeviceUnavailable, WorkloadFailed
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.fork_server import QUIET, import_path
@@ -174,37 +174,26 @@ class Reply:
 
     def value_or_raise(self) -> Any:
         """Return the value of a call; raise what came out of it instead."""
-        if (error := self.exception_to_raise()) is not None:
-            raise error
+        if self.exception is not None:
+            raise self.exception
         return self.value
 
-    def exception_to_raise(self) -> BaseException | None:
-        """Return the exception as the user is to see it, with the traceback text as its cause."""
-        error = self.exception
-        if error is not None and self.traceback and not isinstance(error, AutofitError):
-            error.__cause__ = WorkerTraceback(self.traceback)
-        return error
+    @property
+    def measurement(self) -> Measurement:
+        """How the plan of a probe ended and what was measured; raises what prevented the probe."""
+        measurement: Measurement = self.value or self.value_or_raise()
+        return measurement
 
+    @property
+    def user_exception(self) -> BaseException | None:
+        """What the user's code raised in a probe; None exactly where it ended otherwise.
 
-@dataclass(frozen=True)
-class ProbeResult:
-    """The result of a probe.
-
-    Attributes:
-        measurement: how the plan ended and what was measured.
-        user_exception: what the user's code raised, as it was raised; None exactly where the
-            outcome is another than user_error. `WorkloadFailed` where nothing better is known.
-    """
-
-    measurement: Measurement
-    user_exception: BaseException | None = None
-
-    def __post_init__(self) -> None:
-        error = None
-        if self.measurement.outcome is Outcome.USER_ERROR:
-            words = self.measurement.detail or "the workload failed"
-            error = self.user_exception or WorkloadFailed(words)
-        object.__setattr__(self, "user_exception", error)
+        `WorkloadFailed` where nothing better is known.
+        """
+        if self.measurement.outcome is not Outcome.USER_ERROR:
+            return None
+        words = self.measurement.detail or "the workload failed"
+        return self.exception or WorkloadFailed(words)
 
 
 @dataclass(frozen=True)
@@ -230,7 +219,7 @@ class NoReply(Exception):
     """Whoever was asked ended or hung instead of answering, and has been ended.
 
     Attributes:
-        outcome: timeout, crashed or host_oom.
+        outcome: timeout, crashed, host_oom; or poisoned, where its device died.
         detail: how it ended, and where it was as far as that is known.
     """
 

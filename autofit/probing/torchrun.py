@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from autofit.errors import InvalidArgument, WorkerFailed
 from autofit.interrupts import interruptible, interrupts_deferred
-from autofit.plan import check_count
+from autofit.plan import Plan, check_count
 from autofit.probing.requests import Reply
 from autofit.probing.wire import message_of_reply, reply_of
 from autofit.strategy import World
@@ -36,12 +36,14 @@ _times_called = 0  # in this process: every rank calls in the same order
 _Result = TypeVar("_Result")
 
 
-def ranks_meant(asked: Any) -> int:
-    """Return how many ranks train together: as asked, else as many as torchrun started.
+def ranks_meant(asked: Any, plan: Plan | None = None) -> int:
+    """Return how many ranks train together: as asked or as a plan says, else as torchrun started.
 
     Raises:
-        InvalidArgument: it is no whole number above zero.
+        InvalidArgument: what was asked is no whole number above zero.
     """
+    if asked is None and plan is not None and plan.world_size > 1:
+        return plan.world_size
     return world_of_environment().size if asked is None else check_count("ranks", asked)
 
 

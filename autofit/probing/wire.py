@@ -11,7 +11,15 @@ from typing import IO, Any
 
 import cloudpickle
 
-from autofit.errors import WorkloadFailed, is_users, mark_users, text_of, traceback_text
+from autofit.errors import (
+    AutofitError,
+    WorkerTraceback,
+    WorkloadFailed,
+    is_users,
+    mark_users,
+    text_of,
+    traceback_text,
+)
 from autofit.probing.requests import Call, Reply, Request
 from autofit.probing.serialization import dumps, unreachable_by_value
 from autofit.strategy import Strategy
@@ -59,7 +67,10 @@ def message_of_reply(reply: Reply) -> bytes:
 
 
 def reply_of(message: bytes) -> Reply:
-    """Return the reply in a message; `WorkloadFailed` for an exception that could not travel."""
+    """Return the reply in a message; `WorkloadFailed` for an exception that could not travel.
+
+    The text of its traceback is its cause, for the user to see.
+    """
     reply: Reply
     reply, raised = pickle.loads(message)
     if raised is None:
@@ -71,6 +82,8 @@ def reply_of(message: bytes) -> Reply:
             error = _loads(pickled)
     if is_of_user:
         mark_users(error)
+    if reply.traceback and not isinstance(error, AutofitError):
+        error.__cause__ = WorkerTraceback(reply.traceback)
     return replace(reply, exception=error)
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
+from importlib.metadata import version
 from operator import attrgetter
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, get_args
 
@@ -49,6 +51,9 @@ from autofit.strategy import Strategy
 
 SCHEMA = 1
 
+# `stopped_because` of a search that Ctrl-C ended.
+INTERRUPTED = "interrupted"
+
 _Function: TypeAlias = Literal[
     "collate_fn", "loss_fn", "criterion", "loss_weight", "before_step", "training_step"
 ]
@@ -73,7 +78,7 @@ class Undecided(StrEnum):
 
 @dataclass(frozen=True)
 class SearchSummary:
-    """The course of a search.
+    """How a search went, and why it ended.
 
     Attributes:
         probes: number of plans that were run, baseline and confirmations included.
@@ -158,19 +163,17 @@ def terms_of(strategy: Strategy, settings: Settings) -> Mapping[str, Scalar]:
 
 @dataclass(frozen=True)
 class Record:
-    """All data of a report.
+    """All data of a report. A search makes it, and adds what it finds beside the answer.
 
     Attributes:
-        version: of autofit at the time of the search.
-        created: UTC, ISO 8601.
-        environment: device and versions; the keys of `autofit.devices.base.Environment`.
-        workload: fingerprint, number of parameters, loss, sample shapes and more.
         vram_budget_bytes: the budget.
-        search: the course of the search.
+        search: how the search went.
         dimensions: setting -> its values, with payloads.
         trials: all of them, in order.
         best_number: number of the trial of the plan that measured fastest, or that won a tie.
         baseline_number: number of the trial that it is compared with.
+        environment: device and versions; the keys of `autofit.devices.base.Environment`.
+        workload: fingerprint, number of parameters, loss, sample shapes and more.
         skipped: variants that were not run, with reasons.
         paste: trial number -> lines of code that train in the same way.
         notes: remarks for the reader.
@@ -184,22 +187,26 @@ class Record:
             bounds a step.
         was_read: whether all this comes from a file, which may be anybody's: its code is not shown.
         recommended_number: number of the trial to train with; None: that of the best.
+        with_more_time: the plan that a longer timeout would have tried next; None: there was time
+            enough, or something else ended the search. Not written.
+        may_probe: whether the search may use its prober any more: not after Ctrl-C, nor where the
+            machine became ill or no worker could be started. Not written.
+        version: of autofit at the time of the search.
+        created: UTC, ISO 8601.
 
     Raises:
         InvalidArgument: one of those three trials is not among the trials, or two of these have one
             number.
     """
 
-    version: str
-    created: str
-    environment: Mapping[str, Any]
-    workload: Mapping[str, Any]
     vram_budget_bytes: int
     search: SearchSummary
     dimensions: Mapping[str, Dimension]
     trials: tuple[Trial, ...]
     best_number: int
     baseline_number: int
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    workload: Mapping[str, Any] = field(default_factory=dict)
     skipped: tuple[Skipped, ...] = ()
     paste: Mapping[int, list[str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -209,6 +216,10 @@ class Record:
     findings: Mapping[str, Any] = field(default_factory=dict)
     was_read: bool = False
     recommended_number: int | None = None
+    with_more_time: Plan | None = None
+    may_probe: bool = True
+    version: str = field(default_factory=partial(version, "torch-autofit"))
+    created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")
 
     def __post_init__(self) -> None:
         if self.recommended_number is None:
@@ -249,9 +260,18 @@ class Record:
         return self.trial(self.recommended_number)
 
     @property
+    def baseline(self) -> Trial:
+        """The trial with every setting at its default, at the sample batch's own size."""
+        return self.trial(self.baseline_number)
+
+    @property
     def is_decided(self) -> bool:
         """Whether the best plan was told from the baseline."""
         return self.search.undecided_because is None
+
+    def key_of(self, trial: Trial) -> str:
+        """Return what `memory` and `findings` call the trial's plan: "best" or "baseline"."""
+        return "best" if trial.plan == self.best.plan else "baseline"
 
     @property
     def plan_to_rerun(self) -> Plan:
@@ -283,9 +303,8 @@ class Record:
     @property
     def baseline_beside_best(self) -> Trial:
         """The baseline's fastest turn in the final comparison; else its first trial."""
-        first = self.trial(self.baseline_number)
-        turns = self.turns(first.plan)
-        return turns[-1] if turns else first
+        turns = self.turns(self.baseline.plan)
+        return turns[-1] if turns else self.baseline
 
     @property
     def is_confirmed(self) -> bool:
@@ -298,7 +317,7 @@ class Record:
 
         None if it is not decided or confirmed, or the baseline was not compared with it.
         """
-        best, baseline = self.best.plan, self.trial(self.baseline_number).plan
+        best, baseline = self.best.plan, self.baseline.plan
         was_compared = self.is_confirmed and {best, baseline} <= set(self._rounds.plans)
         if not (was_compared and self.is_decided):
             return None
@@ -403,7 +422,7 @@ class Record:
                 "calibration": self.calibration,
                 "recommended": self._row(self.recommended),
                 "best": self._row(self.best),
-                "baseline": self._row(self.trial(self.baseline_number)),
+                "baseline": self._row(self.baseline),
                 "frontier": [self._row(trial) for trial in self.frontier],
                 "trials": [self._row(trial) for trial in self.trials],
                 "skipped": self.skipped,

@@ -91,7 +91,7 @@ class Report:
     @property
     def baseline(self) -> Trial:
         """The trial with every setting at its default, at the sample batch's own size."""
-        return self.record.trial(self.record.baseline_number)
+        return self.record.baseline
 
     @property
     def trials(self) -> tuple[Trial, ...]:

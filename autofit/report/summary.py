@@ -474,7 +474,10 @@ def validity(record: Record) -> Iterator[str]:
         if gradient <= _EQUAL:
             yield f"Gradients match the baseline to {gradient:.0e}"
         else:
-            yield f"Gradients differ from the baseline's by {100 * gradient:.2g} %"
+            told = f"Gradients differ from the baseline's by {100 * gradient:.2g} %"
+            explained = record.difference["tolerance"]
+            beyond = f", where roundings explain {100 * explained:.2g} %"
+            yield told + (", by roundings" if gradient <= explained else beyond)
 
 
 _BATCHES = {

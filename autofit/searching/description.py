@@ -1,13 +1,11 @@
-"""The record of a search for its report, and what is looked at of its answer for that."""
+"""What a search adds to its record for the report, and what is looked at of its answer for that."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from autofit.measurement import ACT, NOT_TRIED, Trial
@@ -16,8 +14,7 @@ from autofit.probing.prober import Prober
 from autofit.probing.survey import Survey
 from autofit.registry import resolve
 from autofit.report.paste import lines_of_trials
-from autofit.report.record import FUNCTIONS, Record, SearchSummary
-from autofit.searching.result import SearchResult
+from autofit.report.record import FUNCTIONS, Record
 from autofit.strategy import Strategy
 from autofit.training.batch import describe
 from autofit.training.lengths import Lengths
@@ -26,65 +23,49 @@ from autofit.training.workload import Workload
 from autofit.units import format_seconds
 
 if TYPE_CHECKING:
+    from autofit.planning.search_spec import SearchSpec
     from autofit.probing.session import Session
 
 _COSTLY_TO_WATCH = "its memory is not recorded: the plan is costly to run again"
 
 
-def record_of(
+def described(
+    record: Record,
+    spec: SearchSpec,
     survey: Survey,
-    result: SearchResult,
     strategies: tuple[Strategy, ...],
     workload: Workload,
-    difference: Mapping[str, Any] | None,
-    memory: Mapping[str, Any],
-    session_seconds: Sequence[float],
 ) -> Record:
     """Return the record that a report shows.
 
     Args:
+        record: as the search ended.
+        spec: of the search.
         survey: of the workload, with the notes of prediction.
-        result: of the search.
         strategies: that the search was given.
         workload: that was searched.
-        difference: see `difference_of`.
-        memory: see `memory_of`.
-        session_seconds: duration of each session of the search, the start of the worker included.
     """
-    space = result.spec.space
-    non_torch_bytes = result.baseline.measurement.non_torch_bytes
-    return Record(
-        version=version("torch-autofit"),
-        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        environment={
-            **asdict(survey.environment),
-            **({"world_size": survey.world_size} if survey.world_size > 1 else {}),
-        },
+    environment = asdict(survey.environment)
+    if survey.world_size > 1:
+        environment["world_size"] = survey.world_size
+    non_torch_bytes = record.baseline.measurement.non_torch_bytes
+    teaches = survey.environment.gpu is not None and non_torch_bytes is not None
+    has_loss_weight = workload.loss_weight is not None
+    return replace(
+        record,
+        environment=environment,
         workload=_workload_facts(workload, survey),
-        vram_budget_bytes=result.spec.vram_budget_bytes,
-        search=_summary_of(result, survey, session_seconds),
-        dimensions=space.dimensions,
-        trials=result.trials,
-        best_number=result.best.number,
-        baseline_number=result.baseline.number,
-        skipped=result.skipped,
+        search=replace(record.search, busy=survey.busy),
         paste=lines_of_trials(
-            result.trials, space, strategies, has_loss_weight=workload.loss_weight is not None
+            record.trials, spec.space, strategies, has_loss_weight=has_loss_weight
         ),
         notes=(
             *survey.notes,
-            *_notes_on(survey, result),
-            *_of_lengths(workload, result.recommended),
+            *_notes_on(survey, record),
+            *_of_lengths(workload, record.recommended),
         ),
-        difference=difference,
-        memory=memory,
         # What the baseline's probe on a GPU teaches later predictions
-        calibration=(
-            {}
-            if survey.environment.gpu is None or non_torch_bytes is None
-            else {"non_torch_bytes": non_torch_bytes}
-        ),
-        recommended_number=result.recommended.number,
+        calibration={"non_torch_bytes": non_torch_bytes} if teaches else {},
     )
 
 
@@ -111,33 +92,15 @@ def _workload_facts(workload: Workload, survey: Survey) -> dict[str, Any]:
     }
 
 
-def _summary_of(
-    result: SearchResult, survey: Survey, session_seconds: Sequence[float]
-) -> SearchSummary:
-    return SearchSummary(
-        probes=result.probes,
-        oom_probes=result.oom_probes,
-        seconds=sum(session_seconds),
-        sessions=len(session_seconds),
-        stopped_because=result.stopped_because,
-        seed=result.spec.seed,
-        effort=result.spec.effort.value,
-        comparison_ended=result.comparison_ended,
-        undecided_because=result.undecided_because,
-        busy=survey.busy,
-        planned_samples=result.spec.planned_samples,
-    )
-
-
-def _notes_on(survey: Survey, result: SearchResult) -> Iterator[str]:
+def _notes_on(survey: Survey, record: Record) -> Iterator[str]:
     """Yield what a reader should know of the answer, the machine, and the time."""
-    plan, run = result.recommended.plan, result.recommended.measurement.micro_batches_run
+    plan, run = record.recommended.plan, record.recommended.measurement.micro_batches_run
     if plan.accumulation_steps > 1 and run == 1:
         yield (
             f"{ACT}training_step never called training.micro_batches: unless it splits the batch "
             f"itself, all {plan.samples_per_step} samples of a step ran at once"
         )
-    yield from result.notes
+    yield from record.notes
     if survey.busy is not None:
         yield f"The machine was busy ({survey.busy}): small differences in speed are uncertain"
     if survey.environment.device == "cpu":
@@ -145,9 +108,9 @@ def _notes_on(survey: Survey, result: SearchResult) -> Iterator[str]:
             "On a CPU the VRAM budget limits the tensors, counted as a GPU's allocator would hold "
             "them, not the memory of the process"
         )
-    yield from result.recommended.measurement.notes
-    if result.with_more_time is not None:
-        left = result.with_more_time.without(result.spec.space.default_settings)
+    yield from record.recommended.measurement.notes
+    if record.with_more_time is not None:
+        left = record.with_more_time.without(record.default_settings)
         yield f"{NOT_TRIED}{left}, because time ran out"
 
 
@@ -163,10 +126,10 @@ def _of_lengths(workload: Workload, best: Trial) -> Iterator[str]:
         yield f"The first step of another length took up to {seconds} more than later ones"
 
 
-def difference_of(prober: Prober, result: SearchResult) -> Mapping[str, Any] | None:
+def difference_of(prober: Prober, spec: SearchSpec, record: Record) -> Mapping[str, Any] | None:
     """Return how far the best plan's loss and gradients are from the baseline's; None: unknown."""
-    best, baseline, spec = result.best.plan, result.baseline.plan, result.spec
-    if best == baseline or not (result.baseline.ok and result.may_probe):
+    best, baseline = record.best.plan, record.baseline.plan
+    if best == baseline or not (record.baseline.ok and record.may_probe):
         return None
     samples = min(best.samples_per_step, baseline.samples_per_step)
     try:
@@ -179,19 +142,19 @@ def difference_of(prober: Prober, result: SearchResult) -> Mapping[str, Any] | N
     return compared if finite else None
 
 
-def memory_of(prober: Prober, result: SearchResult) -> Mapping[str, Any]:
+def memory_of(prober: Prober, spec: SearchSpec, record: Record) -> Mapping[str, Any]:
     """Return where the memory of the recommended plan goes; {}: nobody could look.
 
     One that is costly to run again is not looked at, and the baseline is instead.
     """
-    if not result.may_probe:
+    if not record.may_probe:
         return {}
-    space, looked_at, left_out = result.spec.space, result.recommended, {}
-    if space.is_costly(looked_at.plan.settings):
+    looked_at, left_out = record.recommended, {}
+    if spec.space.is_costly(looked_at.plan.settings):
         left_out = {"best": {"why_not": _COSTLY_TO_WATCH}}
-        looked_at = result.baseline
-    key = result.key_of(looked_at)
-    plans = {key: resolve(looked_at.plan, space, prober.strategies)}
+        looked_at = record.baseline
+    key = record.key_of(looked_at)
+    plans = {key: resolve(looked_at.plan, spec.space, prober.strategies)}
     seconds = {key: looked_at.measurement.step_time_s or 0.0}
     try:
         found = prober.run(partial(memory_use_of, plans=plans, step_seconds=seconds))

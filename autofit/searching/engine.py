@@ -38,20 +38,27 @@ from autofit.measurement import (
     Trial,
     TrialKind,
     fastest_of,
+    oom_probes_of,
+    probes_of,
 )
 from autofit.plan import Plan
 from autofit.planning import confirmation, planner
 from autofit.planning.beliefs import Beliefs
-from autofit.planning.constants import COMPARED_LONGER, MOST_ACCIDENTS
+from autofit.planning.constants import COMPARED_LONGER, MOST_TRANSIENT
 from autofit.planning.planner import Forecast, Proposal, believing
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.prober import SupportsProbing
-from autofit.probing.requests import ProbeRequest, ProbeResult
+from autofit.probing.requests import ProbeRequest, Reply
 from autofit.registry import resolve
-from autofit.report.record import Skipped, Undecided
+from autofit.report.record import (
+    INTERRUPTED,
+    Record,
+    SearchSummary,
+    Skipped,
+    Undecided,
+)
 from autofit.searching import events, trial_codec
 from autofit.searching.options import COMPARED, Allowance
-from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Job, Runner
 from autofit.searching.study import Store
 from autofit.units import format_rate
@@ -77,8 +84,8 @@ def run_search(
     clock: Callable[[], float] = time.monotonic,
     began: float | None = None,
     after_s: float = 0.0,
-    baseline: ProbeResult | None = None,
-) -> SearchResult:
+    baseline: Reply | None = None,
+) -> Record:
     """Search for the fastest plan that fits.
 
     Args:
@@ -96,9 +103,9 @@ def run_search(
         baseline: of its probe, where that ran before; a study that has one keeps its own.
 
     Returns:
-        The result; also after Ctrl-C, or where the machine became ill, no worker can be started
-        any more, the study cannot be read or written or this code fails, if anything that fits had
-        been measured.
+        The record, as far as a search knows it by itself; also after Ctrl-C, or where the machine
+        became ill, no worker can be started any more, the study cannot be read or written or this
+        code fails, if anything that fits had been measured.
 
     Raises:
         NoFeasiblePlan: not one plan that was tried fits the budget.
@@ -117,7 +124,7 @@ def run_search(
         opened.begin(spec)
         search = Search(
             prober if isinstance(prober, Runner) else Runner(prober),
-            opened.spec or spec,
+            spec,
             opened,
             None if sampler is None else _of_others(sampler),
             allowance,
@@ -164,8 +171,8 @@ class Stop:
     Attributes:
         because: in words.
         is_exhausted: whether the planner itself had nothing left to try.
-        with_more_time: see `SearchResult`.
-        may_probe: see `SearchResult`.
+        with_more_time: see `Record`.
+        may_probe: see `Record`.
     """
 
     because: str
@@ -197,7 +204,7 @@ class Search:
         foreign_sampler: BaseSampler | None,
         allowance: Allowance,
         on_event: events.OnEvent,
-        measured_baseline: ProbeResult | None,
+        measured_baseline: Reply | None,
     ) -> None:
         self._runner, self._spec, self._store = runner, spec, store
         self._foreign_sampler, self._measured_baseline = foreign_sampler, measured_baseline
@@ -246,40 +253,54 @@ class Search:
         """Return the end of a search that its timeout ended."""
         return Stop(self._allowance.time_is_over, with_more_time=self._next_without_timeout())
 
-    def result(self, stop: Stop) -> SearchResult:
-        """Return the result as it stands.
+    def result(self, stop: Stop) -> Record:
+        """Return the record as it stands.
 
         Raises:
             NoFeasiblePlan, WorkloadFailed: no plan can be returned.
             StudyError: the study has lost its baseline.
         """
-        answer = confirmation.answer_of(self._beliefs)
-        if answer is None and self._allowance.seconds_left == 0:
-            raise self._allowance.too_short()
+        answer, allowance = confirmation.answer_of(self._beliefs), self._allowance
         if answer is None:
+            if allowance.seconds_left == 0:
+                raise allowance.too_short()
             from autofit.searching.infeasible import nothing_fits  # few searches end so
 
             raise nothing_fits(self._beliefs, self._trials)
         baseline = self._baseline
         if baseline is None:  # it is the first probe of any study that is whole
             raise StudyError(f"{self._store.name} lacks its baseline's trial: begin another study")
+        return Record(
+            self._spec.vram_budget_bytes,
+            self._summary(stop, answer),
+            self._spec.space.dimensions,
+            self._trials,
+            answer.best.number,
+            baseline.number,
+            skipped=tuple(Skipped(*each) for each in confirmation.left_out(self._beliefs)),
+            recommended_number=answer.recommended.number,
+            with_more_time=stop.with_more_time,
+            may_probe=stop.may_probe,
+        )
+
+    def _summary(self, stop: Stop, answer: confirmation.Answer) -> SearchSummary:
+        """Return how the search went and why it ended, its final comparison included."""
         has_compared = confirmation.next_turn(self._beliefs) is None
-        because = stop.because
+        because, spec, sessions = stop.because, self._spec, self._store.session_seconds
         if stop.may_probe and not has_compared:
             limit = self._allowance.comparison_limit(self._trials)
             because += f", and its final comparison because {limit}" if limit != because else ""
-        return SearchResult(
-            self._spec,
-            self._trials,
-            answer.best,
-            answer.recommended,
-            baseline,
-            tuple(Skipped(*each) for each in confirmation.left_out(self._beliefs)),
+        return SearchSummary(
+            len(probes_of(self._trials)),
+            oom_probes_of(self._trials),
+            sum(sessions),
             because,
+            spec.seed,
+            spec.effort.value,
+            len(sessions),
             comparison_ended=has_compared,
             undecided_because=self._why_undecided(stop, answer, has_compared=has_compared),
-            with_more_time=stop.with_more_time,
-            may_probe=stop.may_probe,
+            planned_samples=spec.planned_samples,
         )
 
     def _why_undecided(
@@ -478,7 +499,7 @@ class Search:
         Raises:
             WorkerFailed: no plan has worked yet.
         """
-        if len(self._failures) < MOST_ACCIDENTS or self._may_not_probe():
+        if len(self._failures) < MOST_TRANSIENT or self._may_not_probe():
             return None
         suspects = {pair for trial in self._failures for pair in trial.plan.variant}
         suspects -= set(self._spec.space.baseline.variant)
@@ -543,7 +564,7 @@ class Search:
                 f"{type(choice).__name__} had proposed no plan when the time of the search was over"
             ) from error
 
-    def _tell(self, job: Job, probed: ProbeResult) -> None:
+    def _tell(self, job: Job, probed: Reply) -> None:
         """Store the trial of a job that ended; what may be a transient failure runs again first.
 
         Raises:
@@ -559,7 +580,7 @@ class Search:
         again = replace(job, is_repeated=True)
         self._runner.submit(again, self._request(again))
 
-    def _finish(self, job: Job, probed: ProbeResult) -> None:
+    def _finish(self, job: Job, probed: Reply) -> None:
         """Store the trial of a plan that ran; raise as `_tell` does."""
         measurement, error = self._blamed(job.plan, probed)
         trial = self._stored(job, measurement)
@@ -570,9 +591,9 @@ class Search:
         if error is not None:
             mark_users(error)
             raise error
-        ended_well = not trial.measurement.outcome.may_be_accident
+        ended_well = not trial.measurement.outcome.may_be_transient
         self._failures = [] if ended_well else [*self._failures, trial]
-        if len(self._failures) > MOST_ACCIDENTS:  # the last is of a plan that ran before
+        if len(self._failures) > MOST_TRANSIENT:  # the last is of a plan that ran before
             raise WorkerFailed(_diagnosis(self._failures))
 
     def _stored(self, job: Job, measurement: Measurement) -> Trial:
@@ -596,7 +617,7 @@ class Search:
         """
         outcome = measurement.outcome
         alike = [trial for trial in self._trials if trial.plan.variant == plan.variant]
-        if not outcome.may_be_accident or (outcome is Outcome.TIMEOUT and not self.has_ok_trial):
+        if not outcome.may_be_transient or (outcome is Outcome.TIMEOUT and not self.has_ok_trial):
             return False
         has_worked = any(t.ok and t.plan.micro_batch >= plan.micro_batch for t in alike)
         return has_worked or all(t.measurement.outcome is not outcome for t in alike)
@@ -630,7 +651,7 @@ class Search:
             needed_s = self._allowance.comparison_s(self._trials, self._runner.start_s)
         return None if left is None else max(0.0, left - needed_s)
 
-    def _blamed(self, plan: Plan, probed: ProbeResult) -> tuple[Measurement, BaseException | None]:
+    def _blamed(self, plan: Plan, probed: Reply) -> tuple[Measurement, BaseException | None]:
         """Return the measurement and the user's error; one that the plan causes is `unsupported`.
 
         On the baseline and larger plain plans an error is the user's, until the baseline has run:

@@ -20,12 +20,12 @@ from autofit.planning.beliefs import Beliefs
 from autofit.planning.confirmation import answer_of
 from autofit.probing.prober import Prober
 from autofit.registry import resolve
-from autofit.report.record import Skipped, Undecided
+from autofit.report.record import Record, Skipped, Undecided
 from autofit.searching.description import difference_of
-from autofit.searching.result import SearchResult
 
 if TYPE_CHECKING:
     from autofit.plan import ResolvedPlan
+    from autofit.planning.search_spec import SearchSpec
     from autofit.probing.session import Session
 
 # Gradients in 16 bits were seen to differ by 2.5 to 3.3 %, where the tolerance is 1.6 %; a cast
@@ -35,18 +35,19 @@ MOST_LARGER = 1.5  # factor between the sizes of two updates: an optimizer may b
 _MOST_LEFT_OUT = 8  # values; then what is left is not trusted either
 
 
-def judged(prober: Prober, result: SearchResult) -> tuple[SearchResult, Mapping[str, Any] | None]:
-    """Return the result without settings that do not train as the baseline does.
+def judged(prober: Prober, spec: SearchSpec, record: Record) -> Record:
+    """Return the record without settings that do not train as the baseline does.
 
-    And how far the best plan's loss and gradients are from the baseline's, as `difference_of` says.
+    It says how far the best plan's loss and gradients are from the baseline's, see `difference_of`.
     """
     for _ in range(_MOST_LEFT_OUT):
-        difference = difference_of(prober, result)
-        found = list(_faults(prober, result, difference))
+        difference = difference_of(prober, spec, record)
+        found = list(_faults(prober, spec, record, difference))
         if not found:
-            return result, difference
-        result = _without(result, found)
-    return replace(result, best=result.baseline, recommended=result.baseline), None
+            return replace(record, difference=difference)
+        record = _without(spec, record, found)
+    plain = record.baseline_number
+    return replace(record, best_number=plain, recommended_number=plain)
 
 
 @dataclass(frozen=True)
@@ -56,21 +57,21 @@ class _Fault:
 
 
 def _faults(
-    prober: Prober, result: SearchResult, difference: Mapping[str, Any] | None
+    prober: Prober, spec: SearchSpec, record: Record, difference: Mapping[str, Any] | None
 ) -> Iterator[_Fault]:
     """Yield the settings of the best plan that are at fault; all together, if none is alone.
 
     What is costly to run again is judged by its gradients alone where they are known, and what is
     free is tried alone before it.
     """
-    best, space = result.best.plan, result.spec.space
-    if best == result.baseline.plan or not (result.baseline.ok and result.may_probe):
+    best, space = record.best.plan, spec.space
+    if best == record.baseline.plan or not (record.baseline.ok and record.may_probe):
         return
     is_equal = difference is not None and not _is_over(difference)
     if best.world_size > 1 or (is_equal and space.is_costly(best.settings)):
         return
     plain = space.plan(best.micro_batch, space.default_settings)
-    why = _fault_of(prober, result, plain, best, gradients=not is_equal)
+    why = _fault_of(prober, spec, record, plain, best, gradients=not is_equal)
     if why is None:
         return
     changed = unlike(best.settings, space.default_settings)
@@ -80,7 +81,7 @@ def _faults(
         own = space.plan(best.micro_batch, {**space.default_settings, name: value})
         if own == plain or space.is_costly(own.settings):
             others[name] = value
-        elif its := _fault_of(prober, result, plain, own, gradients=True):
+        elif its := _fault_of(prober, spec, record, plain, own, gradients=True):
             alone.append(_Fault({name: value}, its))
     is_costly = space.is_costly(best.settings)
     yield from alone or [_Fault(others if is_costly and others else changed, why)]
@@ -91,11 +92,11 @@ def _is_over(difference: Mapping[str, Any]) -> bool:
 
 
 def _fault_of(
-    prober: Prober, result: SearchResult, plain: Plan, plan: Plan, *, gradients: bool
+    prober: Prober, spec: SearchSpec, record: Record, plain: Plan, plan: Plan, *, gradients: bool
 ) -> str | None:
     """Return how a plan differs from the plain one of the same split; None: not, or unknown."""
-    space, budget = result.spec.space, result.spec.vram_budget_bytes
-    samples = min(result.baseline.plan.samples_per_step, plan.samples_per_step)
+    space, budget = spec.space, spec.vram_budget_bytes
+    samples = min(record.baseline.plan.samples_per_step, plan.samples_per_step)
     try:
         first, second = (resolve(each, space, prober.strategies) for each in (plain, plan))
         if gradients:
@@ -129,27 +130,25 @@ def _updates(session: Session, plans: list[ResolvedPlan], samples: int) -> list[
     return [size_of_update(session.builder, plan, samples) for plan in plans]
 
 
-def _without(result: SearchResult, faults: list[_Fault]) -> SearchResult:
+def _without(spec: SearchSpec, record: Record, faults: list[_Fault]) -> Record:
     """Return the answer among the trials that have none of these settings."""
-    spec = result.spec
     left = [
         trial
-        for trial in result.trials
+        for trial in record.trials
         if not any(fault.settings.items() <= trial.plan.settings.items() for fault in faults)
     ]
     answer = answer_of(Beliefs(spec, left))
     assert answer is not None, "the baseline fits and has no setting that is not plain"
     named = [", ".join(f"{name}={value}" for name, value in f.settings.items()) for f in faults]
+    why = None if answer.is_decided else record.search.undecided_because or Undecided.NOISE
     return replace(
-        result,
-        best=answer.best,
-        recommended=answer.recommended,
-        skipped=(*result.skipped, *(Skipped(f.settings, f.why) for f in faults)),
-        undecided_because=None
-        if answer.is_decided
-        else result.undecided_because or Undecided.NOISE,
+        record,
+        best_number=answer.best.number,
+        recommended_number=answer.recommended.number,
+        skipped=(*record.skipped, *(Skipped(f.settings, f.why) for f in faults)),
+        search=replace(record.search, undecided_because=why),
         notes=(
-            *result.notes,
+            *record.notes,
             *(
                 f"{ACT}{name} was left out: {fault.why}"
                 for name, fault in zip(named, faults, strict=True)

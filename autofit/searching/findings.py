@@ -67,8 +67,7 @@ def look_for_findings(
             measure_loader(prober, loader, chosen.plan, consumed, on_stage, found)
     with _failure("bounds", facts) as found:
         on_stage("measuring what bounds a step")
-        key = "best" if chosen.plan == record.best.plan else "baseline"
-        found[key] = _shares(prober, spec, record, chosen, trace, facts)
+        found[record.key_of(chosen)] = _shares(prober, spec, record, chosen, trace, facts)
         if trace is not None:
             found["trace"] = trace
 
@@ -126,7 +125,7 @@ def _peak_flops_per_s(record: Record) -> float | None:
 
 @contextmanager
 def _failure(name: str, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the facts of that name; what fails inside becomes their last words."""
+    """Yield the facts of that name; what fails inside is told in them as "failed"."""
     found = facts[name] = {}
     try:
         yield found

@@ -25,7 +25,7 @@ from autofit.strategy import Numerics, Strategy
 
 _LARGEST_TIMEOUT_S = 1e9  # about as long as a system call waits
 # Probes in fresh workers that time is left for: two plans twice, and their gradients.
-COMPARISON_BLOCKS = 5
+COMPARISON_PROBES = 5
 
 # Probes that the final comparison takes at least: the incumbent and the baseline.
 COMPARED = 2
@@ -274,8 +274,8 @@ class Allowance:
         if self.timeout_s is None or not any(trial.ok for trial in trials):
             return 0.0
         in_full = [_seconds_in_full(trial) for trial in trials if trial.ok]
-        blocks = COMPARISON_BLOCKS * (start_s + statistics.fmean(in_full))
-        return min(blocks, MAX_COMPARISON_SHARE * self.timeout_s)
+        probes_s = COMPARISON_PROBES * (start_s + statistics.fmean(in_full))
+        return min(probes_s, MAX_COMPARISON_SHARE * self.timeout_s)
 
     def spent(self, trials: Sequence[Trial], start_s: float = 0.0) -> str | None:
         """Return why no further plan may be tried; None: it may.

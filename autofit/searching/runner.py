@@ -32,7 +32,7 @@ from autofit.probing.requests import (
     STILL_RUNNING,
     OnStage,
     ProbeRequest,
-    ProbeResult,
+    Reply,
 )
 from autofit.searching.options import SearchOptions
 from autofit.strategy import Strategy
@@ -97,7 +97,7 @@ class Runner:
         """Take a job, which fewer than `slots` may precede."""
         self.pending[job] = request
 
-    def next_ended(self) -> tuple[Job, ProbeResult]:
+    def next_ended(self) -> tuple[Job, Reply]:
         """Wait for a pending job to end; raise what its prober raised."""
         job, request = next(iter(self.pending.items()))
         result = self.run(job, request)
@@ -108,7 +108,7 @@ class Runner:
         """End what is pending, whose results are lost."""
         self.pending.clear()
 
-    def run(self, job: Job, request: ProbeRequest) -> ProbeResult:
+    def run(self, job: Job, request: ProbeRequest) -> Reply:
         """Run a job in a worker of the kind that it asks for."""
         is_replicate = job.kind is TrialKind.CONFIRMATION
         is_used = is_replicate and (not self._replicated or job.plan in self._replicated)
@@ -140,7 +140,7 @@ class ParallelRunner(Runner):
         super().__init__(next(iter(places)).prober)
         self.slots = len(places)
         self._threads, self._on_stage = places, on_stage
-        self._running: dict[Future[ProbeResult], tuple[Job, Runner]] = {}
+        self._running: dict[Future[Reply], tuple[Job, Runner]] = {}
         self._replicates: Counter[tuple[Runner, Plan]] = Counter()
 
     def submit(self, job: Job, request: ProbeRequest) -> None:
@@ -152,7 +152,7 @@ class ParallelRunner(Runner):
         self._replicates[place, job.plan] += job.kind is TrialKind.CONFIRMATION
         self._running[self._threads[place].submit(place.run, job, request)] = job, place
 
-    def next_ended(self) -> tuple[Job, ProbeResult]:
+    def next_ended(self) -> tuple[Job, Reply]:
         """Wait for a pending job to end; of several the oldest is first."""
         while not (ended := wait(self._running, QUIET_S, FIRST_COMPLETED).done):
             plans = ", ".join(str(job.plan) for job in self.pending)

@@ -20,20 +20,19 @@ from autofit.measurement import TrialKind
 from autofit.plan import PLANNED_STEPS, NoFeasiblePlan, ResolvedPlan
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Prober, Target, open_prober
-from autofit.probing.requests import ProbeRequest, ProbeResult
+from autofit.probing.requests import ProbeRequest, Reply
 from autofit.probing.survey import Recomputation, Survey, check_weights_fit
 from autofit.probing.torchrun import owned_by_rank_0, ranks_meant
 from autofit.registry import load_strategies, numerics_level, numerics_of
-from autofit.report.record import Record
+from autofit.report.record import INTERRUPTED, Record
 from autofit.report.report import Report
 from autofit.searching import events
-from autofit.searching.description import memory_of, record_of
+from autofit.searching.description import described, memory_of
 from autofit.searching.engine import run_search
 from autofit.searching.events import OnEvent, logged
 from autofit.searching.faithful import judged
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
 from autofit.searching.options import SearchArguments, SearchOptions
-from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.runner import Places, open_runner
 from autofit.searching.storage import check_opens
 from autofit.searching.study import COSTLY, Store
@@ -137,14 +136,14 @@ def search_as_asked(asked: SearchArguments, workload: Workload) -> Report:
         world_size=size,
     )
     places = Places.asked(asked.device, options, ranks=size)
-    course = _Course(workload, asked, chosen, level, places)
-    record = owned_by_rank_0(course.run, ranks=options.ranks, ends_at=course.ends_at)
+    run = _SearchRun(workload, asked, chosen, level, places)
+    record = owned_by_rank_0(run.search, ranks=options.ranks, ends_at=run.ends_at)
     return Report(record, strategies=chosen, workload=workload)
 
 
 @dataclass
-class _Course:
-    """The course of a search: inspect the workload, specify, explore, describe.
+class _SearchRun:
+    """One run of `search`: inspect the workload, specify, explore, describe.
 
     Attributes:
         workload: that is searched.
@@ -186,7 +185,7 @@ class _Course:
             self.workload, chosen, target, ends_at=self.ends_at, executor=executor, **given
         )
 
-    def run(self, ranks: int) -> Record:
+    def search(self, ranks: int) -> Record:
         """Search, with several ranks or with one device, and return the record of it.
 
         Raises:
@@ -196,11 +195,10 @@ class _Course:
         with interrupts_remembered(), showing(self.asked.progress) as self.on_event:
             if self.asked.study is not None:
                 check_opens(self.asked.study)
-            sessions: Sequence[float] = ()
             try:
                 with self.open_prober(0, ranks, on_stage=self._on_stage) as prober:
-                    survey, result, sessions = self._searched(prober, ranks)
-                    self._describe(prober, survey, result, sessions, is_alone=ranks == 1)
+                    survey, spec, record = self._searched(prober, ranks)
+                    self._describe(prober, survey, spec, record, is_alone=ranks == 1)
                     self._on_stage("ending the worker")
             except SearchTimedOut:
                 raise self.asked.allowance.too_short() from None
@@ -209,12 +207,13 @@ class _Course:
                     raise
                 self.record = _interrupted(self.record)
             assert self.record is not None  # or something was raised
+            assert self.store is not None  # as above
             self._on_stage("writing the report")
-            seconds = sum(sessions[:-1]) + self.asked.allowance.elapsed_s
+            seconds = sum(self.store.session_seconds)
             return replace(self.record, search=replace(self.record.search, seconds=seconds))
 
-    def _searched(self, prober: Prober, ranks: int) -> tuple[Survey, SearchResult, Sequence[float]]:
-        """Return the survey, the result, and the seconds of each session of the study.
+    def _searched(self, prober: Prober, ranks: int) -> tuple[Survey, SearchSpec, Record]:
+        """Return the survey, what was searched, and the record of the search by itself.
 
         Raises:
             NoFeasiblePlan: nothing fits; it says what the smallest plan was measured to need.
@@ -235,7 +234,7 @@ class _Course:
             survey = replace(survey, vram_budget_bytes=prober.vram_budget_bytes)
             survey, spec = self._specify(prober, survey, self.store, identity)
             try:
-                result = run_search(
+                record = run_search(
                     runner,
                     spec,
                     store=self.store,
@@ -253,7 +252,7 @@ class _Course:
                 from autofit.searching.infeasible import with_measured_need  # few searches end so
 
                 raise with_measured_need(error, prober, spec) from None
-            return survey, result, self.store.session_seconds
+            return survey, spec, record
 
     @property
     def _places(self) -> Places:
@@ -261,7 +260,7 @@ class _Course:
         is_over = self.asked.allowance.seconds_left == 0
         return replace(self.places, devices=self.places.devices[:1]) if is_over else self.places
 
-    def _inspect(self, prober: Prober, *, is_alone: bool) -> tuple[Survey, ProbeResult | None]:
+    def _inspect(self, prober: Prober, *, is_alone: bool) -> tuple[Survey, Reply | None]:
         """Return what a worker says of the workload and the device, and the baseline's probe.
 
         The baseline runs first, so that there is an answer whatever the strategies' looks take. Of
@@ -287,7 +286,7 @@ class _Course:
             survey = survey.split_by_function()
         return survey, baseline
 
-    def _needed(self, first: Survey, baseline: ProbeResult) -> Recomputation | None:
+    def _needed(self, first: Survey, baseline: Reply) -> Recomputation | None:
         """Return what decides whether recomputation is needed; None: it may be.
 
         Bytes grow at most as the micro-batch does, and other settings may hold more of them, such
@@ -321,7 +320,7 @@ class _Course:
         left_s = self.asked.allowance.seconds_left
         return math.inf if left_s is None else time.monotonic() + SHARE_FOR_LOOKS * left_s
 
-    def _run_baseline(self, prober: Prober, first: Survey) -> ProbeResult:
+    def _run_baseline(self, prober: Prober, first: Survey) -> Reply:
         """Run the baseline before it is known which settings it leaves at their first values."""
         options = self.asked.options
         plan = first.space(options.max_micro_batch, even=options.even_split).baseline
@@ -417,35 +416,33 @@ class _Course:
         self,
         prober: Prober,
         survey: Survey,
-        result: SearchResult,
-        sessions: Sequence[float],
+        spec: SearchSpec,
+        record: Record,
         *,
         is_alone: bool,
     ) -> None:
-        """Keep the record of a result, and then what is found beside the answer."""
+        """Keep the record as the report shows it, and then what is found beside the answer."""
         if survey.environment.gpu is None:
             now = load_of_others(own=os.cpu_count() or 1)
             survey = replace(survey, busy=_busy_words(survey.busy, now))
-        difference: Mapping[str, Any] | None = None
-        memory: Mapping[str, Any] = {}
         try:
-            if result.may_probe and result.recommended.plan != result.baseline.plan:
+            if record.may_probe and record.recommended.plan != record.baseline.plan:
                 self._on_stage("comparing the answer's gradients with the baseline's")
-                result, difference = judged(prober, result)
-            memory = memory_of(prober, result) if is_alone else {}
+                record = judged(prober, spec, record)
+            if is_alone:
+                record = replace(record, memory=memory_of(prober, spec, record))
         except KeyboardInterrupt:
-            result = replace(result, stopped_because=INTERRUPTED, may_probe=False)
-        workload, strategies = self.workload, tuple(prober.strategies)
-        record = record_of(survey, result, strategies, workload, difference, memory, sessions)
+            record = _interrupted(record)
+        record = described(record, spec, survey, tuple(prober.strategies), self.workload)
         self.record = record
-        if result.may_probe and is_alone:
+        if record.may_probe and is_alone:
             findings: dict[str, Any] = {}
             try:
                 look_for_findings(
                     prober,
-                    result.spec,
+                    spec,
                     record,
-                    loader=workload.loader,
+                    loader=self.workload.loader,
                     trace=self.asked.profile,
                     on_stage=self._on_stage,
                     facts=findings,
@@ -460,7 +457,8 @@ class _Course:
 
 
 def _interrupted(record: Record) -> Record:
-    return replace(record, search=replace(record.search, stopped_because=INTERRUPTED))
+    ended = replace(record.search, stopped_because=INTERRUPTED)
+    return replace(record, search=ended, may_probe=False)
 
 
 @contextmanager

@@ -187,7 +187,13 @@ class Store(AbstractContextManager["Store"]):
             self.study.sampler = _fixed(choice) if isinstance(choice, Plan) else choice
             if self._claim is not None:
                 self._claim.renew()
-            return self.study.ask(trial_codec.distributions(self.spec.space))
+            asked = self.study.ask(trial_codec.distributions(self.spec.space))
+        if any(asked.number == trial.number for trial in self.trials):
+            raise StudyError(
+                f"the study {self.name} has lost trials while this search was running: another "
+                "program cut or replaced it"
+            )
+        return asked
 
     def abandon(self) -> None:
         """End every trial that has no result as FAIL; one that was recorded counts in any state."""

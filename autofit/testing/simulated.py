@@ -18,7 +18,7 @@ from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.probing.measure import enough_steps
-from autofit.probing.requests import ProbeRequest, ProbeResult
+from autofit.probing.requests import ProbeRequest, Reply
 from autofit.strategy import Strategy
 
 PlanFunction: TypeAlias = Callable[[Plan], float]
@@ -47,7 +47,7 @@ class SimulatedProber:
             as beside other processes; None: never.
         size_limit: plan -> the largest micro-batch that its kernels support; None: unlimited.
         fault: plan -> the measurement of its probe; None: as the formulas give. Called at each
-            attempt, so it can tell an accident, which does not come again, from a limit.
+            attempt, so it can tell a transient failure, which does not come again, from a limit.
         seed: of all noise.
 
     Attributes:
@@ -96,7 +96,7 @@ class SimulatedProber:
         self.probed: list[ProbeRequest] = []
         self.renewals = 0
 
-    def probe(self, request: ProbeRequest) -> ProbeResult:
+    def probe(self, request: ProbeRequest) -> Reply:
         """Return the measurement of a plan, within the smaller of the two budgets.
 
         Raises:
@@ -105,7 +105,7 @@ class SimulatedProber:
         if self._closed:
             raise InvalidArgument("this prober is closed: make another one")
         self.probed.append(request)
-        return ProbeResult(self._measurement(request))
+        return Reply(self._measurement(request))
 
     def _measurement(self, request: ProbeRequest) -> Measurement:
         plan = request.plan

@@ -469,6 +469,25 @@ def activations_written_in_place() -> Workload:
     return _workload(loss)
 
 
+def views_of_images_written() -> Workload:
+    def loss(model: Tiny, batch: Any) -> Tensor:
+        places = model.stem(batch[0]).clone()
+        places.reshape(len(places), -1)[:, ::2] = 0  # a view, where all lies in the default order
+        return loss_of(model.head(places.flatten(2).transpose(1, 2)), batch[1])
+
+    return _workload(loss)
+
+
+def copies_of_images_written() -> Workload:
+    def loss(model: Tiny, batch: Any) -> Tensor:
+        places = model.stem(batch[0]).clone()
+        last = places.permute(0, 2, 3, 1).contiguous().mul_(2)  # a copy, likewise
+        both = last.flatten(1, 2) + places.flatten(2).transpose(1, 2)
+        return loss_of(model.head(both), batch[1])
+
+    return _workload(loss)
+
+
 def inputs_written_after_a_frozen_head() -> Workload:
     def freeze(model: Tiny) -> None:
         model.head.requires_grad_(False)
@@ -707,6 +726,8 @@ usages: tuple[Usage, ...] = (
     Usage("weights moved between passes", two_passes_with_weights_moved_between),
     Usage("buffers written in place", partial(_workload, make_model=partial(Tiny, centers=True))),
     Usage("activations written in place", activations_written_in_place),
+    Usage("views of images written in place", views_of_images_written),
+    Usage("copies of images written in place", copies_of_images_written),
     Usage("inputs written after a frozen head", inputs_written_after_a_frozen_head),
     Usage("unused branch", unused_branch),
     Usage("gradients missing in a step", gradients_missing_in_a_step, steps=6),

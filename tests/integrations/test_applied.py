@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,6 +65,26 @@ def test_a_forward_context_is_entered_around_the_models_own_forward() -> None:
     model(torch.ones(1, 2))
     assert entered == [True]
     assert "forward" not in vars(model)
+
+
+def test_copies_of_a_covered_model_run_their_own_weights() -> None:
+    """As an average of the weights that a trainer keeps."""
+    model, entered = nn.Linear(2, 2), []
+
+    @contextmanager
+    def counted() -> Iterator[None]:
+        entered.append(1)
+        yield
+
+    ones, signature = torch.ones(1, 2), inspect.signature(model.forward)
+    with on_model(resolved(lambda training: training.wrap_forward(counted)), model, None):
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        assert inspect.signature(model.forward) == signature
+    before = model(ones)
+    with torch.no_grad():
+        model.weight.zero_()
+    for each in copies:
+        torch.testing.assert_close(each(ones), before)
 
 
 def replace_optimizer(training: TrainingView) -> None:

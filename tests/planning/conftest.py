@@ -7,14 +7,14 @@ from typing import TypeAlias
 import pytest
 
 from autofit.probing.requests import ProbeRequest
+from autofit.report.record import Record
 from autofit.searching.engine import run_search
-from autofit.searching.result import SearchResult
 from autofit.space import Space
 from tests.simulated import DIMENSIONS, SimulatedDevice, device, make_device
 
 __all__ = ["device", "make_device"]
 
-Searched: TypeAlias = tuple[SearchResult, list[ProbeRequest]]
+Searched: TypeAlias = tuple[Record, list[ProbeRequest]]
 
 
 @pytest.fixture(scope="session")

@@ -94,7 +94,7 @@ def test_searches_beside_busy_loops_are_decided_and_right(
     assert len(decided) >= 10
     assert all(device.speed(each.recommended.plan) > device.speed(plain) for each in decided)
     assert {each.recommended.plan for each in found if not each.is_decided} <= {plain}
-    assert mean(each.probes for each in found) < 30
+    assert mean(each.search.probes for each in found) < 30
 
 
 def _drift(a_second: float) -> Slowdown:

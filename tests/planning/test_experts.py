@@ -175,7 +175,7 @@ def test_a_size_above_one_that_failed_against_expectation_is_tried_once() -> Non
     prober = SimulatedProber(2 * GIB, held, _seconds, time_noise=0.001)
     result = run_search(prober, spec)
     assert result.best.plan.micro_batch == 16
-    assert result.oom_probes <= 1
+    assert result.search.oom_probes <= 1
 
 
 def test_bfloat16_at_the_whole_batch_is_tried_where_half_of_it_is_slower() -> None:

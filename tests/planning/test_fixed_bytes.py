@@ -168,7 +168,7 @@ def test_the_whole_batch_is_run_where_its_gradients_take_no_room(training: Gradu
     result = run_search(training.prober(), training.spec())
     assert result.best.plan.accumulation_steps == 1
     assert training.speed(result.best.plan) >= 0.9 * training.best_speed()
-    assert result.probes <= 15
+    assert result.search.probes <= 15
 
 
 def test_what_runs_out_of_memory_beside_gradients_bounds_no_step_without() -> None:

@@ -51,8 +51,8 @@ def test_it_finds_the_best_plan_with_few_probes_and_no_oom(
 ) -> None:
     result, _ = searched
     assert device.speed(result.best.plan) >= 0.97 * device.optimum()
-    assert result.oom_probes == 0
-    assert result.probes <= 20
+    assert result.search.oom_probes == 0
+    assert result.search.probes <= 20
 
 
 def test_no_step_is_longer_than_six_times_the_largest_measured(searched: Searched) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import InvalidArgument
-from autofit.measurement import Outcome
+from autofit.errors import InvalidArgument, WorkerFailed
+from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.prober import Target, open_prober
-from autofit.probing.requests import ProbeRequest
+from autofit.probing.prober import MOST_REPEATS, Prober, Target, open_prober
+from autofit.probing.requests import DeviceFacts, NoReply, ProbeRequest, Reply
 from autofit.probing.session import Session
 from autofit.probing.worker_channel import WorkerChannel
 from autofit.searching.predicted_lines import predicted_lines
@@ -116,3 +117,83 @@ def test_what_a_function_raises_where_it_is_run_is_raised_here(open_probing: Any
 
 def divides(session: Session) -> float:
     return 1 / session.builder.seed
+
+
+class Replying:
+    """A channel whose worker gives these replies, one after the other, or is lost instead."""
+
+    pid = 1
+
+    def __init__(self, *replies: Reply | NoReply) -> None:
+        self.left, self.dropped = list(replies), 0
+
+    def open(self, ends_at: float = math.inf) -> DeviceFacts:
+        return DeviceFacts(2**30, 2**30, None)
+
+    def call(self, request: Any, deadline: Any, on_stage: Any) -> Reply:
+        reply = self.left.pop(0)
+        if isinstance(reply, NoReply):
+            raise reply
+        return reply
+
+    def drop(self) -> None:
+        self.dropped += 1
+
+    def close(self) -> None: ...
+
+
+FITS = Reply(Measurement(Outcome.OK))
+CONTENDED = Reply(Measurement(Outcome.OK, contended=True))
+FULL = Reply(Measurement(Outcome.OOM))
+UNEXPLAINED = replace(FULL, worth_repeating=True)
+DEAD = Reply(Measurement(Outcome.POISONED, contended=True), spent=True)
+LOST = NoReply(Outcome.CRASHED, "killed by SIGSEGV")
+
+
+@pytest.mark.parametrize(
+    ("replies", "outcome", "is_contended"),
+    [
+        ([FITS], Outcome.OK, False),
+        ([CONTENDED, FITS], Outcome.OK, True),
+        ([CONTENDED] * (1 + MOST_REPEATS), Outcome.OK, True),
+        ([UNEXPLAINED, FITS], Outcome.OK, False),
+        ([UNEXPLAINED, UNEXPLAINED], Outcome.OOM, False),
+        ([CONTENDED, UNEXPLAINED, FULL], Outcome.OOM, True),
+        ([UNEXPLAINED, CONTENDED, UNEXPLAINED], Outcome.OOM, True),
+        ([DEAD], Outcome.POISONED, True),
+        ([LOST], Outcome.CRASHED, False),
+        ([CONTENDED, LOST], Outcome.CRASHED, True),
+    ],
+)
+def test_a_plan_runs_again_where_others_moved_or_its_size_explains_nothing(
+    replies: list[Reply | NoReply], outcome: Outcome, is_contended: bool
+) -> None:
+    channel = Replying(*replies)
+    found = Prober(channel, WORKLOAD, vram_budget="1GiB").probe(ProbeRequest(ResolvedPlan(Plan(4))))
+    assert channel.left == []
+    assert found.measurement.outcome is outcome
+    assert found.measurement.contended is is_contended
+    assert found.measurement.seconds is not None
+    assert channel.dropped == (replies == [DEAD])
+
+
+def test_what_kept_a_probe_from_running_is_raised() -> None:
+    prober = Prober(Replying(Reply(exception=WorkerFailed("no room"))), WORKLOAD)
+    with pytest.raises(WorkerFailed, match="no room"):
+        prober.probe(ProbeRequest(ResolvedPlan(Plan(4))))
+
+
+BROKEN = Reply(exception=RuntimeError("assert"), spent=True, device_fault="device-side assert")
+
+
+@pytest.mark.parametrize("first", [LOST, BROKEN], ids=["lost", "broken"])
+def test_a_function_is_called_once_more_where_its_worker_or_the_device_died(
+    first: Reply | NoReply,
+) -> None:
+    assert Prober(Replying(first, Reply(7)), WORKLOAD).run(divides) == 7
+    with pytest.raises(WorkerFailed, match=r"SIGSEGV|device-side assert") as caught:
+        Prober(Replying(first, first), WORKLOAD).run(divides)
+    assert caught.value.__cause__ is (None if isinstance(first, NoReply) else first.exception)
+    late = NoReply(Outcome.TIMEOUT, "still in forward")
+    with pytest.raises(WorkerFailed, match="still in forward"):
+        Prober(Replying(late, Reply(7)), WORKLOAD).run(divides)

@@ -20,7 +20,7 @@ from autofit.errors import (
 )
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import NoFeasiblePlan, Plan, ResolvedPlan
-from autofit.probing.requests import Call, ProbeRequest, ProbeResult, Reply
+from autofit.probing.requests import Call, ProbeRequest, Reply
 from autofit.probing.wire import message_of_reply, message_of_request, reply_of, request_of
 from autofit.registry import load_strategies
 
@@ -54,7 +54,7 @@ class Mute(Exception):
 
 def _there_and_back(exception: BaseException, traceback: str | None = "where it was") -> Any:
     sent = message_of_reply(Reply(exception=exception, traceback=traceback))
-    return reply_of(sent).exception_to_raise()
+    return reply_of(sent).exception
 
 
 @pytest.mark.parametrize(
@@ -151,14 +151,14 @@ def test_a_class_that_comes_home_is_left_as_it_was() -> None:
 
 @pytest.mark.parametrize("detail", ["its file is gone", None])
 def test_a_user_error_without_an_exception_is_the_workloads(detail: str | None) -> None:
-    error = ProbeResult(Measurement(Outcome.USER_ERROR, detail)).user_exception
+    error = Reply(Measurement(Outcome.USER_ERROR, detail)).user_exception
     assert isinstance(error, WorkloadFailed)
     assert (detail or "workload") in str(error)
 
 
 @pytest.mark.parametrize("outcome", sorted(set(Outcome) - {Outcome.USER_ERROR}))
 def test_every_other_outcome_is_not_an_error_of_the_users_code(outcome: Outcome) -> None:
-    assert ProbeResult(Measurement(outcome), KeyError("x")).user_exception is None
+    assert Reply(Measurement(outcome), KeyError("x")).user_exception is None
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,16 @@ import autofit
 from autofit.errors import InvalidArgument, WorkerFailed
 from autofit.measurement import ACT, NEVER_UPDATED, Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
+from autofit.report.record import INTERRUPTED
 from autofit.searching import events
 from autofit.searching.description import difference_of, memory_of
 from autofit.searching.engine import run_search
 from autofit.searching.options import (
-    COMPARISON_BLOCKS,
+    COMPARISON_PROBES,
     MAX_COMPARISON_SHARE,
     Allowance,
     SearchArguments,
 )
-from autofit.searching.result import INTERRUPTED
 from tests.simulated import SimulatedDevice
 
 
@@ -33,7 +33,7 @@ def test_more_time_is_asked_for_where_the_timeout_ended_the_search(
     result = run_search(
         prober, device.spec(), timeout_s=100.0, clock=lambda: 20.0 * len(prober.probed), began=0.0
     )
-    assert result.stopped_because == "the timeout of 100 s was reached"
+    assert result.search.stopped_because == "the timeout of 100 s was reached"
     assert result.with_more_time is not None
     assert result.with_more_time not in {trial.plan for trial in result.trials}
 
@@ -59,13 +59,13 @@ def test_nothing_more_is_run_after_an_interrupt_or_without_a_worker(
 
     ending = device.prober(fault)
     result = run_search(ending, device.spec(), timeout_s=1e8)
-    assert result.stopped_because in (INTERRUPTED, "no worker starts")
+    assert result.search.stopped_because in (INTERRUPTED, "no worker starts")
     assert result.best.plan != result.baseline.plan
     assert not result.may_probe
     assert result.with_more_time is None
     prober: Any = _Gone()
-    assert difference_of(prober, result) is None
-    assert memory_of(prober, result) == {}
+    assert difference_of(prober, device.spec(), result) is None
+    assert memory_of(prober, device.spec(), result) == {}
     assert prober.asked == []
 
 
@@ -181,7 +181,7 @@ def test_time_is_short_if_another_probe_would_not_leave_enough_for_the_compariso
 
 def test_a_share_of_the_time_at_most_is_kept_for_the_comparison() -> None:
     bounded = Allowance(None, 60.0)
-    assert bounded.comparison_s(trials(3, seconds=2.0), start_s=1.0) == COMPARISON_BLOCKS * 3.0
+    assert bounded.comparison_s(trials(3, seconds=2.0), start_s=1.0) == COMPARISON_PROBES * 3.0
     assert bounded.comparison_s(trials(3, seconds=40.0), start_s=1.0) == MAX_COMPARISON_SHARE * 60.0
     assert bounded.comparison_s([], start_s=1.0) == 0.0
 

@@ -25,17 +25,16 @@ from autofit.errors import (
 from autofit.measurement import Measurement, Outcome, TrialKind
 from autofit.plan import Dimension, NoFeasiblePlan, Plan, ResolvedPlan
 from autofit.planning.constants import (
-    MOST_ACCIDENTS,
+    MOST_TRANSIENT,
     USUAL_PROBES,
     USUAL_PROBES_OF_SIZES,
     USUAL_PROBES_WITH_LINES,
 )
 from autofit.planning.search_spec import Effort, SearchSpec
-from autofit.probing.requests import NoReply, ProbeRequest, ProbeResult
-from autofit.report.record import Undecided
+from autofit.probing.requests import NoReply, ProbeRequest, Reply
+from autofit.report.record import INTERRUPTED, Record, Undecided
 from autofit.searching import events
 from autofit.searching.engine import MOST_VETOES, run_search
-from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.sampler import Sampler
 from autofit.searching.study import Store
 from autofit.space import Space
@@ -68,7 +67,7 @@ def test_what_is_asked_of_the_device_and_told_of_it(device: SimulatedDevice) -> 
     finished = [event for event in seen if isinstance(event, events.ProbeFinished)]
     assert [e.plan for e in started] == [e.trial.plan for e in finished]
     assert [e.trial for e in finished] == list(result.trials)
-    assert len(finished) == result.probes == len(prober.probed) == 6
+    assert len(finished) == result.search.probes == len(prober.probed) == 6
     assert finished[-1].progress.probes == 6
     assert finished[-1].progress.probes_left == 0
     assert started[0].predicted_peak_bytes is None
@@ -97,17 +96,17 @@ def test_events_tell_how_many_probes_such_a_search_takes(device: SimulatedDevice
 def test_no_more_probes_than_allowed(device: SimulatedDevice, most: int) -> None:
     """Four are enough for a confirmed answer."""
     result = run_search(device.prober(), device.spec(), max_probes=most)
-    assert result.probes == most
-    assert result.stopped_because == f"max_probes={most} was reached"
+    assert result.search.probes == most
+    assert result.search.stopped_because == f"max_probes={most} was reached"
     assert len({trial.plan for trial in result.trials}) >= min(most, 2)
     compared = {trial.plan for trial in result.trials if trial.kind is TrialKind.CONFIRMATION}
     is_enough = most >= 4
     assert compared == ({result.best.plan, device.space.baseline} if is_enough else set())
     assert (result.best.kind is TrialKind.CONFIRMATION) is is_enough
     assert result.best.plan != device.space.baseline or not is_enough
-    assert result.comparison_ended is is_enough
+    assert result.search.comparison_ended is is_enough
     if most == 1:
-        assert result.undecided_because is Undecided.MAX_PROBES
+        assert result.search.undecided_because is Undecided.MAX_PROBES
         assert result.recommended == result.baseline
 
 
@@ -119,7 +118,7 @@ def test_what_a_limit_cut_without_a_yardstick_is_not_decided(
     prober = device.prober(_failing(Outcome.OOM, lambda plan: plan == device.space.baseline))
     result = run_search(prober, device.spec(), max_probes=most)
     assert result.best.ok
-    assert result.undecided_because is Undecided.MAX_PROBES
+    assert result.search.undecided_because is Undecided.MAX_PROBES
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), WorkerFailed("no worker starts")], ids=repr)
@@ -138,7 +137,7 @@ def test_what_was_cut_short_says_why_and_recommends_the_baseline(
     assert result.best.plan != result.baseline.plan
     assert result.recommended == result.baseline
     expected = Undecided.INTERRUPTED if isinstance(end, KeyboardInterrupt) else Undecided.FAILED
-    assert result.undecided_because is expected
+    assert result.search.undecided_because is expected
 
 
 class _SlowerThanPlain:
@@ -184,7 +183,7 @@ def test_a_search_that_was_cut_does_not_say_that_no_plan_is_faster(
     prober = slow.prober(end if isinstance(end, BaseException) else None, after)
     result = run_search(prober, device.spec(), **limits)
     assert result.recommended.plan == result.best.plan == result.baseline.plan
-    assert result.undecided_because is expected
+    assert result.search.undecided_because is expected
 
 
 def test_a_search_that_came_to_its_end_says_that_no_plan_is_faster(
@@ -197,7 +196,7 @@ def test_a_search_that_came_to_its_end_says_that_no_plan_is_faster(
     searched = sum(trial.kind is not TrialKind.CONFIRMATION for trial in whole.trials)
     cut = _SlowerThanPlain(device).prober(KeyboardInterrupt(), searched)
     result = run_search(cut, device.spec())
-    assert result.stopped_because == INTERRUPTED
+    assert result.search.stopped_because == INTERRUPTED
     assert result.is_decided
 
 
@@ -212,7 +211,7 @@ class _Stopping(RandomSampler):
 def test_a_sampler_that_has_no_more_plans_was_not_cut(device: SimulatedDevice) -> None:
     prober = _SlowerThanPlain(device).prober()
     result = run_search(prober, device.spec(), sampler=_Stopping(seed=0), max_probes=50)
-    assert result.stopped_because == "the sampler has no more plans to offer"
+    assert result.search.stopped_because == "the sampler has no more plans to offer"
     assert result.recommended.plan == result.baseline.plan
     assert result.is_decided
 
@@ -230,7 +229,7 @@ class _Timed:
 
     Args:
         device: the device.
-        accident: number of the attempt -> how it ends; None: as the device does.
+        fails: number of the attempt -> how it ends; None: as the device does.
         hang_s: seconds until a hang is seen.
     """
 
@@ -240,10 +239,10 @@ class _Timed:
     def __init__(
         self,
         device: SimulatedDevice,
-        accident: Callable[[int], Outcome | None] = lambda attempt: None,
+        fails: Callable[[int], Outcome | None] = lambda attempt: None,
         hang_s: float = 60.0,
     ) -> None:
-        self.now, self._hang_s, self._accident = 0.0, hang_s, accident
+        self.now, self._hang_s, self._fails = 0.0, hang_s, fails
         self._attempts, self._is_fresh = 0, False
         self.inner = device.prober(self._fault)
 
@@ -252,10 +251,10 @@ class _Timed:
 
     def _fault(self, plan: Plan) -> Measurement | None:
         self._attempts += 1
-        outcome = self._accident(self._attempts)
-        return None if outcome is None else Measurement(outcome, detail="an accident")
+        outcome = self._fails(self._attempts)
+        return None if outcome is None else Measurement(outcome, detail="a transient failure")
 
-    def probe(self, request: ProbeRequest) -> ProbeResult:
+    def probe(self, request: ProbeRequest) -> Reply:
         measured = self.inner.probe(request).measurement
         seconds = 1.0 + sum(measured.step_times_s)
         if measured.outcome is Outcome.TIMEOUT:
@@ -266,7 +265,7 @@ class _Timed:
             self.now += request.seconds_left
             raise SearchTimedOut
         self.now += started + seconds
-        return ProbeResult(replace(measured, seconds=seconds))
+        return Reply(replace(measured, seconds=seconds))
 
     def renew(self) -> None:
         self._is_fresh = False
@@ -274,7 +273,7 @@ class _Timed:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> SearchResult:
+def undisturbed() -> Record:
     """The search of `device` where nothing goes wrong."""
     device = SimulatedDevice(Space(FEW_DIMENSIONS, sample_batch_size=4))
     return run_search(device.prober(), device.spec())
@@ -290,8 +289,8 @@ def _at_random(seed: int, probability: float) -> Callable[[int], Outcome | None]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("attempt", "outcome"), list(zip((1, 2, 7, 8), _DEATHS, strict=True)))
-def test_one_accident_costs_one_worker_and_changes_nothing(
-    device: SimulatedDevice, undisturbed: SearchResult, outcome: Outcome, attempt: int
+def test_one_transient_failure_costs_one_worker_and_changes_nothing(
+    device: SimulatedDevice, undisturbed: Record, outcome: Outcome, attempt: int
 ) -> None:
     prober = _Timed(device, lambda n: outcome if n == attempt else None)
     result = run_search(prober, device.spec())
@@ -300,7 +299,7 @@ def test_one_accident_costs_one_worker_and_changes_nothing(
     assert device.speed(result.best.plan) > 0.98 * device.speed(undisturbed.best.plan)
 
 
-def test_an_accident_that_comes_again_is_blamed_on_the_plan_and_repeated_once_per_variant(
+def test_a_failure_that_comes_again_is_blamed_on_the_plan_and_repeated_once_per_variant(
     make_device: MakeDevice,
 ) -> None:
     bare = make_device(dimensions={})
@@ -308,7 +307,7 @@ def test_an_accident_that_comes_again_is_blamed_on_the_plan_and_repeated_once_pe
     result = run_search(prober, bare.spec())
     failed = [trial.plan for trial in result.trials if not trial.ok]
     assert result.best.plan.micro_batch <= 20
-    assert len(prober.probed) == result.probes + 1
+    assert len(prober.probed) == result.search.probes + 1
     assert sum(request.plan in failed for request in prober.probed) == len(failed) + 1
 
 
@@ -329,10 +328,10 @@ def test_a_machine_that_becomes_ill_ends_the_search_with_what_was_measured(
 ) -> None:
     prober = _Timed(device, lambda attempt: Outcome.CRASHED if attempt > last else None)
     result = run_search(prober, device.spec())
-    assert "at fault" in result.stopped_because
+    assert "at fault" in result.search.stopped_because
     assert result.best.ok
     assert sum(trial.ok for trial in result.trials) == last
-    assert len(result.trials) <= last + MOST_ACCIDENTS + 1
+    assert len(result.trials) <= last + MOST_TRANSIENT + 1
     fastest = max(trial.samples_per_second or 0 for trial in result.trials if trial.ok)
     assert result.best.samples_per_second == pytest.approx(fastest, rel=0.02)
 
@@ -341,7 +340,7 @@ def test_a_machine_that_is_ill_from_the_start_is_no_fault_of_the_workload(
     device: SimulatedDevice,
 ) -> None:
     prober = _Timed(device, lambda attempt: Outcome.HOST_OOM)
-    with pytest.raises(WorkerFailed, match=r"at fault.*host_oom.*an accident") as caught:
+    with pytest.raises(WorkerFailed, match=r"at fault.*host_oom.*a transient failure") as caught:
         run_search(prober, device.spec())
     assert caught.value.exit_code == 4
 
@@ -372,7 +371,7 @@ def test_less_effort_takes_fewer_probes_and_still_finds_most(make_device: MakeDe
     probes, other = {}, make_device(global_batch=64)
     for effort in Effort:
         result = run_search(other.prober(), replace(other.spec(), effort=effort))
-        probes[effort] = result.probes
+        probes[effort] = result.search.probes
         assert other.speed(result.best.plan) > 0.85 * other.optimum()
     assert probes[Effort.QUICK] < probes[Effort.NORMAL] <= probes[Effort.THOROUGH]
 
@@ -389,7 +388,7 @@ def test_a_quick_search_times_fewer_steps(device: SimulatedDevice) -> None:
 def test_a_probe_that_the_timeout_ends_is_not_blamed_on_its_plan(device: SimulatedDevice) -> None:
     prober = _Timed(device, lambda attempt: Outcome.TIMEOUT if attempt == 4 else None, hang_s=1e9)
     result = run_search(prober, device.spec(), timeout_s=100.0, clock=prober.clock, began=0.0)
-    assert result.stopped_because == "the timeout of 100 s was reached"
+    assert result.search.stopped_because == "the timeout of 100 s was reached"
     assert all(trial.ok for trial in result.trials)
     assert result.best.kind is TrialKind.CONFIRMATION
 
@@ -397,13 +396,13 @@ def test_a_probe_that_the_timeout_ends_is_not_blamed_on_its_plan(device: Simulat
 class _Wrapped:
     """A prober that does something more around another one's probes."""
 
-    def __init__(self, inner: Any, then: Callable[[Any, ProbeResult], ProbeResult]) -> None:
+    def __init__(self, inner: Any, then: Callable[[Any, Reply], Reply]) -> None:
         self._inner, self._then = inner, then
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def probe(self, request: ProbeRequest) -> ProbeResult:
+    def probe(self, request: ProbeRequest) -> Reply:
         return self._then(self._inner, self._inner.probe(request))
 
 
@@ -418,9 +417,9 @@ def test_an_interrupt_before_anything_ran_is_passed_on(device: SimulatedDevice) 
 def test_an_error_of_the_users_code_reaches_the_user_after_one_probe(
     device: SimulatedDevice,
 ) -> None:
-    def raises(_: Any, result: ProbeResult) -> ProbeResult:
+    def raises(_: Any, result: Reply) -> Reply:
         failed = Measurement(Outcome.USER_ERROR, detail="KeyError: 'labels'")
-        return ProbeResult(failed, KeyError("labels"))
+        return Reply(failed, KeyError("labels"))
 
     prober = device.prober()
     with pytest.raises(KeyError, match="labels"):
@@ -490,10 +489,10 @@ def test_smaller_plans_are_tried_if_the_baseline_does_not_fit(make_device: MakeD
 
 @pytest.mark.slow
 def test_a_plan_that_no_longer_fits_when_confirmed_is_not_returned(device: SimulatedDevice) -> None:
-    def shrunk(inner: Any, result: ProbeResult) -> ProbeResult:
+    def shrunk(inner: Any, result: Reply) -> Reply:
         request = inner.probed[-1]
         fits = not request.full_accumulation or request.plan.micro_batch <= 10
-        return result if fits else ProbeResult(Measurement(Outcome.OOM))
+        return result if fits else Reply(Measurement(Outcome.OOM))
 
     result = run_search(_Wrapped(device.prober(), shrunk), device.spec(), max_probes=40)
     assert result.best.plan.micro_batch <= 10
@@ -508,9 +507,9 @@ def test_proposals_of_another_sampler_over_the_budget_are_vetoed(
     ran = {request.plan for request in prober.probed}
     vetoed = [trial.plan for trial in result.trials if trial.kind is TrialKind.VETOED]
     over = [plan for plan in vetoed if device.memory(plan) > device.budget]
-    assert len(over) > result.oom_probes
+    assert len(over) > result.search.oom_probes
     assert ran.isdisjoint(over)
-    assert len(prober.probed) == result.probes <= 12
+    assert len(prober.probed) == result.search.probes <= 12
 
 
 def test_proposals_that_never_fit_end_the_search(make_device: MakeDevice) -> None:
@@ -522,9 +521,9 @@ def test_proposals_that_never_fit_end_the_search(make_device: MakeDevice) -> Non
 
     other = make_device()
     result = run_search(other.prober(), other.spec(), sampler=_Greedy(seed=0), max_probes=20)
-    assert result.stopped_because.startswith(f"{MOST_VETOES} proposals in a row")
+    assert result.search.stopped_because.startswith(f"{MOST_VETOES} proposals in a row")
     assert sum(trial.kind is TrialKind.VETOED for trial in result.trials) == MOST_VETOES
-    assert result.probes == 2
+    assert result.search.probes == 2
 
 
 class _Foreign(RandomSampler):
@@ -542,7 +541,8 @@ def test_without_max_probes_the_planner_ends_another_samplers_search(
     device: SimulatedDevice,
 ) -> None:
     result = run_search(device.prober(), device.spec(), sampler=_Foreign(seed=0))
-    assert result.stopped_because == "no plan left is expected to gain enough to be worth a probe"
+    because = result.search.stopped_because
+    assert because == "no plan left is expected to gain enough to be worth a probe"
 
 
 class _Waiting(RandomSampler):
@@ -580,7 +580,7 @@ def test_a_sampler_that_hangs_ends_with_the_timeout(device: SimulatedDevice, whe
     finally:
         ends.set()
     assert result.best.ok
-    assert "timeout of 2 s" in result.stopped_because
+    assert "timeout of 2 s" in result.search.stopped_because
 
 
 class _Stubborn(RandomSampler):
@@ -609,27 +609,27 @@ def test_a_repeated_proposal_is_pruned_and_not_run(
     assert {trial.measurement.outcome for trial in vetoed} == {outcome}
     assert {states[trial.number] for trial in vetoed} == {TrialState.PRUNED}
     # The baseline twice, and the plan twice if it fits.
-    assert len(prober.probed) == result.probes == (4 if outcome is Outcome.OK else 3)
+    assert len(prober.probed) == result.search.probes == (4 if outcome is Outcome.OK else 3)
 
 
 def test_an_interrupt_that_was_swallowed_still_ends_the_search(device: SimulatedDevice) -> None:
-    def swallow(_: Any, result: ProbeResult) -> ProbeResult:
+    def swallow(_: Any, result: Reply) -> Reply:
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         return result
 
     result = run_search(_Wrapped(device.prober(), swallow), device.spec())
-    assert result.stopped_because == INTERRUPTED
-    assert result.probes == 1
+    assert result.search.stopped_because == INTERRUPTED
+    assert result.search.probes == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_machine_that_slowed_down_has_its_baseline_measured_again(
     device: SimulatedDevice,
 ) -> None:
-    def slower(inner: Any, result: ProbeResult) -> ProbeResult:
+    def slower(inner: Any, result: Reply) -> Reply:
         times = [t * (3 if inner.renewals else 1) for t in result.measurement.step_times_s]
-        return replace(result, measurement=replace(result.measurement, step_times_s=times))
+        return replace(result, value=replace(result.measurement, step_times_s=times))
 
     result: Any = run_search(_Wrapped(device.prober(), slower), device.spec())
     confirmed = {t.plan: t for t in result.trials if t.kind is TrialKind.CONFIRMATION and t.ok}
@@ -646,7 +646,7 @@ def test_a_value_that_needs_a_fresh_worker_shares_none(make_device: MakeDevice) 
     other = make_device(dimensions=dimensions)
     workers: list[tuple[int, bool]] = []
 
-    def remember(inner: Any, result: ProbeResult) -> ProbeResult:
+    def remember(inner: Any, result: Reply) -> Reply:
         workers.append((inner.renewals, _is_half(inner.probed[-1].plan)))
         return result
 
@@ -675,8 +675,8 @@ def test_a_probe_may_take_as_long_as_its_settings_say(make_device: MakeDevice) -
     dimensions = {"compile.mode": Dimension(("off", "default"), trial_cost_s=500.0)}
     other = make_device(dimensions=dimensions)
 
-    def timed(_: Any, result: ProbeResult) -> ProbeResult:
-        return replace(result, measurement=replace(result.measurement, seconds=2.0))
+    def timed(_: Any, result: Reply) -> Reply:
+        return replace(result, value=replace(result.measurement, seconds=2.0))
 
     inner = other.prober()
     run_search(_Wrapped(inner, timed), other.spec())
@@ -717,8 +717,8 @@ class _Repeating(RandomSampler):
 
 def test_a_sampler_that_repeats_its_plans_is_told_so(device: SimulatedDevice) -> None:
     result = run_search(device.prober(), device.spec(), sampler=_Repeating(seed=0), max_probes=20)
-    assert "had run before" in result.stopped_because
-    assert "not to fit" not in result.stopped_because
+    assert "had run before" in result.search.stopped_because
+    assert "not to fit" not in result.search.stopped_because
 
 
 class _Broken(SimulatedProber):
@@ -727,7 +727,7 @@ class _Broken(SimulatedProber):
     fails_after = 3
     error: BaseException = MemoryError("Unable to allocate 64.0 MiB")
 
-    def probe(self, request: ProbeRequest) -> ProbeResult:
+    def probe(self, request: ProbeRequest) -> Reply:
         if len(self.probed) == self.fails_after:
             raise self.error
         return super().probe(request)
@@ -746,9 +746,9 @@ def test_an_error_that_nobody_foresaw_leaves_what_was_measured(
     device: SimulatedDevice, error: Exception, caplog: Any
 ) -> None:
     result = run_search(_broken(device, error), device.spec())
-    assert result.probes == 3
+    assert result.search.probes == 3
     assert result.best.ok
-    assert type(error).__name__ in result.stopped_because
+    assert type(error).__name__ in result.search.stopped_because
     assert not result.may_probe
     assert any(record.exc_info for record in caplog.records)
     with pytest.raises(type(error)):
@@ -764,7 +764,7 @@ def test_an_error_of_who_listens_is_raised(device: SimulatedDevice) -> None:
         run_search(device.prober(), device.spec(), on_event=listen)
 
 
-def _first_probe(device: SimulatedDevice, prober: SimulatedProber) -> ProbeResult:
+def _first_probe(device: SimulatedDevice, prober: SimulatedProber) -> Reply:
     plan = device.spec().space.baseline
     return prober.probe(ProbeRequest(ResolvedPlan(plan), device.budget))
 
@@ -775,7 +775,7 @@ def test_a_baseline_that_ran_before_is_not_run_again(device: SimulatedDevice) ->
     result = run_search(prober, device.spec(), max_probes=3, baseline=before)
     assert result.baseline.kind is TrialKind.BASELINE
     assert result.baseline.measurement == before.measurement
-    assert len(prober.probed) == result.probes == 3
+    assert len(prober.probed) == result.search.probes == 3
 
 
 def test_where_no_time_is_left_the_baseline_that_ran_is_the_answer(device: SimulatedDevice) -> None:
@@ -790,12 +790,12 @@ def test_where_no_time_is_left_the_baseline_that_ran_is_the_answer(device: Simul
         baseline=before,
     )
     assert result.best.plan == result.baseline.plan == device.spec().space.baseline
-    assert "timeout of 10 s" in result.stopped_because
+    assert "timeout of 10 s" in result.search.stopped_because
     assert len(prober.probed) == 1
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CRASHED, Outcome.HOST_OOM])
-def test_an_accident_of_a_baseline_that_ran_before_is_repeated_once(
+def test_a_transient_failure_of_a_baseline_that_ran_before_is_repeated_once(
     device: SimulatedDevice, outcome: Outcome
 ) -> None:
     prober, seen = device.prober(), list[events.Event]()
@@ -803,7 +803,7 @@ def test_an_accident_of_a_baseline_that_ran_before_is_repeated_once(
         prober,
         device.spec(),
         max_probes=2,
-        baseline=ProbeResult(Measurement(outcome, "gone")),
+        baseline=Reply(Measurement(outcome, "gone")),
         on_event=seen.append,
     )
     assert result.baseline.ok
@@ -813,7 +813,7 @@ def test_an_accident_of_a_baseline_that_ran_before_is_repeated_once(
 
 
 def test_an_error_of_a_baseline_that_ran_before_is_the_users(device: SimulatedDevice) -> None:
-    failed = ProbeResult(Measurement(Outcome.USER_ERROR, "no"), LookupError("no"))
+    failed = Reply(Measurement(Outcome.USER_ERROR, "no"), LookupError("no"))
     with pytest.raises(LookupError, match="no"):
         run_search(device.prober(), device.spec(), baseline=failed)
 

@@ -16,9 +16,12 @@ from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Dimension, Scalar
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.prober import Target, open_prober
+from autofit.registry import load_strategies
+from autofit.report.record import Record, SearchSummary
 from autofit.searching.faithful import judged
-from autofit.searching.result import SearchResult
+from autofit.space import Space
 from autofit.strategy import Context, TrainingView
+from benchmarks.workload_models import resnet
 from tests.plugin import Plugin
 
 BUDGET = 2**28
@@ -78,6 +81,12 @@ def ran(seconds: float) -> Measurement:
     )
 
 
+def recorded(space: Space, trials: tuple[Trial, ...], best: Trial) -> Record:
+    """The record of a search that ended with these trials, the first of which is the baseline."""
+    ended = SearchSummary(len(trials), 0, 1.0, "no plan is left", 0)
+    return Record(BUDGET, ended, space.dimensions, trials, best.number, trials[0].number)
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1)])
 @pytest.mark.parametrize(
     ("strategy", "why"),
@@ -96,12 +105,9 @@ def test_a_strategy_that_trains_something_else_does_not_win(
         plain, fast = space.baseline, space.plan(8, {"plugin.on": True})
         first = Trial(0, TrialKind.BASELINE, plain, ran(0.4))
         best = Trial(1, TrialKind.SEARCH, fast, ran(0.1))
-        result = SearchResult(
-            SearchSpec(space, BUDGET), (first, best), best, best, first, (), "no plan is left"
-        )
-        found, difference = judged(prober, result)
+        found = judged(prober, SearchSpec(space, BUDGET), recorded(space, (first, best), best))
     assert found.recommended == found.best == (best if why is None else first)
-    assert difference is None or difference["gradient"] < 1e-5
+    assert found.difference is None or found.difference["gradient"] < 1e-5
     assert [dict(each.settings) for each in found.skipped] == [{"plugin.on": True}] * bool(why)
     assert all(why is not None and why in note for note in found.notes)
 
@@ -120,17 +126,26 @@ def test_what_is_costly_to_try_does_not_win_either() -> None:
             Trial(number, TrialKind.SEARCH if number else TrialKind.BASELINE, plan, ran(each))
             for number, (plan, each) in enumerate(zip(plans, seconds, strict=True))
         )
-        result = SearchResult(
-            SearchSpec(space, BUDGET),
-            trials,
-            trials[2],
-            trials[2],
-            trials[0],
-            (),
-            "no plan is left",
-        )
-        found, difference = judged(prober, result)
+        found = judged(prober, SearchSpec(space, BUDGET), recorded(space, trials, trials[2]))
     assert found.best == trials[1]
     assert [dict(each.settings) for each in found.skipped] == [on]
-    assert difference is not None
-    assert difference["gradient"] < 1e-5
+    assert found.difference is not None
+    assert found.difference["gradient"] < 1e-5
+
+
+@pytest.mark.parametrize("samples", [8, 32])
+def test_gradients_that_roundings_move_by_half_are_no_fault(samples: int) -> None:
+    """Of a residual network that normalizes over its batch, bfloat16 is as good as of others."""
+    build = partial(resnet, (16, 16, 16, 16), 2, 4)
+    batch = torch.randn(samples, 3, 8, 8), torch.randint(0, 4, (samples,))
+    workload = autofit.Workload(build, batch, criterion=nn.CrossEntropyLoss())
+    strategies = load_strategies(("precision",))
+    with open_prober(workload, strategies, Target("cpu", BUDGET)) as prober:
+        space = prober.survey().space(None)
+        plans = space.baseline, space.plan(samples, {"precision.dtype": "bfloat16"})
+        first = Trial(0, TrialKind.BASELINE, plans[0], ran(0.4))
+        best = Trial(1, TrialKind.SEARCH, plans[1], ran(0.1))
+        found = judged(prober, SearchSpec(space, BUDGET), recorded(space, (first, best), best))
+    assert found.recommended == best
+    assert found.difference is not None
+    assert 0.3 < found.difference["gradient"] < found.difference["tolerance"]

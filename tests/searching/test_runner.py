@@ -15,9 +15,9 @@ from autofit.errors import WorkerFailed
 from autofit.measurement import Measurement, Outcome, TrialKind
 from autofit.plan import Plan
 from autofit.probing.requests import ignore_stage
+from autofit.report.record import Record
 from autofit.searching import events
 from autofit.searching.engine import run_search
-from autofit.searching.result import SearchResult
 from autofit.searching.runner import ParallelRunner, Runner
 from autofit.searching.study import Store
 from autofit.testing import SimulatedProber
@@ -78,7 +78,7 @@ def test_several_places_take_no_more_probes_than_allowed(device: SimulatedDevice
         probers = [device.prober() for _ in range(3)]
         with places(*probers) as runner:
             result = run_search(runner, device.spec(), max_probes=most)
-        assert result.probes == sum(len(prober.probed) for prober in probers) == most
+        assert result.search.probes == sum(len(prober.probed) for prober in probers) == most
 
 
 def test_a_sampler_of_the_users_fills_several_places(device: SimulatedDevice) -> None:
@@ -87,7 +87,7 @@ def test_a_sampler_of_the_users_fills_several_places(device: SimulatedDevice) ->
         result = run_search(
             runner, device.spec(), sampler=RandomSampler(0), max_probes=9, on_event=seen.append
         )
-    assert result.probes == 9
+    assert result.search.probes == 9
     assert max(in_flight(seen)) == 2
 
 
@@ -113,7 +113,7 @@ def test_however_a_search_ends_no_trial_of_its_study_is_left_running(
 ) -> None:
     fault = _fails_from(5, how)
     with Store.open(None, {}) as store, places(*(device.prober(fault) for _ in range(count))) as at:
-        result: SearchResult = run_search(at, device.spec(), store=store)
+        result: Record = run_search(at, device.spec(), store=store)
         states = {trial.number: trial.state for trial in store.study.trials}
     assert result.best.ok
     assert TrialState.RUNNING not in states.values()
@@ -141,6 +141,6 @@ def test_a_grid_ends_the_search_once_each_of_its_plans_has_run(device: Simulated
     }
     sampler = GridSampler(grid, seed=0)
     result = run_search(device.prober(), device.spec(), sampler=sampler, max_probes=40)
-    assert result.stopped_because == "the sampler has no more plans to offer"
+    assert result.search.stopped_because == "the sampler has no more plans to offer"
     sizes = {(t.plan.settings["precision.dtype"], t.plan.micro_batch) for t in result.trials}
     assert {("bfloat16", 4), ("bfloat16", 6), ("default", 6)} <= sizes

@@ -51,7 +51,7 @@ def counted(request):
 
 prober.probe = counted
 with Store.open({study!r}, IDENTITY) as store:
-    print(run_search(prober, device.spec(), store=store).stopped_because, file=sys.stderr)
+    print(run_search(prober, device.spec(), store=store).search.stopped_because, file=sys.stderr)
 """
 
 
@@ -83,7 +83,7 @@ def test_a_killed_search_is_resumed_without_repeating_a_trial(
         prober._times_asked.update(t.plan for t in before)  # as if it had been the first one's
         result = run_search(prober, device.spec(), store=store)
     assert result.trials[:4] == before
-    assert len(prober.probed) == result.probes - 4
+    assert len(prober.probed) == result.search.probes - 4
     assert [t.plan for t in result.trials] == [
         t.plan for t in run_search(device.prober(), device.spec()).trials
     ]
@@ -99,7 +99,7 @@ def test_a_search_that_ended_is_answered_from_its_study(
         again = run_search(prober, device.spec(), store=store)
     assert prober.probed == []
     assert (again.best, again.trials) == (first.best, first.trials)
-    assert again.stopped_because == first.stopped_because
+    assert again.search.stopped_because == first.search.stopped_because
 
 
 def _searched(device: SimulatedDevice, path: Path) -> str:

@@ -632,3 +632,55 @@ if __name__ == "__main__":
     )
     ran = run_python(script, forks_workers=False)
     assert ran.stdout == "ok compile: 1 graphs, 0 graph breaks, 0 recompilations\n", ran.stderr
+
+
+class Pooled(nn.Module):
+    """Its pooling has code for given shapes alone; what it has seen is counted in a buffer."""
+
+    calls: torch.Tensor
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.convolution, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        places = self.norm(self.convolution(images))
+        if self.breaks:
+            torch._dynamo.graph_break()  # what is before it has run when the rest fails
+        # Without ceil_mode, whose gradients torch 2.13 compiles wrongly
+        smaller = nn.functional.avg_pool2d(places, 2)
+        height, width = smaller.shape[-2:]
+        pooled = nn.functional.adaptive_avg_pool2d(places, (height, width))
+        loss: torch.Tensor = (pooled * smaller).square().sum()
+        return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("budget", "breaks"), [(1.0, False), (1.0, True), (0.5, False)])
+def test_what_cannot_be_compiled_for_any_length_runs_as_it_is_written(
+    budget: float, breaks: bool
+) -> None:
+    model = Pooled(breaks)
+    twin = deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    recipe = Recipe(loss_fn=lambda net, batch: net(batch))
+    plan = replace(PLAN, plan=Plan(4, settings={MODE: "default", BUDGET: budget}))
+    errors = torch._dynamo.config.suppress_errors
+    with Training(model, optimizer, recipe, plan, device=torch.device("cpu")) as training:
+        for length in (9, 12, 7, 9, 23):
+            images = torch.randn(4, 3, length, length + 3)
+            model.zero_grad()
+            twin.zero_grad()
+            training.loss(images).backward()  # type: ignore[no-untyped-call]  # torch
+            twin(images).backward()
+            for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-4, atol=1e-4)
+        graphs, *_, failed = training.notes()
+    assert graphs.startswith(f"compile: {4 if breaks else 2} graphs")  # it is tried once
+    assert "runs as it is written" in failed
+    for one, other in zip(model.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(one, other)  # nothing ran twice
+    assert torch._dynamo.config.suppress_errors is errors

@@ -42,6 +42,8 @@ SAME_MODEL = {
     "weights written in place",
     "weights moved between passes",
     "activations written in place",
+    "views of images written in place",
+    "copies of images written in place",
     "inputs written after a frozen head",
     "unused branch",
     "gradients missing in a step",

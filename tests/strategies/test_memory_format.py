@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from autofit.errors import Unsupported
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import Strategy
@@ -142,3 +145,242 @@ def test_a_live_optimizer_goes_on_with_its_state(memory_format: Strategy) -> Non
         torch.testing.assert_close(weight, other, msg=name)
         state = optimizers[0].state[weight]["exp_avg"]
         torch.testing.assert_close(state, optimizers[1].state[other]["exp_avg"])
+
+
+Between = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Written(nn.Module):
+    """Two convolutions with a function of one's own between, which may write in place."""
+
+    def __init__(self, between: Between, dimensions: int = 2) -> None:
+        super().__init__()
+        kind: Any = nn.Conv2d if dimensions == 2 else nn.Conv3d
+        self.first, self.second = kind(3, 6, 3, padding=1), kind(6, 4, 3, padding=1)
+        self.between = between
+        self.head = nn.LazyLinear(5)
+        self.head(self.second(self.first(torch.zeros(1, 3, *[4] * dimensions))).flatten(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.second(self.between(self.first(x))).flatten(1))
+        return output
+
+
+def _through_reshape(h: torch.Tensor) -> torch.Tensor:
+    h.reshape(len(h), -1)[:, ::2] = 0
+    return h
+
+
+def _through_flatten_and_pointwise(h: torch.Tensor) -> torch.Tensor:
+    h = h * 1.0
+    torch.flatten(h, 1).mul_(torch.linspace(0, 1, h[0].numel()))
+    return h
+
+
+def _before_its_flat_view_is_read(h: torch.Tensor) -> torch.Tensor:
+    flat = h.reshape(len(h), -1)
+    h.mul_(2)
+    return h + flat.sum(1)[:, None, None, None]
+
+
+def _through_contiguous(h: torch.Tensor) -> torch.Tensor:
+    same = h.contiguous()
+    same.mul_(2)
+    return h + same
+
+
+def _into_a_contiguous_copy(h: torch.Tensor) -> torch.Tensor:
+    last = h.permute(0, 2, 3, 1).contiguous()
+    last.mul_(2)
+    return h + last.permute(0, 3, 1, 2)
+
+
+def _into_a_reshaped_copy(h: torch.Tensor) -> torch.Tensor:
+    flat = h.movedim(1, -1).reshape(len(h), -1)
+    flat += 1
+    return h * flat.mean()
+
+
+def _with_a_view_of_it(h: torch.Tensor) -> torch.Tensor:
+    h.data.reshape(-1).narrow(0, 5, 40).zero_()
+    return h.clone()
+
+
+def _by_address(h: torch.Tensor) -> torch.Tensor:
+    return h + h.as_strided((len(h), 1, 1, 1), (h[0].numel(), 1, 1, 1), 3)
+
+
+def _ours_and_plain(
+    strategy: Strategy, model: nn.Module, batches: list[torch.Tensor], **given: Any
+) -> tuple[nn.Module, nn.Module]:
+    """Return the model trained with the setting, and trained without."""
+    models = [model, deepcopy(model)]
+    for each, strategies in zip(models, ([strategy], []), strict=True):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        plan = ResolvedPlan(Plan(4, settings=SETTINGS), strategies=strategies)
+        cpu = torch.device("cpu")
+        with Training(each, optimizer, Recipe(**given), plan, device=cpu) as training:
+            for batch in batches:
+                training.step(batch)
+    return models[0], models[1]
+
+
+def _batches(dimensions: int = 2) -> list[torch.Tensor]:
+    return [torch.randn(4, 3, *[4] * dimensions) for _ in range(3)]
+
+
+@pytest.mark.parametrize("dimensions", [2, 3])
+@pytest.mark.parametrize(
+    "between",
+    [
+        _through_reshape,
+        _through_flatten_and_pointwise,
+        _before_its_flat_view_is_read,
+        _through_contiguous,
+        _with_a_view_of_it,
+        _by_address,
+    ],
+)
+def test_a_write_that_would_be_lost_is_refused(
+    memory_format: Strategy, between: Between, dimensions: int
+) -> None:
+    if dimensions == 3 and between is _by_address:
+        pytest.skip("of images")
+    model = _Written(between, dimensions)
+    with pytest.raises(Unsupported, match="order"):
+        _ours_and_plain(memory_format, model, _batches(dimensions))
+
+
+@pytest.mark.parametrize("between", [_into_a_contiguous_copy, _into_a_reshaped_copy])
+def test_a_write_that_would_reach_more_is_refused(
+    memory_format: Strategy, between: Between
+) -> None:
+    with pytest.raises(Unsupported, match="orders"):
+        _ours_and_plain(memory_format, _Written(between), _batches())
+
+
+def test_a_write_of_the_loss_is_seen_too(memory_format: Strategy) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        output = model(batch)
+        output.flatten(1)[:, 1] = 0
+        return output.square().mean()
+
+    with pytest.raises(Unsupported, match="orders"):
+        _ours_and_plain(memory_format, _conv(2), [torch.randn(4, 4, 7, 7)], loss_fn=loss)
+
+
+def _flat_copy_that_alone_is_read(h: torch.Tensor) -> torch.Tensor:
+    flat = nn.functional.dropout(h.flatten(1), 0.0, inplace=True)
+    flat[:, ::3] = 0
+    return flat.view_as(h).mul_(2)
+
+
+def _contiguous_copy_that_alone_is_read(h: torch.Tensor) -> torch.Tensor:
+    shape = h.shape
+    last = h.permute(0, 2, 3, 1).contiguous()
+    last.mul_(torch.arange(6))
+    assert h.shape == shape  # reads no value
+    return last.permute(0, 3, 1, 2)
+
+
+def _written_before_it_is_reshaped(h: torch.Tensor) -> torch.Tensor:
+    h.mul_(2)
+    flat = h.reshape(len(h), -1).cumsum(1)
+    words = h.permute(0, 2, 3, 1).contiguous()
+    return h + flat.view_as(h) + words.permute(0, 3, 1, 2)
+
+
+def _views_in_both(h: torch.Tensor) -> torch.Tensor:
+    h = h.clone()
+    h[:, ::2].mul_(3)
+    h.permute(0, 2, 3, 1)[..., 0] += 1
+    h.flatten(2).transpose(1, 2)[:, ::3].zero_()
+    return h.add_(1).clamp_(-1, 1)
+
+
+def _of_ones_own_order(h: torch.Tensor) -> torch.Tensor:
+    """Copies in both orders: the user's own channels-last tensor is no work of the setting."""
+    own = torch.ones(4, 4, 4, 6).permute(0, 3, 1, 2) * 2
+    copied = own.contiguous()
+    copied.mul_(3)
+    return h * own + copied
+
+
+def _branches(h: torch.Tensor) -> torch.Tensor:
+    """As residual networks have them, with values that only a run can tell."""
+    largest = int(h.flatten(1).argmax(1)[0])
+    out = nn.functional.max_pool2d(h, 3, 1, 1).clamp_(-1)
+    out += h
+    return out[out.detach().sum((1, 2, 3)).argsort()] + largest % 2
+
+
+def _one_channel(h: torch.Tensor) -> torch.Tensor:
+    """Lies alike in both orders."""
+    one = h.mean(1, keepdim=True)
+    one.reshape(len(one), -1)[:, ::2] = 0
+    return h * one
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        _flat_copy_that_alone_is_read,
+        _contiguous_copy_that_alone_is_read,
+        _written_before_it_is_reshaped,
+        _views_in_both,
+        _of_ones_own_order,
+        _branches,
+        _one_channel,
+    ],
+)
+def test_writes_that_no_order_changes_train_alike(
+    memory_format: Strategy, between: Between
+) -> None:
+    torch.manual_seed(0)
+    ours, plain = _ours_and_plain(memory_format, _Written(between), _batches())
+    for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_the_look_draws_no_random_number_and_is_over_after_the_first_forward(
+    memory_format: Strategy,
+) -> None:
+    states, calls = [], []
+    stack: Any = torch.overrides._get_current_function_mode_stack
+
+    def between(h: torch.Tensor) -> torch.Tensor:
+        calls.append(stack())
+        return nn.functional.dropout(h.flatten(1), 0.5).view_as(h) + torch.rand_like(h)
+
+    for strategies in ([memory_format], []):
+        torch.manual_seed(0)
+        model = _Written(between)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        plan = ResolvedPlan(Plan(2, settings=SETTINGS), strategies=strategies)
+        cpu = torch.device("cpu")
+        with Training(model, optimizer, Recipe(), plan, device=cpu) as training:
+            for batch in _batches():
+                training.step(batch)  # of two micro-batches
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+    assert [len(each) for each in calls] == [1, *[0] * 11]
+
+
+def test_under_autocast_a_cast_is_a_copy_in_both_orders(memory_format: Strategy) -> None:
+    def between(h: torch.Tensor) -> torch.Tensor:
+        cast = h.float()
+        cast.mul_(2)
+        return h + cast
+
+    settings = {**SETTINGS, "precision.dtype": "bfloat16"}
+    (precision,) = load_strategies(["precision"])
+    for writes in (between, _through_reshape):
+        model = _Written(writes)
+        plan = ResolvedPlan(Plan(4, settings=settings), strategies=[memory_format, precision])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with Training(model, optimizer, Recipe(), plan, device=torch.device("cpu")) as training:
+            if writes is between:
+                training.step(_batches()[0])
+            else:
+                with pytest.raises(Unsupported, match="orders"):
+                    training.step(_batches()[0])

@@ -13,6 +13,7 @@ from torch import nn
 
 from autofit import predict
 from autofit.devices.cpu import CpuDevice
+from autofit.errors import Unsupported
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.testing import PlainContext
@@ -66,6 +67,37 @@ def test_an_optimizer_without_fused_kernels_has_nothing_to_choose(optimizer: Any
     step = None if steps_alone else lambda training, batch: training.model(batch).mean()
     make = lambda _: optimizer([nn.Parameter(torch.zeros(2, 2))])  # noqa: E731  # by its parameters
     assert offered(make, training_step=step) == ["default"]
+
+
+@pytest.mark.usefixtures("any_time_is_worth_it")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimizer", [adamw, sgd, torch.optim.Adagrad])
+def test_weights_in_16_bits_are_updated_by_what_is_offered_and_applied(
+    optimizer: Any, dtype: torch.dtype
+) -> None:
+    """With torch 2.13 the fused SGD of a CPU updates none of a whole vector."""
+
+    def changed(value: str) -> Any:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH)).to(dtype)
+        start = [parameter.detach().clone() for parameter in model.parameters()]
+        payloads = {SETTING: {"optimizers": [""]}}
+        plan = ResolvedPlan(Plan(2, settings={SETTING: value}), payloads, [IMPLEMENTATION])
+        made = optimizer(model.parameters(), lr=0.5)
+        with Training(model, made, Recipe(), plan, device=torch.device("cpu")) as training:
+            training.step(torch.randn(2, WIDTH, dtype=dtype))
+        return [(p != s).float().mean() for p, s in zip(model.parameters(), start, strict=True)]
+
+    samples = torch.randn(2, WIDTH, dtype=dtype)
+    context = PlainContext(
+        lambda: Workload(lambda: make_model().to(dtype), samples, optimizer=optimizer)
+    )
+    values = list(IMPLEMENTATION.dimensions(context)[SETTING].values)
+    for value in ("for_loop", "fused"):
+        try:
+            assert min(changed(value)) > 0.9
+        except Unsupported:
+            assert value == "fused"
+            assert value not in values
 
 
 def test_an_update_that_takes_next_to_no_time_is_left_alone() -> None:
