@@ -21,7 +21,6 @@ from autofit.planning.confirmation import answer_of
 from autofit.probing.prober import Prober
 from autofit.registry import resolve
 from autofit.report.record import Record, Skipped, Undecided
-from autofit.searching.description import difference_of
 
 if TYPE_CHECKING:
     from autofit.plan import ResolvedPlan
@@ -48,6 +47,22 @@ def judged(prober: Prober, spec: SearchSpec, record: Record) -> Record:
         record = _without(spec, record, found)
     plain = record.baseline_number
     return replace(record, best_number=plain, recommended_number=plain)
+
+
+def difference_of(prober: Prober, spec: SearchSpec, record: Record) -> Mapping[str, Any] | None:
+    """Return how far the best plan's loss and gradients are from the baseline's; None: unknown."""
+    best, baseline = record.best.plan, record.baseline.plan
+    if best == baseline or not (record.baseline.ok and record.may_probe):
+        return None
+    samples = min(best.samples_per_step, baseline.samples_per_step)
+    try:
+        first, second = (resolve(p, spec.space, prober.strategies) for p in (baseline, best))
+        compared = prober.compare(first, second, samples, spec.vram_budget_bytes).to_dict()
+    # A note is not worth failing a search that has its answer.
+    except (Exception, SystemExit):
+        return None
+    finite = math.isfinite(compared["loss"]) and math.isfinite(compared["gradient"])
+    return compared if finite else None
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,15 @@ from autofit.registry import load_strategies, numerics_level, numerics_of
 from autofit.report.record import INTERRUPTED, Record
 from autofit.report.report import Report
 from autofit.searching import events
-from autofit.searching.description import described, memory_of
 from autofit.searching.engine import run_search
 from autofit.searching.events import OnEvent, logged
 from autofit.searching.faithful import judged
-from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
+from autofit.searching.findings import (
+    SHARE_FOR_LOADER,
+    described,
+    look_for_findings,
+    memory_of,
+)
 from autofit.searching.options import SearchArguments, SearchOptions
 from autofit.searching.runner import Places, open_runner
 from autofit.searching.storage import check_opens

@@ -15,8 +15,9 @@ from autofit.measurement import ACT, NEVER_UPDATED, Measurement, Outcome, Trial,
 from autofit.plan import Plan
 from autofit.report.record import INTERRUPTED
 from autofit.searching import events
-from autofit.searching.description import difference_of, memory_of
 from autofit.searching.engine import run_search
+from autofit.searching.faithful import difference_of
+from autofit.searching.findings import memory_of
 from autofit.searching.options import (
     COMPARISON_PROBES,
     MAX_COMPARISON_SHARE,
