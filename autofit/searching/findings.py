@@ -1,8 +1,8 @@
 """What a search adds to its record: facts, notes and code, and what it finds beside its answer.
 
 That is where memory goes, the largest evaluation, whether the loader keeps up, and what bounds a
-step. Each is looked at after the final comparison, and none is worth an answer: what fails or hangs
-is told in words, and what the time did not suffice for is named.
+step. Each is looked at after the final comparison, and none may cost the answer: what fails or
+hangs is told in words, and what the time did not suffice for is named.
 """
 
 from __future__ import annotations
