@@ -179,7 +179,8 @@ class StepComparer:
         before, began = dict(model.named_buffers(remove_duplicate=False)), _random_states()
         changed = {name for name in (PYTHON, NUMPY) if states.get(name) != began.get(name)}
         for path, module in model.named_modules():
-            names = {f"{path}.{name}".lstrip(".") for name in module._buffers}
+            own = module._buffers.keys()  # those of a scripted module cannot be iterated over
+            names = {f"{path}.{name}".lstrip(".") for name in own}
             if any(not _same(after.get(name), before.get(name)) for name in names):
                 changed |= names
         return frozenset(changed)

@@ -190,7 +190,7 @@ class Beliefs:
         known: what other beliefs of the specification use too.
 
     Attributes:
-        measured: the trials that were run, less transient failures of an ill machine.
+        measured: the trials that were run, less transient failures of the machine.
         probes: those and the pending.
     """
 

@@ -27,7 +27,7 @@ from autofit.planning.constants import (
     MAX_COSTLY_SHARE,
     MAX_VARIANTS,
     MAX_WITHOUT_FIT,
-    MIN_WORTH,
+    MIN_VALUE,
     MULTIPLE,
     PATIENCE,
     RISKS,
@@ -54,7 +54,7 @@ def best_candidate(beliefs: Beliefs, allowed: Mask) -> Plan | None:
     """Return the plan of the largest acquisition value, if that is worth a probe."""
     variants, sizes, tells = _candidates(beliefs, allowed)
     values = _values(beliefs, variants, sizes, tells)
-    return _best_new(beliefs, variants, sizes, values, values > _least_worth(beliefs))
+    return _best_new(beliefs, variants, sizes, values, values > _least_value(beliefs))
 
 
 def best_costly(beliefs: Beliefs, allowed: Mask, seconds_left: float | None) -> Plan | None:
@@ -70,7 +70,7 @@ def best_costly(beliefs: Beliefs, allowed: Mask, seconds_left: float | None) -> 
     variants, sizes = (np.concatenate(pair) for pair in zip(firsts, others, strict=True))
     values = _values(beliefs, variants, sizes, np.ones(len(variants), dtype=bool))
     took_s = seconds[variants]
-    pays = values > np.maximum(took_s / planned_seconds(beliefs), _least_worth(beliefs))
+    pays = values > np.maximum(took_s / planned_seconds(beliefs), _least_value(beliefs))
     return _best_new(beliefs, variants, sizes, values / took_s, pays)
 
 
@@ -142,9 +142,9 @@ def _best_new(
     return next(filter(None, found), None)
 
 
-def _least_worth(beliefs: Beliefs) -> float:
+def _least_value(beliefs: Beliefs) -> float:
     patience = max(1.0, len(beliefs.probes) / PATIENCE) ** 2
-    return beliefs.spec.effort.least_worth_factor * MIN_WORTH * patience
+    return beliefs.spec.effort.least_value_factor * MIN_VALUE * patience
 
 
 def _candidates(beliefs: Beliefs, allowed: Mask) -> tuple[Indices, MicroBatches, Mask]:

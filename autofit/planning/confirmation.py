@@ -36,7 +36,7 @@ from autofit.measurement import Trial, TrialKind, by_plan, middle_of
 from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.constants import (
-    MIN_WORTH,
+    MIN_VALUE,
     MOST_GIVEN_UP,
     MOST_LOST,
     MOST_RIVALS,
@@ -139,7 +139,7 @@ def _finalists(beliefs: Beliefs) -> list[Plan]:
     ordered = sorted(speeds, key=belief, reverse=True)
     incumbent, baseline = ordered[0], beliefs.spec.space.baseline
     fastest = max(speeds, key=lambda plan: speeds[plan])
-    rivals = [p for p in ordered[1:] if _gain_of_turn(search, p, incumbent) > MIN_WORTH]
+    rivals = [p for p in ordered[1:] if _gain_of_turn(search, p, incumbent) > MIN_VALUE]
     costly = [p for p in ordered if _is_untold_costly(search, p, incumbent)]
     bases = [baseline] if baseline in speeds else []
     return list(dict.fromkeys([incumbent, *bases, fastest, *rivals[:MOST_RIVALS], *costly[:1]]))

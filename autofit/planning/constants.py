@@ -3,18 +3,18 @@
 Beside each: its unit, why it has this value, and what falls when it is changed. "x2" and "/2" are
 the number doubled and halved over 48 irregular devices (benchmarks/results/search-ablation-*.md):
 points of mean regret, then probes, with standard errors where they matter. "Not measured":
-nobody knows yet. A worth is a difference of log speed: 0.01 is 1 %.
+nobody knows yet. An acquisition value is a difference of log speed: 0.01 is 1 %.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# The end of the search. No probe is worth less than the first, times the square of the probes over
-# the second once there are more; times a factor by effort.
-MIN_WORTH = 0.005  # log speed
+# The end of the search. No probe has a lower value than the first, times the square of the probes
+# over the second once there are more; times a factor by effort.
+MIN_VALUE = 0.005  # log speed
 PATIENCE = 10  # probes. 8: -0.1 points, -0.9 probes; 13: +0.3 +- 0.3, +0.9
-QUICK, THOROUGH = 10.0, 0.25  # times the least worth; a promise of `effort`
+QUICK, THOROUGH = 10.0, 0.25  # times the least value; a promise of `effort`
 MAX_WITHOUT_FIT = 12  # probes while nothing fits; not measured
 # The fewest and the most that a search without a limit usually takes, final comparison included.
 USUAL_PROBES = (11, 24)  # probes

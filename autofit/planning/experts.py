@@ -23,7 +23,7 @@ from autofit.planning.constants import (
     BOLD,
     COARSE,
     MEMORY_ERROR,
-    MIN_WORTH,
+    MIN_VALUE,
     MULTIPLE,
     NEAR,
     ODD,
@@ -180,7 +180,7 @@ def _is_surely_slower(beliefs: Beliefs, variant: int, most: int) -> bool:
         return False
     plan = beliefs.spec.space.plan(max(most, 1), beliefs.variants[variant])
     mean, deviation = beliefs.ahead(plan, beliefs.incumbent.plan)
-    return mean + SURE * deviation <= MIN_WORTH
+    return mean + SURE * deviation <= MIN_VALUE
 
 
 def _above_odd_failure(beliefs: Beliefs, variant: int) -> Plan | None:

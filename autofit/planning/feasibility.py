@@ -146,7 +146,7 @@ class Exclusions:
 
 
 def trusted(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the probes among these trials, less those of times when the machine was ill.
+    """Return the probes among these trials, less those of times when the machine was at fault.
 
     It was where transient failures in a row did not end with the plan that shows whether it is (see
     `MOST_TRANSIENT`), or where there was no such plan yet. Those say nothing of their plans, in

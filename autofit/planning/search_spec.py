@@ -41,8 +41,8 @@ class Effort(StrEnum):
     THOROUGH = "thorough"
 
     @property
-    def least_worth_factor(self) -> float:
-        """By how much the least worth of a probe is multiplied."""
+    def least_value_factor(self) -> float:
+        """By how much the least acquisition value of a probe is multiplied."""
         return {Effort.QUICK: QUICK, Effort.NORMAL: 1.0, Effort.THOROUGH: THOROUGH}[self]
 
     @property

@@ -166,8 +166,7 @@ def _of_all(replies: Sequence[Reply]) -> Reply:
         failed_rank=gravest if is_fault else None,
         ranks=[use for each in seen for use in each.ranks],
     )
-    worth_repeating = any(reply.worth_repeating for reply in replies)
-    return Reply(measured, worth_repeating=worth_repeating)
+    return Reply(measured, worth_repeating=any(reply.worth_repeating for reply in replies))
 
 
 def _all_warm(starts: Sequence[bool | None]) -> bool | None:

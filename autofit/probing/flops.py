@@ -43,7 +43,7 @@ class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         result = func(*args, **(kwargs or {}))
         count = formula_of(func)
         if count is not None and not _is_recomputed():
-            with suppress(Exception):  # a rate is not worth a step
+            with suppress(Exception):  # a step goes on without a rate
                 self.total += count(*args, **(kwargs or {}), out_val=result) * _share(func)
         return result
 

@@ -244,7 +244,7 @@ class Prober(AbstractContextManager["Prober"]):
     ) -> Survey:
         """Return the survey without strategies whose looks lost a worker, one at a time.
 
-        And without what ranks parted ways over: their workers are new ones, each time. Each time
+        And without values on which ranks diverged: their workers are new ones, each time. Each time
         there is one look or value less, so that this ends.
         """
         raised: dict[tuple[str, Scalar], str | None] = {}

@@ -175,7 +175,7 @@ def _flops_of_a_step(training: Training, batch: Batch) -> float:
     is_known = "torch._dynamo" in sys.modules
     as_written = torch.compiler.set_stance("force_eager") if is_known else nullcontext()
     if compiled_part(training.plain_model) is None:
-        with suppress(Exception), as_written, flops:  # a rate is not worth a profile
+        with suppress(Exception), as_written, flops:  # a profile goes on without a rate
             _step(training, batch)
             return flops.total
     return 0.0

@@ -190,7 +190,7 @@ class Record:
         with_more_time: the plan that a longer timeout would have tried next; None: there was time
             enough, or something else ended the search. Not written.
         may_probe: whether the search may use its prober any more: not after Ctrl-C, nor where the
-            machine became ill or no worker could be started. Not written.
+            machine failed or no worker could be started. Not written.
         version: of autofit at the time of the search.
         created: UTC, ISO 8601.
 

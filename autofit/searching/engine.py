@@ -104,7 +104,7 @@ def run_search(
 
     Returns:
         The record, as far as a search knows it by itself; also after Ctrl-C, or where the machine
-        became ill, no worker can be started any more, the study cannot be read or written or this
+        failed, no worker can be started any more, the study cannot be read or written or this
         code fails, if anything that fits had been measured.
 
     Raises:
@@ -226,7 +226,7 @@ class Search:
 
     @property
     def _baseline(self) -> Trial | None:
-        """The baseline's trial; None before it is stored, or if the machine was ill then."""
+        """The baseline's trial; None before it is stored, or if the machine was at fault then."""
         return next((t for t in self._beliefs.probes if t.kind is TrialKind.BASELINE), None)
 
     @property
@@ -569,7 +569,7 @@ class Search:
 
         Raises:
             SearchTimedOut: no time is left to run it again.
-            WorkerFailed: the plan that was to show whether the machine is ill failed too.
+            WorkerFailed: the plan that was to show whether the machine is at fault failed too.
             Exception: the plain workload itself failed, as its user's code raised it.
         """
         measurement = probed.measurement

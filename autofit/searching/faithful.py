@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import SearchTimedOut
 from autofit.measurement import ACT
-from autofit.plan import Plan, Scalar, Settings, unlike
+from autofit.plan import Plan, Scalar, unlike
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.confirmation import answer_of
 from autofit.probing.prober import Prober
@@ -65,15 +65,9 @@ def difference_of(prober: Prober, spec: SearchSpec, record: Record) -> Mapping[s
     return compared if finite else None
 
 
-@dataclass(frozen=True)
-class _Fault:
-    settings: Settings
-    why: str
-
-
 def _faults(
     prober: Prober, spec: SearchSpec, record: Record, difference: Mapping[str, Any] | None
-) -> Iterator[_Fault]:
+) -> Iterator[Skipped]:
     """Yield the settings of the best plan that are at fault; all together, if none is alone.
 
     What is costly to run again is judged by its gradients alone where they are known, and what is
@@ -90,16 +84,16 @@ def _faults(
     if why is None:
         return
     changed = unlike(best.settings, space.default_settings)
-    alone: list[_Fault] = []
+    alone: list[Skipped] = []
     others: dict[str, Scalar] = {}
     for name, value in changed.items() if len(changed) > 1 else ():
         own = space.plan(best.micro_batch, {**space.default_settings, name: value})
         if own == plain or space.is_costly(own.settings):
             others[name] = value
         elif its := _fault_of(prober, spec, record, plain, own, gradients=True):
-            alone.append(_Fault({name: value}, its))
+            alone.append(Skipped({name: value}, its))
     is_costly = space.is_costly(best.settings)
-    yield from alone or [_Fault(others if is_costly and others else changed, why)]
+    yield from alone or [Skipped(others if is_costly and others else changed, why)]
 
 
 def _is_over(difference: Mapping[str, Any]) -> bool:
@@ -145,7 +139,7 @@ def _updates(session: Session, plans: list[ResolvedPlan], samples: int) -> list[
     return [size_of_update(session.builder, plan, samples) for plan in plans]
 
 
-def _without(spec: SearchSpec, record: Record, faults: list[_Fault]) -> Record:
+def _without(spec: SearchSpec, record: Record, faults: list[Skipped]) -> Record:
     """Return the answer among the trials that have none of these settings."""
     left = [
         trial
@@ -160,7 +154,7 @@ def _without(spec: SearchSpec, record: Record, faults: list[_Fault]) -> Record:
         record,
         best_number=answer.best.number,
         recommended_number=answer.recommended.number,
-        skipped=(*record.skipped, *(Skipped(f.settings, f.why) for f in faults)),
+        skipped=(*record.skipped, *faults),
         search=replace(record.search, undecided_because=why),
         notes=(
             *record.notes,

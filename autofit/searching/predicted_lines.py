@@ -71,7 +71,7 @@ def predicted_lines(
     try:
         with nullcontext(prober) if open_apart is None else open_apart() as predictor:
             return predictor.run(predict, expected_seconds=timeout_s)
-    except (Exception, SystemExit) as error:  # lines are a help, never worth a search
+    except (Exception, SystemExit) as error:  # a search goes on without lines
         why = f"memory was not predicted before the first probe: {type(error).__name__}: {error}"
         return {}, {}, (why,)
 

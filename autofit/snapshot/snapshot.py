@@ -311,6 +311,9 @@ def _children(place: str, node: object) -> Iterator[tuple[str, object]]:
         yield from _tensor_children(place, node)
     elif isinstance(node, _ENTERED):
         yield from ((f"{place}.{key}", value) for key, value in vars(node).items())
+        if isinstance(node, torch.jit.ScriptModule):  # its tensors are in no attribute
+            named = itertools.chain(node.named_parameters(), node.named_buffers())
+            yield from ((f"{place}.{key}", value) for key, value in named)
     elif is_dict(node):
         yield from _dict_children(place, node)
     elif is_collection(node) and not isinstance(node, set):

@@ -217,7 +217,9 @@ def make_of(unit: str, model: nn.Module) -> Hashable:
 
 def names_of_children(name: str, module: nn.Module) -> list[str]:
     """Return the dotted names of the children of the module with this name, in their order."""
-    return [f"{name}.{child}" if name else child for child in module._modules]
+    # A scripted module has these, and cannot be iterated over
+    children = module._modules.keys()
+    return [f"{name}.{child}" if name else child for child in children]
 
 
 def is_plain_sequential(module: nn.Module) -> bool:
@@ -229,7 +231,7 @@ def _make_of_module(module: nn.Module) -> Hashable:
     """Return the key of one module; a parametrized one counts as the class before that."""
     named = module._parameters.items()
     weights = tuple((name, p.shape, p.dtype) for name, p in named if p is not None)
-    children = tuple(module._modules)
+    children = tuple(module._modules.keys())
     return type_before_parametrizations(module), children, weights, module.extra_repr()
 
 

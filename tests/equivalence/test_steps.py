@@ -206,3 +206,12 @@ def test_the_last_bit_of_one_value_is_seen() -> None:
     changed[4, 3] = torch.nextafter(changed[4, 3], torch.tensor(10.0))
     assert checksum(values) == checksum(values.clone())
     assert checksum(values) != checksum(changed)
+
+
+def test_scripted_parts_are_compared_too() -> None:
+    """Their containers of buffers are torch's own, and cannot be iterated over."""
+    script: Any = torch.jit.script
+    norm = script(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+    found = _compare(_comparer(nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 2))))
+    assert found.equal
+    assert {name for name in found.changes if "running_mean" in name} == {"1.1.running_mean"}
