@@ -371,7 +371,8 @@ def rounded(training: Training, *, by: float) -> Iterator[None]:
 
 def compare_passes(builder: TrainingBuilder, passes: tuple[Pass, Pass], batch: Batch) -> Comparison:
     """Return how two passes over the same batch differ; raises as `compare_plans` does."""
-    return compare(*run_passes(builder, passes, batch))
+    first, second = run_passes(builder, passes, batch)
+    return compare(first, second)
 
 
 def run_passes(
