@@ -39,6 +39,7 @@ from autofit.equivalence.comparison import (
     compare_passes,
     owners_of,
     parameters_apart,
+    perturbed,
     run_pass,
     run_passes,
 )
@@ -208,21 +209,11 @@ def _split_against_whole(
 
     def repeated() -> Iterator[StepTrace]:
         yield from run_passes(builder, ((whole, seed + 1),), batch, around)
-        for by in (first.rounding, -first.rounding):
-            rounded = partial(_rounded, by=by, around=around)
-            yield from run_passes(builder, ((whole, seed),), batch, rounded)
+        for draw in range(2):
+            moved = partial(perturbed, by=first.rounding, seed=draw, around=around)
+            yield from run_passes(builder, ((whole, seed),), batch, moved)
 
     return _compared(first, second, repeated)
-
-
-@contextmanager
-def _rounded(training: Training, *, by: float, around: Around) -> Iterator[None]:
-    """Train weights that are this share larger: a rounding, which moves what roundings move."""
-    for parameter in training.plain_model.parameters():
-        if parameter.is_floating_point() or parameter.is_complex():
-            parameter.data.mul_(1 + by)
-    with around(training):
-        yield
 
 
 def _second_against_first(builder: TrainingBuilder, batch: Batch) -> _Compared | None:

@@ -147,10 +147,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return rebuild, arguments, hooks, None, None, _register
         if _is_special_module(obj):
             return importlib.import_module, (obj.__name__,)
+        if isinstance(obj, FunctionType):
+            self._leave_out_name(obj.__globals__)
         reduced = super().reducer_override(obj)
         if reduced is not NotImplemented and (parts := _compiler_of(obj)) is not None:
             return _compiled, parts  # its wrapper holds the compiler's state of this process
         return reduced
+
+    def _leave_out_name(self, of_module: dict[str, Any]) -> None:
+        """Have functions of a module that the worker cannot import not say that they are of it.
+
+        By that name Dynamo looks up what an inlined function reads: in a worker it would find
+        another `__main__`. Without one it reads the function's own globals.
+        """
+        name = of_module.get("__name__")
+        if name == "__main__" or name in cloudpickle.list_registry_pickle_by_value():
+            package = {"__package__": of_module.get("__package__")}
+            self.globals_ref.setdefault(id(of_module), package)
 
 
 def _rebuild_storage(content: bytes) -> torch.UntypedStorage:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,32 @@ def test_functions_that_name_modules_of_a_class_of_their_own_travel(tmp_path: Pa
     write_payload(Payload(Workload(model, x, loss_fn=loss_fn), ()), tmp_path / "payload")
     there: Any = read_payload(tmp_path / "payload").workload
     assert torch.equal(there.loss_fn(there.model, x), loss_fn(model, x))
+
+
+def test_functions_of_a_script_are_compiled_where_another_script_runs(tmp_path: Path) -> None:
+    """Dynamo reads what an inlined function uses by the name of its module: here another's."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, types, torch\n"
+        "from autofit.probing.serialization import Payload, read_payload, write_payload\n"
+        "from autofit.training.workload import Workload\n"
+        "from pathlib import Path\n"
+        "class Block(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return torch.relu(x) + SHIFT\n"
+        "SHIFT = 1.0\n"
+        "x, at = torch.randn(4, 3), Path('payload')\n"
+        "write_payload(Payload(Workload(torch.nn.Sequential(Block()), x), ()), at)\n"
+        "main, sys.modules['__main__'] = sys.modules['__main__'], types.ModuleType('__main__')\n"
+        "sys.modules['__main__'].SHIFT = 2.0\n"
+        "model = read_payload(at).workload.model\n"
+        "compiled = torch.compile(model, backend='eager', fullgraph=True)\n"
+        "assert torch.equal(compiled(x), x.relu() + 1.0)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert not ran.returncode, ran.stderr
 
 
 @pytest.mark.cuda

@@ -133,19 +133,39 @@ def test_what_is_costly_to_try_does_not_win_either() -> None:
     assert found.difference["gradient"] < 1e-5
 
 
+class Negated(Plugin):
+    """Turns every gradient around."""
+
+    @contextmanager
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> Iterator[None]:
+        on = settings["plugin.on"]
+        parameters = list(training.model.parameters()) if on else []
+        hooks = [parameter.register_hook(torch.neg) for parameter in parameters]
+        yield
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("is_fault", [False, True])
 @pytest.mark.parametrize("samples", [8, 32])
-def test_gradients_that_roundings_move_by_half_are_no_fault(samples: int) -> None:
+def test_gradients_that_roundings_move_by_half_are_no_fault(samples: int, is_fault: bool) -> None:
     """Of a residual network that normalizes over its batch, bfloat16 is as good as of others."""
     build = partial(resnet, (16, 16, 16, 16), 2, 4)
     batch = torch.randn(samples, 3, 8, 8), torch.randint(0, 4, (samples,))
     workload = autofit.Workload(build, batch, criterion=nn.CrossEntropyLoss())
-    strategies = load_strategies(("precision",))
+    strategies = (*load_strategies(("precision",)), Negated() if is_fault else Plugin())
     with open_prober(workload, strategies, Target("cpu", BUDGET)) as prober:
         space = prober.survey().space(None)
-        plans = space.baseline, space.plan(samples, {"precision.dtype": "bfloat16"})
+        settings: dict[str, Scalar] = {"precision.dtype": "bfloat16", "plugin.on": True}
+        plans = space.baseline, space.plan(samples, settings)
         first = Trial(0, TrialKind.BASELINE, plans[0], ran(0.4))
         best = Trial(1, TrialKind.SEARCH, plans[1], ran(0.1))
         found = judged(prober, SearchSpec(space, BUDGET), recorded(space, (first, best), best))
-    assert found.recommended == best
-    assert found.difference is not None
-    assert 0.3 < found.difference["gradient"] < found.difference["tolerance"]
+    assert found.recommended == (first if is_fault else best)
+    assert is_fault == bool(found.skipped)
+    assert is_fault or (
+        found.difference is not None
+        and 0.3 < found.difference["gradient"] < found.difference["tolerance"]
+    )
