@@ -61,6 +61,7 @@ from autofit.training.watch import IGNORED
 from autofit.training.workload import Workload
 from autofit.units import quoted
 
+_FREE = "options=SearchOptions(allow_accumulation_change=True)"
 Repeated: TypeAlias = Callable[[], Iterable[StepTrace]]
 
 
@@ -104,7 +105,7 @@ def compare_split_gradients(
             return _kept(
                 "the batches of a function n -> batch are not told apart into samples, so split "
                 "and whole gradients could not be compared",
-                way_out="samples and Workload(collate_fn=), or allow_accumulation_change",
+                way_out=f"samples and Workload(collate_fn=), or {_FREE}",
             )
         batch = workload.samples_of(SAMPLES_OF_A_COMPARISON)
         if isinstance(samples, Rows):
@@ -144,7 +145,7 @@ def _kept(
     why: str,
     comparison: Comparison | None = None,
     *,
-    way_out: str = "allow_accumulation_change",
+    way_out: str = _FREE,
     is_of_batch: bool = True,
 ) -> SplitGradients:
     """Return the decision to keep the accumulation steps.
@@ -268,7 +269,7 @@ def _why_by_state(carried: _Compared) -> str:
 
 def _kept_by(split: _Compared, workload: Workload) -> SplitGradients:
     """Return the decision where split gradients differ from whole ones."""
-    comparison, way_out = split.comparison, "allow_accumulation_change"
+    comparison, way_out = split.comparison, _FREE
     what = "which normalize over the batch" if comparison.normalizes_over_batch else "most of all"
     where = f" (in {quoted(comparison.modules)}, {what})" if comparison.modules else ""
     if not comparison.normalizes_over_batch and workload.loss_weight is None:
@@ -299,7 +300,7 @@ def _with_padding(
             f"split gradients equal whole ones on the sample batch, whose masks "
             f"({', '.join(masks)}) leave nothing out, and differ by {found.by()} where they do"
         )
-        way_out = "loss_weight (what the masks leave), or allow_accumulation_change"
+        way_out = f"loss_weight (what the masks leave), or {_FREE}"
         return _kept(why, found.comparison, way_out=way_out, is_of_batch=False)
     if builder.fresh_workload().loss_weight is None:
         found = _tried(builder, batch, _targets_ignored)

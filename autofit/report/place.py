@@ -23,6 +23,8 @@ _ARGUMENT = re.compile(
     r"(?:=(?:True\b|(?P<quote>['\"])(?P<text>[^'\"]*)(?P=quote)|(?P<value>\w[\w.:/-]*\b)?))?"
 )
 
+_OPTION = re.compile(r"options=SearchOptions\((\w+=\w+)\)")
+
 
 def in_shell_words(text: str) -> str:
     """Return a message with arguments as flags: "pass --global-batch", "use --device cpu"."""
@@ -33,7 +35,7 @@ def in_shell_words(text: str) -> str:
         value = shlex.quote(match["text"]) if match["text"] else match["value"]
         return f"--{name} {value}" if value else f"--{name}"
 
-    return _ARGUMENT.sub(flag, text)
+    return _ARGUMENT.sub(flag, _OPTION.sub(r"\1", text))
 
 
 @dataclass(frozen=True)

@@ -310,8 +310,8 @@ def warnings_of(record: Record) -> Iterator[str]:
         yield undecided_words(record)
     elif not record.is_confirmed:
         yield (
-            f"Not confirmed: the search stopped before its final comparison "
-            f"({record.search.stopped_because})"
+            "Not confirmed: the final comparison did not end. The search stopped because "
+            f"{record.search.stopped_because}"
         )
     start = pay_off(record)
     if start is not None and start.steps is None:

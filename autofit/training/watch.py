@@ -88,7 +88,7 @@ class BatchWatch:
                 f"{size}: that would be {counted(steps, 'micro-batch')} instead of "
                 f"{self._plan.accumulation_steps}, which changes this model's gradients, or the "
                 f"search could not compare them. Train on batches of {meant} samples, or search "
-                "again with allow_accumulation_change=True"
+                "again with options=SearchOptions(allow_accumulation_change=True)"
             )
         if self._looks_left and (unequal := self._ignored_unequally(given, samples, gathered)):
             self._looks_left = 0

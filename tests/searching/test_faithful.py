@@ -142,7 +142,7 @@ class Negated(Plugin):
     ) -> Iterator[None]:
         on = settings["plugin.on"]
         parameters = list(training.model.parameters()) if on else []
-        hooks = [parameter.register_hook(torch.neg) for parameter in parameters]
+        hooks = [each.register_hook(torch.neg) for each in parameters]  # type: ignore[no-untyped-call]  # torch
         yield
         for hook in hooks:
             hook.remove()
