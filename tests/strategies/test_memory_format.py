@@ -6,6 +6,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -251,6 +252,45 @@ def test_a_write_that_would_be_lost_is_refused(
         _ours_and_plain(memory_format, model, _batches(dimensions))
 
 
+Read = Callable[[torch.Tensor], Any]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda flat: flat.tolist()[0][0],
+        lambda flat: flat.numpy()[0, 0].item(),
+        lambda flat: np.asarray(flat)[0, 0].item(),
+        lambda flat: torch.equal(flat, torch.zeros_like(flat)),
+        lambda flat: torch.allclose(flat, flat),
+    ],
+    ids=["tolist", "numpy", "__array__", "equal", "allclose"],
+)
+def test_values_that_are_read_as_no_tensor_are_seen_too(
+    memory_format: Strategy, read: Read
+) -> None:
+    def between(h: torch.Tensor) -> torch.Tensor:
+        h = h.clone()
+        flat = h.detach().flatten(1)
+        h[0] = 2.0
+        return h * read(flat)
+
+    with pytest.raises(Unsupported, match="orders"):
+        _ours_and_plain(memory_format, _Written(between), _batches())
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.item, bool, int, float, complex])
+def test_a_single_value_that_is_read_is_seen_too(memory_format: Strategy, read: Read) -> None:
+    def between(h: torch.Tensor) -> torch.Tensor:
+        h = h.clone()
+        one = h.detach().flatten(1)[0, 0]
+        h[0] = 2.0
+        return h * abs(read(one))
+
+    with pytest.raises(Unsupported, match="orders"):
+        _ours_and_plain(memory_format, _Written(between), _batches())
+
+
 @pytest.mark.parametrize("between", [_into_a_contiguous_copy, _into_a_reshaped_copy])
 def test_a_write_that_would_reach_more_is_refused(
     memory_format: Strategy, between: Between
@@ -281,6 +321,21 @@ def _contiguous_copy_that_alone_is_read(h: torch.Tensor) -> torch.Tensor:
     last.mul_(torch.arange(6))
     assert h.shape == shape  # reads no value
     return last.permute(0, 3, 1, 2)
+
+
+def _copy_that_is_overwritten(h: torch.Tensor) -> torch.Tensor:
+    """What was lost of it before is never read."""
+    overwrites: list[Between] = [
+        torch.Tensor.zero_,
+        lambda flat: flat.fill_(2.0),
+        lambda flat: flat.copy_(h.flatten(1)),
+    ]
+    for overwrite in overwrites:
+        other = h.clone()
+        flat = other.reshape(len(h), -1)
+        other.mul_(2)
+        h = h + overwrite(flat).view_as(h)
+    return h
 
 
 def _written_before_it_is_reshaped(h: torch.Tensor) -> torch.Tensor:
@@ -326,6 +381,7 @@ def _one_channel(h: torch.Tensor) -> torch.Tensor:
     [
         _flat_copy_that_alone_is_read,
         _contiguous_copy_that_alone_is_read,
+        _copy_that_is_overwritten,
         _written_before_it_is_reshaped,
         _views_in_both,
         _of_ones_own_order,
@@ -340,6 +396,46 @@ def test_writes_that_no_order_changes_train_alike(
     ours, plain = _ours_and_plain(memory_format, _Written(between), _batches())
     for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=name)
+
+
+class _Image(torch.Tensor):
+    """Takes the functions that it knows, and no others."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in ("conv2d", "contiguous", "dim", "relu", "flatten", "add_"):
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **(kwargs or {}))
+        return made.as_subclass(cls) if isinstance(made, torch.Tensor) else made
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_batches_of_a_strict_subclass_are_taken_and_followed(
+    memory_format: Strategy, is_written: bool
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h: torch.Tensor = self.first(x).relu()
+            if is_written:
+                h.flatten(1).add_(1)
+            output: torch.Tensor = self.second(h)
+            return output
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch.as_subclass(_Image)).as_subclass(torch.Tensor).square().mean()
+
+    if is_written:
+        with pytest.raises(Unsupported, match="orders"):
+            _ours_and_plain(memory_format, Model(), _batches(), loss_fn=loss)
+        return
+    ours, plain = _ours_and_plain(memory_format, Model(), _batches(), loss_fn=loss)
+    for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
 
 
 def test_the_look_draws_no_random_number_and_is_over_after_the_first_forward(
