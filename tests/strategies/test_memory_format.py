@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -460,6 +461,91 @@ def test_the_look_draws_no_random_number_and_is_over_after_the_first_forward(
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
     assert [len(each) for each in calls] == [1, *[0] * 11]
+
+
+def _raises(module: nn.Module, args: Any) -> None:
+    raise RuntimeError("this forward fails")
+
+
+def _evaluate(training: Training, batch: torch.Tensor) -> None:
+    with torch.no_grad():
+        training.loss(batch)
+
+
+def _infer(training: Training, batch: torch.Tensor) -> None:
+    with torch.inference_mode():
+        training.loss(batch)
+
+
+def _evaluate_with_gradients(training: Training, batch: torch.Tensor) -> None:
+    training.model.eval()
+    training.loss(batch)
+    training.model.train()
+
+
+def _fail(training: Training, batch: torch.Tensor) -> None:
+    hook = training.model.get_submodule("first").register_forward_pre_hook(_raises)
+    with pytest.raises(RuntimeError, match="this forward fails"):
+        training.loss(batch)
+    hook.remove()
+
+
+@pytest.mark.parametrize("before", [_evaluate, _infer, _evaluate_with_gradients, _fail])
+def test_the_look_is_at_a_forward_that_trains(
+    memory_format: Strategy, before: Callable[[Training, torch.Tensor], None]
+) -> None:
+    def between(h: torch.Tensor) -> torch.Tensor:
+        return _through_reshape(h) if model.training and torch.is_grad_enabled() else h
+
+    model, (batch, *_) = _Written(between), _batches()
+    with _training(memory_format, model) as training:
+        before(training, batch)
+        for _ in range(2):  # it stays refused, too
+            with pytest.raises(Unsupported, match="orders"):
+                training.step(batch)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.convolution(x).relu()
+        return output
+
+
+def _wrapped(block: nn.Module, compiled: Any) -> nn.Module:
+    made: nn.Module = compiled(block)
+    return made
+
+
+def _in_place(block: nn.Module, compiled: Any) -> nn.Module:
+    block.compile(backend=compiled.keywords["backend"], fullgraph=True)
+    return block
+
+
+def _by_its_forward(block: nn.Module, compiled: Any) -> nn.Module:
+    vars(block)["forward"] = compiled(block.forward)
+    return block
+
+
+@pytest.mark.parametrize("compile_it", [_wrapped, _in_place, _by_its_forward])
+def test_a_compiled_part_of_the_model_is_compiled_once(
+    memory_format: Strategy, compile_it: Callable[[nn.Module, Any], nn.Module]
+) -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    block = compile_it(_Block(), partial(torch.compile, backend=backend, fullgraph=True))
+    with _training(memory_format, nn.Sequential(nn.Conv2d(3, 6, 3), block)) as training:
+        for _ in range(2):
+            training.step(torch.randn(2, 3, 8, 8))
+    assert len(graphs) == 1
 
 
 def test_under_autocast_a_cast_is_a_copy_in_both_orders(memory_format: Strategy) -> None:
