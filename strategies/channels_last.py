@@ -42,7 +42,7 @@ def _is_default(weight: nn.Parameter) -> bool:
 def channels_last(training: TrainingView) -> Iterator[None]:
     """Give the convolutions of a training's model channels-last inputs while this is entered.
 
-    Raises (the first forward):
+    Raises (the first forward with gradients):
         Unsupported: a write in place would be lost, or would reach more, than in the default order.
     """
     looked: set[bool] = set()
