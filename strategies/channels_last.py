@@ -42,25 +42,39 @@ def _is_default(weight: nn.Parameter) -> bool:
 def channels_last(training: TrainingView) -> Iterator[None]:
     """Give the convolutions of a training's model channels-last inputs while this is entered.
 
-    Raises (the first forward):
+    Raises (the first forward with gradients):
         Unsupported: a write in place would be lost, or would reach more, than in the default order.
     """
-    # A prediction has no values to write
-    looks = [] if training.device.type == "meta" else [DefaultLayout(_SETTING)]
+    looked: set[bool] = set()
 
     def look() -> AbstractContextManager[Any]:
-        """Look at the first forward; code that is compiled would be compiled again without it."""
-        if not looks or torch.compiler.is_compiling():
+        """Look at the first forward that trains, in the model's training mode and in the other.
+
+        A prediction has no values to write. What is compiled would be compiled once more for this.
+        """
+        model = training.model
+        is_needless = training.device.type == "meta" or model.training in looked
+        if is_needless or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return nullcontext()
-        if any(vars(each).get(COMPILED_CALL) for each in training.model.modules()):
-            return nullcontext()
-        return looks.pop()
+        return nullcontext() if any(map(_is_compiled, model.modules())) else one_look()
+
+    @contextmanager
+    def one_look() -> Iterator[None]:
+        with DefaultLayout(_SETTING):
+            yield
+        looked.add(training.model.training)
 
     with ExitStack() as stack:
         for module in _convolutions(training.model):
             stack.callback(module.register_forward_pre_hook(_rearrange, with_kwargs=True).remove)
         stack.callback(training.wrap_forward(look, also_recomputation=False))
         yield
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    if vars(module).get(COMPILED_CALL) or type(module).__name__ == "OptimizedModule":
+        return True
+    return hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
 
 
 def _rearrange(

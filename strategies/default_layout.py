@@ -22,11 +22,23 @@ from .calls import storage_of
 # Keys of the memory that a tensor has, and that it would have in the default order.
 _Memory: TypeAlias = tuple[Any, Any]
 
+_OVERWRITES = {"copy_", "fill_", "zero_"}
+"""What gives each element of its first tensor another value, whatever it was."""
+
+_TELLS_VALUES = {
+    *("__array__", "__bool__", "__complex__", "__contains__", "__dlpack__", "__float__"),
+    *("__index__", "__int__", "__reduce_ex__", "allclose", "equal", "is_nonzero", "item"),
+    *("numpy", "tolist"),
+}
+"""What reads values and returns no tensor; all others of that kind tell a shape or a type."""
+
 
 def in_order(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
     """Return a tensor in another order; `DefaultLayout` takes it to be as it was."""
-    if has_torch_function_unary(tensor):
-        made: Tensor = handle_torch_function(in_order, (tensor,), tensor, memory_format)
+    if has_torch_function_unary(
+        None
+    ):  # a mode is on; a strict subclass does not know this function
+        made: Tensor = handle_torch_function(in_order, (), tensor, memory_format)
         return made
     return tensor.contiguous(memory_format=memory_format)
 
@@ -72,15 +84,21 @@ class DefaultLayout(TorchFunctionMode):
         if not known and func is not in_order:
             return func(*args, **kwargs)
         self._call += 1
-        versions = [each._version for each in known]
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse what is asked of it
+            versions = [each._version for each in known]
         result = func(*args, **kwargs)
-        made, name = _tensors_in(result), getattr(func, "__name__", str(func))
-        name = "the next convolution" if func is in_order else name
-        if made or result is None:  # else it told a shape, or a type
-            self._check_reads(name, [each for each in _read_by(name, given) if each in self._twins])
-        for each, version in zip(known, versions, strict=True):
-            if each._version != version:
-                self._writes[self._memory(each)] = self._call, name
+        with torch._C.DisableTorchFunctionSubclass():
+            self._check(func, given, result)
+            for each, version in zip(known, versions, strict=True):
+                if each._version != version:
+                    self._writes[self._memory(each)] = self._call, _name_of(func)
+            self._follow(func, args, kwargs, given, _tensors_in(result))
+        return result
+
+    def _follow(
+        self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], made: Sequence[Tensor]
+    ) -> None:
+        """Take in what a call made, and what that would be in the default order."""
         others = {None, *(storage_of(each) for each in given if each not in self._twins)}
         default = _in_default_order if func is in_order else func
         repeated = self._repeated(default, args, kwargs, made)
@@ -88,7 +106,6 @@ class DefaultLayout(TorchFunctionMode):
             is_same = each.shape == twin.shape and not each.is_inference()
             if is_same and storage_of(each) not in others:
                 self._twins[each] = _of_type(twin, each.dtype), self._call
-        return result
 
     def _repeated(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that a call makes in the default order; [] where that fails.
@@ -112,8 +129,11 @@ class DefaultLayout(TorchFunctionMode):
     def _memory(self, tensor: Tensor) -> _Memory:
         return storage_of(tensor), storage_of(self._twins[tensor][0])
 
-    def _check_reads(self, reader: str, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
+    def _check(self, func: Any, given: list[Tensor], result: Any) -> None:
+        reader = _name_of(func)
+        for tensor in _read_by(reader, given, result):
+            if tensor not in self._twins:
+                continue
             twin, made_in = self._twins[tensor]
             if reader in ("as_strided", "as_strided_") and twin.stride() != tensor.stride():
                 raise Unsupported(
@@ -131,10 +151,20 @@ class DefaultLayout(TorchFunctionMode):
                     )
 
 
-def _read_by(name: str, given: list[Tensor]) -> list[Tensor]:
+def _name_of(func: Any) -> str:
+    if func is in_order:
+        return "the next convolution"
+    name: str = getattr(func, "__name__", str(func))
+    return name
+
+
+def _read_by(name: str, given: list[Tensor], result: Any) -> list[Tensor]:
     """Return the tensors of which a call reads more than the shape and the type."""
-    if name.endswith("_like") or name.startswith("new_"):
+    tells_values = name in _TELLS_VALUES or result is None or _tensors_in(result)
+    if not tells_values or name.endswith("_like") or name.startswith("new_"):
         return []
+    if name in _OVERWRITES:
+        return given[1:]
     return given[:1] if name.endswith("_as") else given
 
 

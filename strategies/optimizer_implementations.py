@@ -172,13 +172,13 @@ def _leaves_weights(optimizer: Optimizer) -> bool:
     if not isinstance(optimizer, torch.optim.SGD):
         return False
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    kinds = {p.dtype for p in parameters if p.device.type == "cpu" and p.is_floating_point()}
-    return any(map(_fused_sgd_leaves, kinds))
+    kinds = {p.dtype for p in parameters if p.device.type == "cpu"}
+    return any(map(_fused_sgd_leaves, kinds & {torch.bfloat16, torch.float16}))
 
 
 @cache
 def _fused_sgd_leaves(dtype: torch.dtype) -> bool:
-    """Return whether the loop over vectors of a CPU does: pytorch issue 191763."""
+    """Return whether the loop over vectors of a CPU leaves them: pytorch issue 191763."""
     weight = torch.nn.Parameter(torch.ones(256, dtype=dtype, device="cpu"))
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=0.5, fused=True).step()

@@ -68,7 +68,7 @@ def test_a_forward_context_is_entered_around_the_models_own_forward() -> None:
 
 
 def test_copies_of_a_covered_model_run_their_own_weights() -> None:
-    """As an average of the weights that a trainer keeps."""
+    """As an average of the weights that a trainer keeps; a pickled one is without the contexts."""
     model, entered = nn.Linear(2, 2), []
 
     @contextmanager
@@ -83,8 +83,11 @@ def test_copies_of_a_covered_model_run_their_own_weights() -> None:
     before = model(ones)
     with torch.no_grad():
         model.weight.zero_()
-    for each in copies:
+    assert entered == []
+    for each, contexts_entered in zip(copies, ([1], []), strict=True):
         torch.testing.assert_close(each(ones), before)
+        assert entered == contexts_entered
+        entered.clear()
 
 
 def replace_optimizer(training: TrainingView) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -251,6 +253,45 @@ def test_a_write_that_would_be_lost_is_refused(
         _ours_and_plain(memory_format, model, _batches(dimensions))
 
 
+Read = Callable[[torch.Tensor], Any]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda flat: flat.tolist()[0][0],
+        lambda flat: flat.numpy()[0, 0].item(),
+        lambda flat: np.asarray(flat)[0, 0].item(),
+        lambda flat: torch.equal(flat, torch.zeros_like(flat)),
+        lambda flat: torch.allclose(flat, flat),
+    ],
+    ids=["tolist", "numpy", "__array__", "equal", "allclose"],
+)
+def test_values_that_are_read_as_no_tensor_are_seen_too(
+    memory_format: Strategy, read: Read
+) -> None:
+    def between(h: torch.Tensor) -> torch.Tensor:
+        h = h.clone()
+        flat = h.detach().flatten(1)
+        h[0] = 2.0
+        return h * read(flat)
+
+    with pytest.raises(Unsupported, match="orders"):
+        _ours_and_plain(memory_format, _Written(between), _batches())
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.item, bool, int, float, complex])
+def test_a_single_value_that_is_read_is_seen_too(memory_format: Strategy, read: Read) -> None:
+    def between(h: torch.Tensor) -> torch.Tensor:
+        h = h.clone()
+        one = h.detach().flatten(1)[0, 0]
+        h[0] = 2.0
+        return h * abs(read(one))
+
+    with pytest.raises(Unsupported, match="orders"):
+        _ours_and_plain(memory_format, _Written(between), _batches())
+
+
 @pytest.mark.parametrize("between", [_into_a_contiguous_copy, _into_a_reshaped_copy])
 def test_a_write_that_would_reach_more_is_refused(
     memory_format: Strategy, between: Between
@@ -281,6 +322,21 @@ def _contiguous_copy_that_alone_is_read(h: torch.Tensor) -> torch.Tensor:
     last.mul_(torch.arange(6))
     assert h.shape == shape  # reads no value
     return last.permute(0, 3, 1, 2)
+
+
+def _copy_that_is_overwritten(h: torch.Tensor) -> torch.Tensor:
+    """What was lost of it before is never read."""
+    overwrites: list[Between] = [
+        torch.Tensor.zero_,
+        lambda flat: flat.fill_(2.0),
+        lambda flat: flat.copy_(h.flatten(1)),
+    ]
+    for overwrite in overwrites:
+        other = h.clone()
+        flat = other.reshape(len(h), -1)
+        other.mul_(2)
+        h = h + overwrite(flat).view_as(h)
+    return h
 
 
 def _written_before_it_is_reshaped(h: torch.Tensor) -> torch.Tensor:
@@ -326,6 +382,7 @@ def _one_channel(h: torch.Tensor) -> torch.Tensor:
     [
         _flat_copy_that_alone_is_read,
         _contiguous_copy_that_alone_is_read,
+        _copy_that_is_overwritten,
         _written_before_it_is_reshaped,
         _views_in_both,
         _of_ones_own_order,
@@ -340,6 +397,46 @@ def test_writes_that_no_order_changes_train_alike(
     ours, plain = _ours_and_plain(memory_format, _Written(between), _batches())
     for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=name)
+
+
+class _Image(torch.Tensor):
+    """Takes the functions that it knows, and no others."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ not in ("conv2d", "contiguous", "dim", "relu", "flatten", "add_"):
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **(kwargs or {}))
+        return made.as_subclass(cls) if isinstance(made, torch.Tensor) else made
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_batches_of_a_strict_subclass_are_taken_and_followed(
+    memory_format: Strategy, is_written: bool
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h: torch.Tensor = self.first(x).relu()
+            if is_written:
+                h.flatten(1).add_(1)
+            output: torch.Tensor = self.second(h)
+            return output
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch.as_subclass(_Image)).as_subclass(torch.Tensor).square().mean()
+
+    if is_written:
+        with pytest.raises(Unsupported, match="orders"):
+            _ours_and_plain(memory_format, Model(), _batches(), loss_fn=loss)
+        return
+    ours, plain = _ours_and_plain(memory_format, Model(), _batches(), loss_fn=loss)
+    for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
 
 
 def test_the_look_draws_no_random_number_and_is_over_after_the_first_forward(
@@ -364,6 +461,91 @@ def test_the_look_draws_no_random_number_and_is_over_after_the_first_forward(
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
     assert [len(each) for each in calls] == [1, *[0] * 11]
+
+
+def _raises(module: nn.Module, args: Any) -> None:
+    raise RuntimeError("this forward fails")
+
+
+def _evaluate(training: Training, batch: torch.Tensor) -> None:
+    with torch.no_grad():
+        training.loss(batch)
+
+
+def _infer(training: Training, batch: torch.Tensor) -> None:
+    with torch.inference_mode():
+        training.loss(batch)
+
+
+def _evaluate_with_gradients(training: Training, batch: torch.Tensor) -> None:
+    training.model.eval()
+    training.loss(batch)
+    training.model.train()
+
+
+def _fail(training: Training, batch: torch.Tensor) -> None:
+    hook = training.model.get_submodule("first").register_forward_pre_hook(_raises)
+    with pytest.raises(RuntimeError, match="this forward fails"):
+        training.loss(batch)
+    hook.remove()
+
+
+@pytest.mark.parametrize("before", [_evaluate, _infer, _evaluate_with_gradients, _fail])
+def test_the_look_is_at_a_forward_that_trains(
+    memory_format: Strategy, before: Callable[[Training, torch.Tensor], None]
+) -> None:
+    def between(h: torch.Tensor) -> torch.Tensor:
+        return _through_reshape(h) if model.training and torch.is_grad_enabled() else h
+
+    model, (batch, *_) = _Written(between), _batches()
+    with _training(memory_format, model) as training:
+        before(training, batch)
+        for _ in range(2):  # it stays refused, too
+            with pytest.raises(Unsupported, match="orders"):
+                training.step(batch)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.convolution(x).relu()
+        return output
+
+
+def _wrapped(block: nn.Module, compiled: Any) -> nn.Module:
+    made: nn.Module = compiled(block)
+    return made
+
+
+def _in_place(block: nn.Module, compiled: Any) -> nn.Module:
+    block.compile(backend=compiled.keywords["backend"], fullgraph=True)
+    return block
+
+
+def _by_its_forward(block: nn.Module, compiled: Any) -> nn.Module:
+    vars(block)["forward"] = compiled(block.forward)
+    return block
+
+
+@pytest.mark.parametrize("compile_it", [_wrapped, _in_place, _by_its_forward])
+def test_a_compiled_part_of_the_model_is_compiled_once(
+    memory_format: Strategy, compile_it: Callable[[nn.Module, Any], nn.Module]
+) -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    block = compile_it(_Block(), partial(torch.compile, backend=backend, fullgraph=True))
+    with _training(memory_format, nn.Sequential(nn.Conv2d(3, 6, 3), block)) as training:
+        for _ in range(2):
+            training.step(torch.randn(2, 3, 8, 8))
+    assert len(graphs) == 1
 
 
 def test_under_autocast_a_cast_is_a_copy_in_both_orders(memory_format: Strategy) -> None:

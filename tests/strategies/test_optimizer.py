@@ -100,6 +100,38 @@ def test_weights_in_16_bits_are_updated_by_what_is_offered_and_applied(
             assert value not in values
 
 
+class WithAFrozenTable(nn.Module):
+    """A layer, and weights of a type of 8 bits, which no optimizer can update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+        table = torch.ones(8).to(torch.float8_e4m3fn)
+        self.table = nn.Parameter(table, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(x)
+        return output
+
+
+@pytest.mark.usefixtures("any_time_is_worth_it")
+def test_frozen_weights_in_8_bits_do_not_hinder_an_optimizer() -> None:
+    def made(optimizer: Any) -> Any:
+        given = Workload(WithAFrozenTable, torch.randn(2, WIDTH), optimizer=optimizer)
+        return IMPLEMENTATION.dimensions(PlainContext(lambda: given))[SETTING].values
+
+    assert [*made(torch.optim.SGD)] == offered(torch.optim.SGD) == ["default", "fused"]
+    plan = ResolvedPlan(
+        Plan(2, settings={SETTING: "fused"}), {SETTING: {"optimizers": [""]}}, [IMPLEMENTATION]
+    )
+    model = WithAFrozenTable()
+    start = [parameter.detach().clone() for parameter in model.layers.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with Training(model, optimizer, Recipe(), plan, device=torch.device("cpu")) as training:
+        training.step(torch.randn(2, WIDTH))
+    assert not any(map(torch.equal, model.layers.parameters(), start))
+
+
 def test_an_update_that_takes_next_to_no_time_is_left_alone() -> None:
     context = PlainContext(lambda: workload(adamw, global_batch=2**16))
     assert list(IMPLEMENTATION.dimensions(context)[SETTING].values) == ["default"]
