@@ -98,7 +98,7 @@ class ForkServer:
                     stdin=theirs.fileno(),
                     stdout=self._output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,
+                    process_group=0,  # no session: see `supervisor._work`
                     env={**QUIET, **os.environ, **_UNBUFFERED},
                 )
         except BaseException:

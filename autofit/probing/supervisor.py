@@ -76,7 +76,10 @@ def _work(owner: Connection, given: tuple[Connection, ...]) -> None:
     assert supervisor is not None
     assert supervisor.pid is not None
     die_with_parent(supervisor.pid)
-    os.setsid()
+    # A group, so that all can be ended, and what a terminal sends is not for it; and no session of
+    # its own: Linux shares processors among sessions (autogroup, man 7 sched). There one thread
+    # waits for another that hardly runs beside a busy program: a step took 120 times as long.
+    os.setpgid(0, 0)
     from autofit.probing.worker import main  # a supervisor that cannot fork needs no torch
 
     main(*given)

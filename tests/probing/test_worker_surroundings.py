@@ -228,3 +228,12 @@ def test_the_users_own_server_of_multiprocessing_is_left_as_it_is(ignores: bool)
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300
     )
     assert done.stdout.split() == ["ok", "True"], done.stderr
+
+
+def test_a_worker_gets_processors_as_its_owner_does_and_no_signals_of_its_terminal() -> None:
+    """Linux shares processors among sessions, and a terminal signals a process group."""
+    with open_prober(Workload(nn.Linear(8, 4), torch.randn(4, 8)), (), Target("cpu")) as prober:
+        worker = prober.worker_pid
+        assert worker is not None
+        assert os.getsid(worker) == os.getsid(0)
+        assert os.getpgid(worker) != os.getpgid(0)
