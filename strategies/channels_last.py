@@ -53,10 +53,12 @@ def channels_last(training: TrainingView) -> Iterator[None]:
         A prediction has no values to write. What is compiled would be compiled once more for this.
         """
         model = training.model
-        is_needless = training.device.type == "meta" or model.training in looked
-        if is_needless or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or model.training in looked or not torch.is_grad_enabled():
             return nullcontext()
-        return nullcontext() if any(map(_is_compiled, model.modules())) else one_look()
+        if training.device.type == "meta" or any(map(_is_compiled, model.modules())):
+            looked.update((True, False))
+            return nullcontext()
+        return one_look()
 
     @contextmanager
     def one_look() -> Iterator[None]:

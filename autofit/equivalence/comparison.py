@@ -156,13 +156,7 @@ class NoiseFloor:
                 yield name
 
 
-def compare(
-    first: StepTrace,
-    second: StepTrace,
-    noise: NoiseFloor | None = None,
-    *,
-    tolerance: float = 0.0,
-) -> Comparison:
+def compare(first: StepTrace, second: StepTrace, noise: NoiseFloor | None = None) -> Comparison:
     """Return whether the second step agrees with the first, by how much, and where it does not.
 
     Args:
@@ -170,7 +164,6 @@ def compare(
         second: a step over the same samples.
         noise: judge each value by it, and the states too; None: judge the loss and the norm of
             all gradients by the roundings of both steps.
-        tolerance: relative difference that is explained in any case.
     """
     distances = {
         name: _distance(first.gradients.get(name), second.gradients.get(name))
@@ -180,7 +173,7 @@ def compare(
     found = Comparison(
         loss=_loss_difference(float(first.loss), float(second.loss)),
         gradient=_relative(math.hypot(*distances.values()), size),
-        tolerance=max(first.tolerance, second.tolerance, tolerance),
+        tolerance=max(first.tolerance, second.tolerance),
         ran=first.ran | second.ran,
     )
     if noise is not None:
@@ -354,7 +347,8 @@ def compare_plans(
     except Exception as error:  # a weight that cannot be written, or no memory for another pass
         release_exception(error)
         return found
-    return compare(one, other, tolerance=ROUNDED * compare(one, third).gradient)
+    explained = max(other.tolerance, ROUNDED * compare(one, third).gradient)
+    return compare(one, replace(other, tolerance=explained))
 
 
 @contextmanager

@@ -458,3 +458,14 @@ def test_findings_that_mean_nothing_are_refused(
     data = replace(record, findings=findings).to_dict()
     with pytest.raises(InvalidArgument, match=place.replace(".", r"\.")):
         Record.from_dict(data)
+
+
+@pytest.mark.parametrize("is_explained", [True, False])
+def test_gradients_that_differ_are_told_beside_what_roundings_explain(
+    record: Record, is_explained: bool
+) -> None:
+    tolerance = 0.7 if is_explained else 0.031
+    difference = {"loss": 0.01, "gradient": 0.62, "tolerance": tolerance, "modules": []}
+    said = " ".join(validity(replace(record, difference=difference)))
+    assert "62 %" in said
+    assert ("3.1 %" in said) is not is_explained

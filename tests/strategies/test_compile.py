@@ -527,6 +527,16 @@ def test_no_length_and_no_size_runs_eagerly(make: Callable[[], Watched], kind: s
     assert compiled == pytest.approx(plain, rel=1e-5)
 
 
+def _assert_alike(training: Training, twin: nn.Module, images: torch.Tensor) -> None:
+    """The gradients of a training's loss are those of its model's plain twin."""
+    training.plain_model.zero_grad()
+    twin.zero_grad()
+    training.loss(images).backward()  # type: ignore[no-untyped-call]  # torch
+    twin(images).backward()
+    for ours, plain in zip(training.plain_model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-4, atol=1e-4)
+
+
 class Convolved(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -552,12 +562,7 @@ def test_convolutions_of_lengths_that_change_train(
     with Training(model, optimizer, recipe, plan, device=torch.device("cpu")) as training:
         for length in (2, 9, 16, 3):
             images = torch.randn(4, 3, 6, length).to(memory_format=memory_format)
-            model.zero_grad()
-            twin.zero_grad()
-            training.loss(images).backward()  # type: ignore[no-untyped-call]  # torch
-            twin(images).backward()
-            for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-4, atol=1e-4)
+            _assert_alike(training, twin, images)
 
 
 @pytest.mark.slow
@@ -672,12 +677,7 @@ def test_what_cannot_be_compiled_for_any_length_runs_as_it_is_written(
     with Training(model, optimizer, recipe, plan, device=torch.device("cpu")) as training:
         for length in (9, 12, 7, 9, 23):
             images = torch.randn(4, 3, length, length + 3)
-            model.zero_grad()
-            twin.zero_grad()
-            training.loss(images).backward()  # type: ignore[no-untyped-call]  # torch
-            twin(images).backward()
-            for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-4, atol=1e-4)
+            _assert_alike(training, twin, images)
         graphs, *_, failed = training.notes()
     assert graphs.startswith(f"compile: {4 if breaks else 2} graphs")  # it is tried once
     assert "runs as it is written" in failed
