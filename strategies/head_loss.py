@@ -68,7 +68,7 @@ class HeadLoss(OneSetting):
         if share is not None and share < LEAST_SHARE:
             context.note(f"{SETTING} skipped: logits are {share:.1%} of what a sample holds")
             return {}
-        payload = {"heads": heads}
+        payload: dict[str, Any] = {"heads": heads}
         dimension = Dimension(
             [0, *ROWS],
             payloads=dict.fromkeys(ROWS, payload),
