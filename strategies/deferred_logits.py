@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from types import MethodType
 from typing import Any
@@ -57,11 +57,11 @@ class Run:
         weight, bias: its parameters, (classes, width) and (classes) or None.
         rows: of logits to hold at once.
         dtype: in which the head multiplies, autocast's where that is on.
+        versions: of hidden, weight and bias, when the head ran.
         logits: (..., classes), without a graph, once something has asked for them.
         chunked_rows: how many rows a loss took by chunks; 0: none has.
         is_watched: whether something uses the gradient of the logits, which chunks do not give.
         derives: whether what operators make of the logits is deferred, too.
-        versions: of hidden, weight and bias, when the head ran.
     """
 
     hidden: Tensor
@@ -69,18 +69,11 @@ class Run:
     bias: Tensor | None
     rows: int
     dtype: torch.dtype
+    versions: list[int]
     logits: Tensor | None = None
     chunked_rows: int = 0
     is_watched: bool = False
     derives: bool = False
-    versions: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = self._versions_now()
-
-    def _versions_now(self) -> list[int]:
-        given = (self.hidden, self.weight, self.bias)
-        return [tensor._version for tensor in given if tensor is not None]
 
     def check_unchanged(self) -> None:
         """Refuse to compute with what the head was not given.
@@ -88,7 +81,7 @@ class Run:
         Raises:
             LogitsLost: its input or a parameter has been changed in place since it ran.
         """
-        if self.versions != self._versions_now():
+        if self.versions != _versions((self.hidden, self.weight, self.bias)):
             raise LogitsLost(
                 "logits are used after the input, weight or bias of their head was changed in place"
             )
@@ -162,13 +155,18 @@ def _run(
     if hidden.dim() < 2 or not _can_wait(given):
         return functional.linear(*given)
     device = hidden.device.type
-    run = Run(*given, rows, torch.get_autocast_dtype(device) if _is_cast(hidden) else hidden.dtype)
+    dtype = torch.get_autocast_dtype(device) if _is_cast(hidden) else hidden.dtype
+    run = Run(*given, rows, dtype, _versions(given))
     if on_run is not None:
         on_run(run)
     if "torch._dynamo" in sys.modules:
         _keep_out_of_compiled_code()
     logits: DeferredLogits = _Head.apply(*given, run)  # type: ignore[no-untyped-call]  # torch does not annotate it
     return logits
+
+
+def _versions(given: Iterable[Tensor | None]) -> list[int]:
+    return [tensor._version for tensor in given if tensor is not None]
 
 
 def _can_wait(given: Sequence[Tensor | None]) -> bool:

@@ -105,25 +105,19 @@ def implemented(optimizers: Iterable[Optimizer], value: str) -> Iterator[None]:
         optimizers: they have the flags `foreach`, and `fused` for that.
         value: a key of `FLAGS`.
     """
+    flags = FLAGS[value]
     with ExitStack() as stack:
         for optimizer in optimizers:
-            stack.enter_context(_one_implemented(optimizer, FLAGS[value]))
-        yield
-
-
-@contextmanager
-def _one_implemented(optimizer: Optimizer, flags: Mapping[str, bool]) -> Iterator[None]:
-    had_scaling = _KEPT[0] in vars(optimizer)
-    with ExitStack() as stack:
-        stack.callback(_place_step_counts, optimizer)
-        stack.enter_context(attributes_kept(optimizer, *_KEPT))
-        for group in optimizer.param_groups:
-            before = {name: group[name] for name in flags if name in group}
-            stack.callback(group.update, before)
-            group.update({name: flags[name] for name in before})
-        if flags["fused"] or had_scaling:
-            setattr(optimizer, _KEPT[0], flags["fused"])
-        _place_step_counts(optimizer)
+            had_scaling = _KEPT[0] in vars(optimizer)
+            stack.callback(_place_step_counts, optimizer)
+            stack.enter_context(attributes_kept(optimizer, *_KEPT))
+            for group in optimizer.param_groups:
+                before = {name: group[name] for name in flags if name in group}
+                stack.callback(group.update, before)
+                group.update({name: flags[name] for name in before})
+            if flags["fused"] or had_scaling:
+                setattr(optimizer, _KEPT[0], flags["fused"])
+            _place_step_counts(optimizer)
         yield
 
 
