@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -228,26 +228,15 @@ def _tf32() -> Iterator[None]:
     torch keeps the older `allow_tf32` along with the newer `fp32_precision` and refuses to read the
     older one where the two disagree, so turning on only one would break the user's own reads.
     """
+    before = [(part, "fp32_precision", part.fp32_precision) for part in _parts()]
     olds: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    old_before = [(part, part.allow_tf32) for part in olds if _is_readable(part)]
-    new_before = [(part, part.fp32_precision) for part in _parts()]
+    for part in olds:
+        with suppress(RuntimeError):  # torch refuses to read it where only the newer was set
+            before.append((part, "allow_tf32", part.allow_tf32))
     try:
-        for part, _ in old_before:
-            part.allow_tf32 = True
-        for part, _ in new_before:
-            part.fp32_precision = "tf32"
+        for part, name, _ in reversed(before):
+            setattr(part, name, True if name == "allow_tf32" else "tf32")
         yield
     finally:
-        for part, allowed in old_before:
-            part.allow_tf32 = allowed
-        for part, precision in new_before:  # last, because the older ones rewrite these
-            part.fp32_precision = precision
-
-
-def _is_readable(part: Any) -> bool:
-    """Return whether the older flag can be read; torch refuses where only the newer was set."""
-    try:
-        part.allow_tf32  # noqa: B018  # reading it is the question
-    except RuntimeError:
-        return False
-    return True
+        for part, name, value in reversed(before):  # the older ones first: they rewrite the newer
+            setattr(part, name, value)

@@ -550,6 +550,14 @@ def test_a_weight_that_is_replaced_after_the_head_ran_is_not_used() -> None:
     torch.testing.assert_close(value, wanted)
 
 
+def test_targets_that_are_more_than_the_rows_are_refused() -> None:
+    made, (ids, targets) = model(), batch()
+    with deferred([made.head], 7):
+        rows = made(ids).view(-1, CLASSES)
+        with pytest.raises(ValueError, match="batch_size"):
+            functional.cross_entropy(rows, targets.reshape(-1).repeat(2))
+
+
 def by_a_late_hook(loss: Tensor, logits: Any) -> None:
     logits.register_hook(lambda gradient: gradient * 2)
 
