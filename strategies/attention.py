@@ -11,8 +11,8 @@ first, as it is and in bfloat16. A kernel is offered where that changes what run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -78,7 +78,8 @@ class AttentionBackend(OneSetting):
         self, training: TrainingView, value: Any, payload: Any
     ) -> AbstractContextManager[None]:
         """Put the kernel first in the forward."""
-        return _preferred(training, value)
+        order = _order(value)
+        return undone(training.wrap_forward(lambda: sdpa_kernel(order, set_priority=True)))
 
     def lines(self, value: Any, payload: Any) -> list[str]:
         order = [f"SDPBackend.{backend.name}" for backend in _order(value)]
@@ -95,56 +96,40 @@ def _order(value: str) -> list[SDPBackend]:
     return [_FUSED[value], *others, SDPBackend.MATH]
 
 
-@contextmanager
-def _preferred(training: TrainingView, value: str) -> Iterator[None]:
-    order = _order(value)
-    with undone(training.wrap_forward(lambda: sdpa_kernel(order, set_priority=True))):
-        yield
-
-
 def _look(
     types: Sequence[torch.dtype | None], training: TrainingView, batch: Any
 ) -> list[tuple[list[str], list[str]]]:
-    return [_kernels(dtype, training, batch) for dtype in types]
-
-
-def _kernels(
-    dtype: torch.dtype | None, training: TrainingView, batch: Any
-) -> tuple[list[str], list[str]]:
     """Return the kernels that change what runs where they come first, and what runs by default.
 
     Args:
-        dtype: of autocast; None: without it.
+        types: of autocast; None: without it.
         training: runs the model.
         batch: samples for it.
     """
-    default = _run(nullcontext(), dtype, training, batch)
-    if not default:
-        return [], []
-    if training.device.type == "meta":  # no kernel runs there
-        return list(_FUSED), []
-    first = {
-        name: _run(sdpa_kernel(_order(name), set_priority=True), dtype, training, batch)
-        for name in _FUSED
-    }
-    return [name for name, ran in first.items() if ran != default], sorted(default)
+    found = list[tuple[list[str], list[str]]]()
+    for dtype in types:
+        ran = partial(_kernels, training, batch, dtype)
+        default = ran(None)
+        if default and training.device.type == "meta":  # no kernel runs there
+            found.append(([*_FUSED], []))
+        else:
+            others = [name for name in _FUSED if default and ran(name) != default]
+            found.append((others, sorted(default)))
+    return found
 
 
-def _run(
-    within: AbstractContextManager[Any],
-    dtype: torch.dtype | None,
-    training: TrainingView,
-    batch: Any,
+def _kernels(
+    training: TrainingView, batch: Any, dtype: torch.dtype | None, first: str | None
 ) -> set[str]:
-    """Return the kernels of a forward in that context."""
-    autocast = torch.autocast(training.device.type, dtype) if dtype else nullcontext()
+    """Return the kernels of a forward with one of them first, by the backward that each takes."""
     kernels: set[str] = set()
-    with autocast, within, Calls(partial(_note_kernel, kernels)):
+
+    def note(function: Any, result: Any) -> None:
+        if function is scaled_dot_product_attention:
+            kernels.add(_NAMES.get(type(result.grad_fn).__name__, "mathematics"))
+
+    autocast = torch.autocast(training.device.type, dtype) if dtype else nullcontext()
+    order = sdpa_kernel(_order(first), set_priority=True) if first else nullcontext()
+    with autocast, order, Calls(note):
         run_step(training, batch)
     return kernels
-
-
-def _note_kernel(kernels: set[str], function: Callable[..., Any], result: Any) -> None:
-    """Note the kernel that a call of attention ran on, by the backward that it will take."""
-    if function is scaled_dot_product_attention:
-        kernels.add(_NAMES.get(type(result.grad_fn).__name__, "mathematics"))

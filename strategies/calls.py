@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autofit.strategy import TrainingView, undone
+from autofit.errors import release_exception, with_type
+from autofit.strategy import Context, TrainingView, undone
 
 
 class Calls(TorchFunctionMode):
@@ -42,10 +44,52 @@ class Calls(TorchFunctionMode):
         return result
 
 
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Tells of every operator before it runs, while this is entered; compiled code stays compiled.
+
+    Args:
+        on_operator: called with the operator and its arguments that have no name.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, on_operator: Callable[[Any, Any], object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._on_operator = on_operator
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: else torch would run the user's compiled functions as they are written."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._on_operator(func, args)
+        return func(*args, **(kwargs or {}))
+
+
 def run_step(training: TrainingView, batch: Any) -> None:
     """Run a step without the update: a training_step of the user's own has no other way."""
     with undone(training.wrap_optimizer_step(lambda update: None)):
         training.step(batch)
+
+
+def look(
+    context: Context, setting: str, run: Callable[[TrainingView, Any], Any], samples: int
+) -> Any:
+    """Return `run(training, batch)`; None, and a note, where it raises and a plain step does not.
+
+    Such as a transform of torch.func that takes no hooks.
+
+    Raises:
+        Exception: what a plain step raises.
+    """
+    try:
+        return context.with_training(run, samples)
+    except RuntimeError as error:
+        release_exception(error)
+        context.with_training(run_step, samples)
+        context.note(f"{setting} skipped: a step with it raised {with_type(error)}")
+        return None
 
 
 def saved_bytes(model: nn.Module, run: Callable[[], object]) -> int:

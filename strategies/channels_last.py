@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autofit.strategy import COMPILED_CALL, TrainingView
+from autofit.strategy import TrainingView
 
+from .compile import is_compiled
 from .default_layout import DefaultLayout, in_order
 
 _SETTING = "memory_format.layout=channels_last"
@@ -55,7 +56,7 @@ def channels_last(training: TrainingView) -> Iterator[None]:
         model = training.model
         if torch.compiler.is_compiling() or model.training in looked or not torch.is_grad_enabled():
             return nullcontext()
-        if training.device.type == "meta" or any(map(_is_compiled, model.modules())):
+        if training.device.type == "meta" or any(map(_runs_compiled, model.modules())):
             looked.update((True, False))
             return nullcontext()
         return one_look()
@@ -73,10 +74,8 @@ def channels_last(training: TrainingView) -> Iterator[None]:
         yield
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    if vars(module).get(COMPILED_CALL) or type(module).__name__ == "OptimizedModule":
-        return True
-    return hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
+def _runs_compiled(module: nn.Module) -> bool:
+    return is_compiled(module) or hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
 def _rearrange(

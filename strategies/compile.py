@@ -78,8 +78,7 @@ _SAMPLES = 2
 # what was measured of transformers and of convolutions
 # (benchmarks/results/cold-and-warm-starts-2026-11-29.md); on a GPU a guess within 20 to 45 s for
 # GPT-2-small and ResNet-50.
-_CPU_COST_S = (10.0, 0.03)
-_CUDA_COST_S = (10.0, 0.03)
+_FIXED_S, _OPERATOR_S = 10.0, 0.03
 
 
 class Compile:
@@ -113,7 +112,7 @@ class Compile:
         if (lacking := _lacks(context.device.type)) is not None:
             context.note(f"{MODE} skipped: {lacking}")
             return nothing
-        if any(map(_is_compiled, context.model.modules())):  # which the survey notes
+        if any(map(is_compiled, context.model.modules())):  # which the survey notes
             return nothing
         from .repeated_blocks import observe  # in the worker alone
 
@@ -187,15 +186,15 @@ def _modes(context: Context, step: SeenStep) -> Dimension:
         [OFF, *modes],
         when=_PLAIN_CALLS,
         accumulation={GRAPHS: False} if GRAPHS in modes else {},
-        trial_cost_s=_cost_s(context, step.operators),
+        trial_cost_s=_cost_s(step.operators),
         fresh_worker=True,
     )
 
 
 def _regions(context: Context, step: SeenStep) -> Dimension:
     """Return whether blocks alone may be compiled: where that takes clearly less time."""
-    whole_s = _cost_s(context, step.operators)
-    saved_s = whole_s - _cost_s(context, step.operators * step.share_of_blocks)
+    whole_s = _cost_s(step.operators)
+    saved_s = whole_s - _cost_s(step.operators * step.share_of_blocks)
     if step.objects and not step.blocks:
         context.note(
             f"{REGION}={BLOCKS} skipped: the blocks are given objects ({', '.join(step.objects)}) "
@@ -234,9 +233,8 @@ def _budgets(region: Dimension) -> Dimension:
     return Dimension([1.0, *_BUDGETS], hints=_BUDGETS, when=when)
 
 
-def _cost_s(context: Context, operators: float) -> float:
-    fixed_s, operator_s = _CUDA_COST_S if context.device.type == "cuda" else _CPU_COST_S
-    return round(fixed_s + operator_s * operators, 1)
+def _cost_s(operators: float) -> float:
+    return round(_FIXED_S + _OPERATOR_S * operators, 1)
 
 
 def _blocks_of(model: nn.Module, names: Iterable[Iterable[str]]) -> list[list[nn.Module]]:
@@ -250,7 +248,8 @@ def _blocks_of(model: nn.Module, names: Iterable[Iterable[str]]) -> list[list[nn
         ) from error
 
 
-def _is_compiled(module: torch.nn.Module) -> bool:
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether a module is compiled as a whole, by dynamo or by TorchScript."""
     if isinstance(module, torch.jit.ScriptModule):  # by TorchScript, which dynamo does not enter
         return True
     return vars(module).get(COMPILED_CALL) is not None or type(module).__name__ == "OptimizedModule"

@@ -50,9 +50,8 @@ def compiled(
     model = training.model
     with ExitStack() as stack:
         stack.enter_context(_environment_kept())
-        given = _given(mode, budget)
         not_compiled = list[str]()
-        of_any = _given_of_any_shape(mode, budget, not_compiled)
+        given, of_any = _given(mode, budget, not_compiled)
         if mode == _GRAPHS:
             stack.enter_context(_graphs_freed(training.device))
             stack.callback(training.wrap_forward(partial(_not_accumulating, model)))
@@ -69,23 +68,12 @@ def compiled(
         yield
 
 
-def _given(mode: str, budget: float) -> Mapping[str, Any]:
-    """Return what torch.compile is given: one backend for all modules, by which it keeps code."""
-    options = _options(mode)
-    if budget == 1.0:
-        return {"dynamic": False, "options": options}
-    from .memory_budget import within_budget  # loads inductor
+def _given(
+    mode: str, budget: float, not_compiled: list[str]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return what torch.compile is given for code of one shape, and for code that serves any.
 
-    return {"dynamic": False, "backend": within_budget(budget, options)}
-
-
-def _options(mode: str) -> dict[str, Any]:
-    # torch.compile takes a mode or options; the first is what the mode stands for
-    return {"triton.cudagraphs": True} if mode == _GRAPHS else {}
-
-
-def _given_of_any_shape(mode: str, budget: float, not_compiled: list[str]) -> Mapping[str, Any]:
-    """Return what torch.compile is given for code that serves any shape.
+    One backend for all modules, by which torch keeps code.
 
     Inductor gives the input of a convolution another layout and keeps it for the backward, whose
     code has the strides of the first shape alone: with torch 2.13 the backward of the next shape
@@ -94,24 +82,26 @@ def _given_of_any_shape(mode: str, budget: float, not_compiled: list[str]) -> Ma
 
     Args:
         mode, budget: as of `compiled`.
-        not_compiled: takes words on each graph that inductor cannot compile so.
+        not_compiled: takes words on each graph that inductor cannot compile for any shape.
     """
-    options = {**_options(mode), "layout_optimization": False}
+    # torch.compile takes a mode or options; the first is what the mode stands for
+    options = {"triton.cudagraphs": True} if mode == _GRAPHS else {}
+    given: dict[str, Any] = {"options": options}
+    if budget != 1.0:
+        from .memory_budget import within_budget  # loads inductor
 
-    def inductor(graph: Any, inputs: Sequence[Any]) -> Any:
-        from torch._inductor.compile_fx import compile_fx
-
-        from .memory_budget import within_budget
-
-        if budget == 1.0:
-            return compile_fx(graph, inputs, config_patches=options)
-        return within_budget(budget, options)(graph, inputs)
-
-    return {"dynamic": None, "backend": partial(_compiled_or_as_written, inductor, not_compiled)}
+        given = {"backend": within_budget(budget, options)}
+    as_laid_out = {**options, "layout_optimization": False}
+    of_any = partial(_compiled_or_as_written, budget, as_laid_out, not_compiled)
+    return {"dynamic": False, **given}, {"dynamic": None, "backend": of_any}
 
 
 def _compiled_or_as_written(
-    inductor: Callable[..., Any], not_compiled: list[str], graph: Any, inputs: Sequence[Any]
+    budget: float,
+    options: dict[str, Any],
+    not_compiled: list[str],
+    graph: Any,
+    inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     """Return what runs a graph: code of inductor's, or where that fails, torch as it was called.
 
@@ -119,8 +109,13 @@ def _compiled_or_as_written(
     run a frame as it is written, for all that the process compiles.
     """
     from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
     from torch._inductor.exc import InductorError
 
+    from .memory_budget import within_budget
+
+    whole = partial(compile_fx, config_patches=options)
+    inductor: Any = whole if budget == 1.0 else within_budget(budget, options)
     as_written = torch.fx.GraphModule(graph, deepcopy(graph.graph))  # passes change the graph
     try:
         # A backward of several lengths that fails would else fail where it first runs

@@ -9,7 +9,7 @@ shapes the peak of the first step, which a training meets, would not show.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,22 +46,18 @@ class ConvolutionBenchmark(SwitchOfGpu):
         convolves: bool = context.with_training(_convolves, _SAMPLES)
         return convolves
 
-    def on(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def on(self) -> Iterator[None]:
         """Let cuDNN time its algorithms."""
-        return _benchmarked()
+        before = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = True
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = before
 
     def lines(self, value: Any, payload: Any) -> list[str]:
         return ["import torch", "torch.backends.cudnn.benchmark = True"]
-
-
-@contextmanager
-def _benchmarked() -> Iterator[None]:
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def _convolves(training: TrainingView, batch: Any) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,24 +46,20 @@ class ExpandableSegments(SwitchOfGpu):
         is_own = not is_gpu or torch.cuda.get_allocator_backend() == "native"
         return is_own and _OPTION not in _configured()
 
-    def on(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def on(self) -> Iterator[None]:
         """Let segments grow that are taken from now on."""
-        return _growing()
+        torch._C._accelerator_setAllocatorSettings(_with_own(True))
+        try:
+            yield
+        finally:
+            torch._C._accelerator_setAllocatorSettings(_with_own(False))
 
     def lines(self, value: Any, payload: Any) -> list[str]:
         return [
             "import os",
             f"os.environ['{_VARIABLES[0]}'] = '{_with_own(True)}'  # before CUDA is first used",
         ]
-
-
-@contextmanager
-def _growing() -> Iterator[None]:
-    torch._C._accelerator_setAllocatorSettings(_with_own(True))
-    try:
-        yield
-    finally:
-        torch._C._accelerator_setAllocatorSettings(_with_own(False))
 
 
 def _configured() -> str:

@@ -12,17 +12,19 @@ an `autograd.Function`, a backward hook of a module, `vmap` or a scripted loss.
 
 The chunks follow Liger Kernel's fused linear cross entropy (Hsu et al., "Liger Kernel: Efficient
 Triton Kernels for LLM Training", 2024), without kernels and without a line of the model's.
+
+Torch's own `linear_cross_entropy` does not stand in for them: with 2.13 it adds up the losses and
+the gradients of chunks in bfloat16 where that is the type (128 chunks of 16 rows: a loss 6 % off),
+autocast does not cast what it is given, and with smoothed labels it makes all logits.
 """
 
 from __future__ import annotations
 
-import inspect
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from types import MethodType
 from typing import Any
 
@@ -30,10 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from autofit.errors import Unsupported
 
-_CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
 _LESS = 2.0**-5
 """Of the input, in products that add up rows: a class that most of 2,048 rows have adds up to more
 than float16 holds (65,504) where the input is 32. A power of two, so that no other type rounds."""
@@ -55,11 +57,11 @@ class Run:
         weight, bias: its parameters, (classes, width) and (classes) or None.
         rows: of logits to hold at once.
         dtype: in which the head multiplies, autocast's where that is on.
+        versions: of hidden, weight and bias, when the head ran.
         logits: (..., classes), without a graph, once something has asked for them.
         chunked_rows: how many rows a loss took by chunks; 0: none has.
         is_watched: whether something uses the gradient of the logits, which chunks do not give.
         derives: whether what operators make of the logits is deferred, too.
-        versions: of hidden, weight and bias, when the head ran.
     """
 
     hidden: Tensor
@@ -67,18 +69,11 @@ class Run:
     bias: Tensor | None
     rows: int
     dtype: torch.dtype
+    versions: list[int]
     logits: Tensor | None = None
     chunked_rows: int = 0
     is_watched: bool = False
     derives: bool = False
-    versions: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = self._versions_now()
-
-    def _versions_now(self) -> list[int]:
-        given = (self.hidden, self.weight, self.bias)
-        return [tensor._version for tensor in given if tensor is not None]
 
     def check_unchanged(self) -> None:
         """Refuse to compute with what the head was not given.
@@ -86,10 +81,15 @@ class Run:
         Raises:
             LogitsLost: its input or a parameter has been changed in place since it ran.
         """
-        if self.versions != self._versions_now():
+        if self.versions != _versions((self.hidden, self.weight, self.bias)):
             raise LogitsLost(
                 "logits are used after the input, weight or bias of their head was changed in place"
             )
+
+    @property
+    def logits_bytes(self) -> int:
+        """The bytes that all logits take."""
+        return self.hidden.shape[:-1].numel() * len(self.weight) * self.dtype.itemsize
 
     def watch(self) -> None:
         """Have the logits made where a loss takes them, since their gradient is used.
@@ -110,13 +110,13 @@ class Run:
         if self.logits is None:
             self.check_unchanged()
             with torch.no_grad(), torch.autocast(self.hidden.device.type, enabled=False):
-                self.logits = functional.linear(*self._cast())
+                self.logits = functional.linear(self.hidden.to(self.dtype), *self.cast())
         return self.logits
 
-    def _cast(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return input, weight and bias as the head multiplies them."""
-        bias = None if self.bias is None else self.bias.to(self.dtype)
-        return self.hidden.to(self.dtype), self.weight.to(self.dtype), bias
+    def cast(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias as the head multiplies by them, without a graph."""
+        bias = None if self.bias is None else self.bias.detach().to(self.dtype)
+        return self.weight.detach().to(self.dtype), bias
 
 
 @contextmanager
@@ -155,13 +155,18 @@ def _run(
     if hidden.dim() < 2 or not _can_wait(given):
         return functional.linear(*given)
     device = hidden.device.type
-    run = Run(*given, rows, torch.get_autocast_dtype(device) if _is_cast(hidden) else hidden.dtype)
+    dtype = torch.get_autocast_dtype(device) if _is_cast(hidden) else hidden.dtype
+    run = Run(*given, rows, dtype, _versions(given))
     if on_run is not None:
         on_run(run)
     if "torch._dynamo" in sys.modules:
         _keep_out_of_compiled_code()
     logits: DeferredLogits = _Head.apply(*given, run)  # type: ignore[no-untyped-call]  # torch does not annotate it
     return logits
+
+
+def _versions(given: Iterable[Tensor | None]) -> list[int]:
+    return [tensor._version for tensor in given if tensor is not None]
 
 
 def _can_wait(given: Sequence[Tensor | None]) -> bool:
@@ -204,52 +209,38 @@ class _Head(torch.autograd.Function):
         """
         of_hidden, of_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(hidden if of_weight else None, weight if of_hidden else None)
-        ctx.types = [None if each is None else each.dtype for each in (hidden, weight, bias)]
-        logits = DeferredLogits(run, (*hidden.shape[:-1], len(weight)), run.dtype)
-        logits.rows = _Rows(run.hidden)
-        return logits
+        shape = hidden.shape[:-1]
+        with torch.utils._python_dispatch._disable_current_modes():  # on the host, aside
+            rows = torch.arange(shape.numel(), device="cpu").view(*shape, 1)
+            return DeferredLogits(run, rows.expand(*shape, len(weight)), run.dtype)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of input, weight and bias."""
+        """Return the gradients of input, weight and bias; autograd casts them to their types."""
         (gradient,), (hidden, weight) = outer, ctx.saved_tensors
-        of_hidden = of_weight = of_bias = None
+        rows = gradient.flatten(0, -2)
         with torch.autocast(gradient.device.type, enabled=False):
-            rows = gradient.flatten(0, -2)
-            if weight is not None:
-                of_hidden = (gradient @ weight.to(rows.dtype)).to(ctx.types[0])
-            if hidden is not None:
-                of_weight = (rows.t() @ hidden.flatten(0, -2).to(rows.dtype)).to(ctx.types[1])
-            if ctx.needs_input_grad[2]:
-                of_bias = rows.sum(0).to(ctx.types[2])
-        return of_hidden, of_weight, of_bias, None
-
-
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """Which logits of a run they are.
-
-    Attributes:
-        hidden: the rows of the head's input that they belong to, (..., width).
-        is_transposed: whether the classes lie in dimension 1 of three.
-    """
-
-    hidden: Tensor
-    is_transposed: bool = False
+            return (
+                None if weight is None else gradient @ weight.to(rows.dtype),
+                None if hidden is None else rows.t() @ hidden.flatten(0, -2).to(rows.dtype),
+                rows.sum(0) if ctx.needs_input_grad[2] else None,
+                None,
+            )
 
 
 class DeferredLogits(Tensor):
-    """Logits (..., classes), or (n, classes, m) transposed, that have no memory of their own.
+    """Logits (..., classes), or with the classes in another dimension, without memory of their own.
 
     Attributes:
         run: of the head.
-        rows: which logits they are.
+        rows: of each element the row of the head's input that it belongs to, on the host; along the
+            classes it has stride 0.
         change: the logits that these are made from, by which operator, and its other arguments;
             None: they are the head's own.
     """
 
     run: Run
-    rows: _Rows
+    rows: Tensor
     change: _Change | None
     _logits: Tensor | None
 
@@ -257,7 +248,7 @@ class DeferredLogits(Tensor):
     def __new__(
         cls,
         run: Run,
-        shape: Sequence[int],
+        rows: Tensor,
         dtype: torch.dtype,
         strides: Sequence[int] | None = None,
         storage_offset: int | None = None,
@@ -266,13 +257,13 @@ class DeferredLogits(Tensor):
         """Return deferred logits; without strides they are contiguous. See the class."""
         made: DeferredLogits = Tensor._make_wrapper_subclass(
             cls,
-            tuple(shape),
+            rows.shape,
             strides=strides,
             storage_offset=storage_offset,
             dtype=dtype,
             device=run.hidden.device,
         )
-        made.run, made.change, made._logits = run, change, None
+        made.run, made.rows, made.change, made._logits = run, rows, change, None
         return made
 
     def made(self) -> Tensor:
@@ -312,73 +303,106 @@ class DeferredLogits(Tensor):
     @staticmethod
     def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func in _OF_GRADIENTS:
-            _replaced((args, kwargs), DeferredLogits._watched)
+            pytree.tree_map_only(DeferredLogits, lambda each: each.run.watch(), (args, kwargs))
         if func in _NATIVE or func in _OF_GRADIENTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         logits = args[0] if args else None
         if isinstance(logits, DeferredLogits) and logits._can_be_chunked():
             if func in _VIEWS and torch.is_grad_enabled():
-                derived = logits._derived(func, args[1:], kwargs)
-                if derived is not None:
-                    return derived
+                with suppress(TypeError, RuntimeError):  # not rows alone, or the caller's error
+                    return logits._derived(func, args, kwargs)
             if func is functional.cross_entropy:
-                loss = _loss(logits, _CROSS_ENTROPY.bind(*args, **kwargs))
+                loss = _cross_entropy(*args, **kwargs)
                 if loss is not None:
                     return loss
-        plain = _replaced(args, DeferredLogits.plain)
-        result = func(*plain, **_replaced(kwargs, DeferredLogits.plain))
-        return logits if plain and result is plain[0] else result  # what changes it in place
-
-    def _watched(self) -> Tensor:
-        self.run.watch()
-        return self
+        plain = pytree.tree_map_only(DeferredLogits, DeferredLogits.plain, (args, kwargs))
+        result = func(*plain[0], **plain[1])
+        return logits if args and result is plain[0][0] else result  # what changes it in place
 
     def _can_be_chunked(self) -> bool:
         is_open = self.run.logits is None and not self.run.is_watched
         return is_open and self.requires_grad and not _is_transformed([])
 
     def _derived(
-        self, func: Callable[..., Any], others: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Tensor | None:
-        """Return the rows that such a function makes of these, deferred; None: not rows alone."""
-        rows = None
-        with suppress(TypeError, RuntimeError):  # given by another name, or of a wrong shape
-            rows = _VIEWS[func](self, *others, **kwargs)
-        if rows is None:
-            return None
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Return what such a function makes of these, deferred.
+
+        Raises:
+            RuntimeError: that is not rows of them.
+        """
         self.run.derives = True
         try:
             with (
                 torch._C.DisableTorchFunctionSubclass(),
                 torch.utils._python_dispatch._disable_current_modes(),  # nothing is computed
             ):
-                derived: Tensor = func(self, *others, **kwargs)
+                return func(*args, **kwargs)
         finally:
             self.run.derives = False
-        if isinstance(derived, DeferredLogits):
-            derived.rows = rows
-        return derived
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as a static method
         cls,
-        func: Callable[..., Any],
+        func: Any,
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[Any, Any] | None = None,
     ) -> Any:
         """Compute with the logits; while rows are derived, return what stands for the result."""
-        kwargs = kwargs or {}
         logits = args[0] if args else None
-        if not (isinstance(logits, cls) and logits.run.derives):
-            return func(*_replaced(args, cls.made), **_replaced(kwargs, cls.made))
-        alike = torch.empty_strided(
-            logits.shape, logits.stride(), dtype=logits.dtype, device="meta"
+        if isinstance(logits, cls) and logits.run.derives:
+            return logits._changed(func, args[1:], kwargs or {})
+        args, kwargs = pytree.tree_map_only(cls, cls.made, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _changed(
+        self, operator: Any, others: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> DeferredLogits:
+        """Return what stands for the result of an operator.
+
+        Raises:
+            RuntimeError: that is not rows of these, with all classes of each.
+        """
+        rows = self._rows_after(operator, others, kwargs)
+        alike = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        made = operator(alike, *others, **kwargs)
+        change = (self, operator, others, kwargs)
+        changed = type(self)(
+            self.run, rows, made.dtype, made.stride(), made.storage_offset(), change
         )
-        made = func(alike, *args[1:], **kwargs)
-        change = (logits, func, args[1:], kwargs)
-        return cls(logits.run, made.shape, made.dtype, made.stride(), made.storage_offset(), change)
+        changed.classes_dim()
+        return changed
+
+    def _rows_after(self, operator: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if operator.name() in _VIEW_OPERATORS:
+            seen: Tensor = operator(self.rows, *others, **kwargs)
+            return seen
+        dtype, dim = kwargs.get("dtype", self.dtype), self.classes_dim()
+        if operator.name() not in _COPIES or "device" in kwargs or not dtype.is_floating_point:
+            raise RuntimeError("not rows alone")
+        return self.rows.select(dim, 0).contiguous().unsqueeze(dim).expand(self.shape)
+
+    def classes_dim(self) -> int:
+        """Return the dimension of the classes.
+
+        Raises:
+            RuntimeError: they lie in none, or some were left out.
+        """
+        for dim, (size, stride) in enumerate(zip(self.rows.shape, self.rows.stride(), strict=True)):
+            if stride == 0 and size == len(self.run.weight):
+                return dim
+        raise RuntimeError("not rows alone")
+
+    def hidden(self) -> Tensor:
+        """Return the input of the head for each of these rows, (rows, width)."""
+        hidden = self.run.hidden.flatten(0, -2)
+        with torch.utils._python_dispatch._disable_current_modes():  # on the host, aside
+            rows = self.rows.select(self.classes_dim(), 0).flatten()
+            if torch.equal(rows, torch.arange(len(hidden), device="cpu")):
+                return hidden
+        return hidden.index_select(0, rows.to(hidden.device))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # a tensor's has an option
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -397,89 +421,33 @@ def _keep_out_of_compiled_code() -> None:
 _Change = tuple[DeferredLogits, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 
-def _replaced(values: Any, by: Callable[[DeferredLogits], Tensor]) -> Any:
-    """Return a function's arguments with others in place of deferred logits, also in lists."""
-    if isinstance(values, DeferredLogits):
-        return by(values)
-    if type(values) in (list, tuple):
-        return type(values)(_replaced(value, by) for value in values)
-    if type(values) is dict:
-        return {name: _replaced(value, by) for name, value in values.items()}
-    return values
-
-
-# Which rows of the head's input belong to what functions make of logits that change no value;
-# None: not rows alone.
-
-
-def _shaped(logits: DeferredLogits, *to: Any) -> _Rows | None:
-    """`view` and `reshape`, where a row stays a row."""
-    sizes = to[0] if len(to) == 1 and isinstance(to[0], Sequence) else to
-    rows, classes = logits.rows, logits.shape[-1]
-    if rows.is_transposed or not sizes or not all(isinstance(size, int) for size in sizes):
-        return None
-    if sizes[-1] not in (classes, -1):
-        return None
-    hidden = rows.hidden
-    if sizes[-1] == -1 and math.prod(sizes[:-1]) * hidden.shape[-1] != hidden.numel():
-        return None  # the last dimension would not be the classes
-    return _Rows(hidden.reshape(*sizes[:-1], hidden.shape[-1]))
-
-
-def _flattened(logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> _Rows | None:
-    dims = logits.dim()
-    if logits.rows.is_transposed or end_dim % dims == dims - 1:
-        return None
-    return _Rows(logits.rows.hidden.flatten(start_dim % dims, end_dim % dims))
-
-
-def _sliced(logits: DeferredLogits, index: Any) -> _Rows | None:
-    """Slices of rows, such as `logits[..., :-1, :]`."""
-    dims = logits.dim()
-    index = index if isinstance(index, tuple) else (index,)
-    if logits.rows.is_transposed or not all(isinstance(i, slice) or i is ... for i in index):
-        return None
-    if ... in index:
-        at = index.index(...)
-        index = (*index[:at], *[slice(None)] * (dims + 1 - len(index)), *index[at + 1 :])
-    if len(index) == dims and index[-1] != slice(None):
-        return None
-    return _Rows(logits.rows.hidden[index[: dims - 1]])
-
-
-def _cast(logits: DeferredLogits, *to: Any, **others: Any) -> _Rows | None:
-    """`to(dtype)`; other conversions need the logits."""
-    if others or len(to) != 1 or not isinstance(to[0], torch.dtype) or not to[0].is_floating_point:
-        return None
-    return logits.rows
-
-
-def _transposed(logits: DeferredLogits, *dims: Any) -> _Rows | None:
-    """What puts the classes of (n, m, classes) into dimension 1."""
-    order = dims[0] if len(dims) == 1 and isinstance(dims[0], Sequence) else dims
-    rows = logits.rows
-    if rows.is_transposed or logits.dim() != 3 or not all(isinstance(d, int) for d in order):
-        return None
-    if [dim % 3 for dim in order] not in ([0, 2, 1], [1, 2], [2, 1]):
-        return None
-    return replace(rows, is_transposed=True)
-
-
-_VIEWS: Mapping[Callable[..., Any], Callable[..., _Rows | None]] = {
-    Tensor.view: _shaped,
-    Tensor.reshape: _shaped,
-    torch.reshape: _shaped,
-    Tensor.flatten: _flattened,
-    torch.flatten: _flattened,
-    Tensor.__getitem__: _sliced,
-    Tensor.contiguous: lambda logits: logits.rows,
-    Tensor.float: lambda logits: logits.rows,
-    Tensor.to: _cast,
-    Tensor.transpose: _transposed,
-    torch.transpose: _transposed,
-    Tensor.permute: _transposed,
-    torch.permute: _transposed,
+_VIEWS = {
+    Tensor.view,
+    Tensor.reshape,
+    torch.reshape,
+    Tensor.flatten,
+    torch.flatten,
+    Tensor.__getitem__,
+    Tensor.contiguous,
+    Tensor.float,
+    Tensor.to,
+    Tensor.transpose,
+    torch.transpose,
+    Tensor.permute,
+    torch.permute,
 }
+"""What may make nothing but rows of logits."""
+_VIEW_OPERATORS = {
+    "aten::alias",
+    "aten::view",
+    "aten::_unsafe_view",
+    "aten::slice.Tensor",
+    "aten::select.int",
+    "aten::unsqueeze",
+    "aten::transpose.int",
+    "aten::permute",
+}
+_COPIES = {"aten::clone", "aten::_to_copy"}
 _NATIVE = {
     Tensor.size,
     Tensor.stride,
@@ -511,69 +479,43 @@ _OF_GRADIENTS = {
 """What uses the gradient of logits, or their place in the graph."""
 
 
-def _loss(logits: DeferredLogits, given: inspect.BoundArguments) -> Tensor | None:
-    """Return the cross entropy of deferred logits; None: it is not taken by chunks.
+def _cross_entropy(
+    logits: DeferredLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """Return the loss of deferred logits, given as torch's own is; None: not taken by chunks.
 
     It is where the targets are classes and the losses of the rows are added up.
     """
-    given.apply_defaults()
-    target, weight, reduction = (given.arguments[n] for n in ("target", "weight", "reduction"))
-    is_old = given.arguments["size_average"] is not None or given.arguments["reduce"] is not None
-    has_classes = logits.dim() == 2 or logits.rows.is_transposed
-    if not (has_classes and isinstance(target, Tensor) and target.dtype == torch.long):
+    run, is_old = logits.run, size_average is not None or reduce is not None
+    has_classes = isinstance(target, Tensor) and target.dtype == torch.long
+    if is_old or not has_classes or reduction not in ("mean", "sum"):
         return None
-    if is_old or reduction not in ("mean", "sum") or target.dim() != logits.dim() - 1:
+    if logits.classes_dim() != 1 or target.shape != (len(logits), *logits.shape[2:]):
         return None
-    run, ignored = logits.run, given.arguments["ignore_index"]
-    hidden = logits.rows.hidden.reshape(-1, logits.rows.hidden.shape[-1])
-    target = target.reshape(-1)
     run.check_unchanged()
+    hidden, target = logits.hidden(), target.reshape(-1)
     run.chunked_rows = len(target)
-    rule = _Rule(run.rows, run.dtype, weight, ignored, given.arguments["label_smoothing"])
-    loss: Tensor = _Chunked.apply(hidden, run.weight, run.bias, target, rule)  # type: ignore[no-untyped-call]  # torch does not annotate it
+    entropy = partial(
+        functional.cross_entropy,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+    loss: Tensor = _Chunked.apply(hidden, run.weight, run.bias, target, run, entropy)  # type: ignore[no-untyped-call]  # torch does not annotate it
     if reduction == "mean":
-        counted = target != ignored
-        if weight is None:
-            loss = loss / counted.sum()
-        else:
-            loss = loss / (weight[torch.where(counted, target, 0)] * counted).sum()
+        counted = target != ignore_index
+        weights = counted if weight is None else weight[torch.where(counted, target, 0)] * counted
+        loss = loss / weights.sum()
     is_cast = torch.is_autocast_enabled(hidden.device.type)
     return loss if is_cast else loss.to(logits.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class _Rule:
-    """How a loss is computed.
-
-    Attributes:
-        rows: of logits to hold at once.
-        dtype: in which the head multiplies.
-        weight: of each class; None: 1.
-        ignored: the target that is left out.
-        smoothing: of the targets, 0 to 1.
-    """
-
-    rows: int
-    dtype: torch.dtype
-    weight: Tensor | None
-    ignored: int
-    smoothing: float
-
-    def chunk(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Any:
-        """Return the sum of the losses of these rows, and its gradient by their logits."""
-        with torch.enable_grad():
-            logits = functional.linear(hidden, weight, bias).requires_grad_()
-            is_half = logits.dtype in (torch.float16, torch.bfloat16)
-            loss = functional.cross_entropy(
-                logits.float() if is_half else logits,
-                target,
-                self.weight,
-                ignore_index=self.ignored,
-                reduction="sum",
-                label_smoothing=self.smoothing,
-            )
-            (gradient,) = torch.autograd.grad(loss, logits)
-        return loss.detach(), gradient
 
 
 class _Chunked(torch.autograd.Function):
@@ -590,7 +532,8 @@ class _Chunked(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        rule: _Rule,
+        run: Run,
+        entropy: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
         """Return the sum, in float32 or wider.
 
@@ -599,38 +542,37 @@ class _Chunked(torch.autograd.Function):
             hidden: (rows, width).
             weight, bias: (classes, width), and (classes) or None.
             target: (rows), classes.
-            rule: how the loss is computed.
+            run: of the head.
+            entropy: the summed loss of some rows of logits and their targets.
         """
-        wanted = [tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
         wide = torch.promote_types(torch.float32, hidden.dtype)  # many chunks are added up in it
-        gradients = [
-            torch.zeros_like(tensor, dtype=None if tensor is hidden else wide)
-            if want and tensor is not None
+        of_hidden, of_weight, of_bias = (
+            torch.zeros_like(each, dtype=None if each is hidden else wide)
+            if each is not None and is_needed
             else None
-            for want, tensor in zip(wanted, (hidden, weight, bias), strict=True)
-        ]
-        of_hidden, of_weight, of_bias = gradients
+            for each, is_needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        )
         total = hidden.new_zeros((), dtype=wide)
         with torch.autocast(hidden.device.type, enabled=False):
-            cast, its_bias = weight.detach().to(rule.dtype), bias
-            if bias is not None:
-                its_bias = bias.detach().to(rule.dtype)
-            for at in range(0, len(hidden), rule.rows):
-                part = hidden[at : at + rule.rows].detach().to(rule.dtype)
-                loss, gradient = rule.chunk(part, cast, its_bias, target[at : at + rule.rows])
+            cast, its_bias = run.cast()
+            for at in range(0, len(hidden), run.rows):
+                chunk = slice(at, at + run.rows)
+                part = hidden[chunk].detach().to(run.dtype)
+                loss, gradient = _with_gradient(
+                    functional.linear(part, cast, its_bias), target[chunk], entropy
+                )
                 total += loss
                 if of_hidden is not None:
-                    of_hidden[at : at + rule.rows] = gradient @ cast
+                    of_hidden[chunk] = gradient @ cast
                 if of_weight is not None:
                     of_weight.add_(gradient.t() @ (part * _LESS), alpha=1 / _LESS)
                 if of_bias is not None:
                     of_bias += gradient.sum(0)
         its_type = wide if weight.dtype == torch.float16 else weight.dtype  # which sums outgrow
-        types = (hidden.dtype, its_type, its_type)
-        ctx.gradients = [
-            None if each is None else each.to(dtype)
-            for each, dtype in zip(gradients, types, strict=True)
-        ]
+        of_parameters = (
+            None if sum_ is None else sum_.to(its_type) for sum_ in (of_weight, of_bias)
+        )
+        ctx.gradients = of_hidden, *of_parameters
         return total
 
     @staticmethod
@@ -640,4 +582,16 @@ class _Chunked(torch.autograd.Function):
             raise LogitsLost("a loss of deferred logits can be differentiated once")
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [None if each is None else each.mul_(outer[0]) for each in gradients]
-        return (*scaled, None, None)
+        return (*scaled, None, None, None)
+
+
+def _with_gradient(
+    logits: Tensor, target: Tensor, entropy: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of these rows, and its gradient by their logits."""
+    is_half = logits.dtype in (torch.float16, torch.bfloat16)
+    with torch.enable_grad():
+        logits.requires_grad_()
+        loss = entropy(logits.float() if is_half else logits, target)
+        (gradient,) = torch.autograd.grad(loss, logits)
+    return loss.detach(), gradient

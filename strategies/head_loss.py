@@ -11,7 +11,7 @@ offered where a step with it agrees with the plain one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autofit.errors import InvalidArgument, release_exception, with_type
+from autofit.errors import InvalidArgument, release_exception
 from autofit.plan import CostHint, Dimension, Scalar
-from autofit.strategy import Context, Numerics, Phase, TrainingView, calls_watched
+from autofit.strategy import Context, Numerics, Phase, TrainingView
 
-from .calls import run_step, saved_bytes
+from .calls import look, run_step, saved_bytes
 from .one_setting import OneSetting
 
 SETTING = "head_loss.rows"
@@ -62,20 +62,13 @@ class HeadLoss(OneSetting):
         """
         if not _candidates(context.model):
             return {}
-        try:
-            heads = context.with_training(_heads, _SAMPLES)
-        except RuntimeError as error:  # such as LogitsLost, or a second derivative
-            release_exception(error)
-            context.with_training(run_step, _SAMPLES)  # raises what is the user's
-            context.note(f"{SETTING} skipped: a step with it raises {with_type(error)}")
-            return {}
+        heads, share = look(context, SETTING, _heads, _SAMPLES) or ([], None)
         if not heads:
             return {}
-        share = _share_of_logits(context, heads)
         if share is not None and share < LEAST_SHARE:
             context.note(f"{SETTING} skipped: logits are {share:.1%} of what a sample holds")
             return {}
-        payload = {"heads": heads}
+        payload: dict[str, Any] = {"heads": heads}
         dimension = Dimension(
             [0, *ROWS],
             payloads=dict.fromkeys(ROWS, payload),
@@ -145,43 +138,29 @@ def _candidates(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def _share_of_logits(context: Context, heads: Sequence[str]) -> float | None:
-    """Return the share of these heads' logits in the bytes that a step holds for its samples.
-
-    None: a transform of torch.func hides what is saved for the backward.
-    """
-    try:
-        kept, logits = context.with_training(partial(_saved_bytes, heads=heads), _SAMPLES)
-    except RuntimeError as error:
-        release_exception(error)
-        return None
-    # One of the copies is what cross entropy saves
-    return float(_COPIES * logits / max(kept + (_COPIES - 1) * logits, 1))
-
-
-def _saved_bytes(training: TrainingView, batch: Any, *, heads: Sequence[str]) -> tuple[int, int]:
-    """Return the bytes that are saved for the backward, weights left out, and those of logits."""
-    model, logits = training.model, list[int]()
-    modules = [model.get_submodule(name) for name in heads]
-    note = lambda _, output: logits.append(output.nbytes)  # noqa: E731  # a name for one line
-    with calls_watched(model, modules, lambda *_: None, note):
-        return saved_bytes(model, partial(run_step, training, batch)), sum(logits)
-
-
-def _heads(training: TrainingView, batch: Any) -> list[str]:
-    """Return the names of the modules whose logits a loss would take by chunks.
+def _heads(training: TrainingView, batch: Any) -> tuple[list[str], float | None]:
+    """Return the names of the modules whose logits a loss would take by chunks, and their share.
 
     Without those of one row a sample, as in a classifier: their logits are small beside what the
-    model keeps.
+    model keeps. The share is that of the logits in the bytes that a plain step holds for its
+    samples; None: a transform of torch.func hides what is saved for the backward.
     """
     from .deferred_logits import Run, deferred  # in the worker alone
 
-    heads, runs = _candidates(training.model), list[Run]()
-    with deferred(list(heads.values()), ROWS[-1], runs.append):
-        run_step(training, batch)
-    runs_of = {name: [run for run in runs if run.weight is heads[name].weight] for name in heads}
-    return [
+    candidates, runs, kept = _candidates(training.model), list[Run](), None
+    with deferred(list(candidates.values()), ROWS[-1], runs.append):
+        step = partial(run_step, training, batch)
+        try:
+            kept = saved_bytes(training.model, step)
+        except RuntimeError as error:
+            release_exception(error)
+            runs.clear()
+            step()
+    runs_of = {n: [run for run in runs if run.weight is h.weight] for n, h in candidates.items()}
+    heads = [
         name
         for name, own in runs_of.items()
         if own and all(run.logits is None and run.chunked_rows > _SAMPLES for run in own)
     ]
+    logits = _COPIES * sum(run.logits_bytes for name in heads for run in runs_of[name])
+    return heads, None if kept is None else logits / max(1, kept + logits)

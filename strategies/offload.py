@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -27,11 +27,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from autofit.errors import release_exception, with_type
 from autofit.plan import CostHint, Dimension
 from autofit.strategy import Context, Numerics, Phase, TrainingView, undone
 
-from .calls import run_step
+from .calls import look, run_step, storage_of
 from .one_setting import OneSetting
 
 SETTING = "offload.activations"
@@ -59,19 +58,14 @@ class Offload(OneSetting):
         """Return a dimension if a forward saves activations that are worth moving."""
         samples = context.samples_per_step
         looked_at = min(_SAMPLES, samples)
-        why = (
-            f"a forward of {samples} samples saves no activation of {LEAST_BYTES // 2**10} KiB "
-            "or more"
-        )
-        try:
-            look = partial(_moved_bytes, samples / looked_at)
-            moved: int = context.with_training(look, looked_at)
-        except RuntimeError as error:  # torch.func.grad, for one, takes no hooks
-            release_exception(error)
-            moved, why = 0, f"a step with it raised {with_type(error)}"
-            context.with_training(run_step, looked_at)  # raises if it is no matter of hooks
+        run = partial(_moved_bytes, samples / looked_at)
+        moved: int | None = look(context, SETTING, run, looked_at)
+        if moved == 0:
+            context.note(
+                f"{SETTING} skipped: a forward of {samples} samples saves no activation of "
+                f"{LEAST_BYTES // 2**10} KiB or more"
+            )
         if not moved:
-            context.note(f"{SETTING} skipped: {why}")
             return {SETTING: Dimension([False])}
         return {
             SETTING: Dimension(
@@ -110,12 +104,12 @@ def offloaded(model: torch.nn.Module) -> AbstractContextManager[None]:
     return saved_tensors_hooks(*_packing(_Host(), model))
 
 
-@contextmanager
-def _saving(training: TrainingView, hooks: Callable[[], tuple[Any, Any]]) -> Iterator[None]:
+def _saving(
+    training: TrainingView, hooks: Callable[[], tuple[Any, Any]]
+) -> AbstractContextManager[None]:
     """Save tensors in the training's forwards by what `hooks()` returns, made for each."""
     around = lambda: saved_tensors_hooks(*hooks())  # noqa: E731  # a context a forward
-    with undone(training.wrap_forward(around, also_recomputation=False)):
-        yield
+    return undone(training.wrap_forward(around, also_recomputation=False))
 
 
 def _packing(
@@ -127,7 +121,7 @@ def _packing(
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.device | None, int]:
         if is_moved(tensor):
             return host.copy_of(tensor), tensor.device, 0
-        return _unattached(tensor), None, tensor._version
+        return tensor.detach(), None, tensor._version  # see `saved_bytes`
 
     def unpack(saved: tuple[torch.Tensor, torch.device | None, int]) -> torch.Tensor:
         tensor, device, version = saved
@@ -144,17 +138,12 @@ def _packing(
     return pack, unpack
 
 
-def _unattached(tensor: torch.Tensor) -> torch.Tensor:
-    """Return it without its node: an output that its own node saves would hold itself for good."""
-    return tensor.detach()
-
-
 def _movable(model: torch.nn.Module, least_bytes: float) -> Callable[[torch.Tensor], bool]:
     """Return a function that says whether a tensor has memory of its own that is worth moving.
 
     Not that of parameters, also of those that are gathered for the time of a call, and buffers.
     """
-    held = {_storage(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    held = {storage_of(tensor) for tensor in chain(model.parameters(), model.buffers())}
 
     def is_movable(tensor: torch.Tensor) -> bool:
         return (
@@ -162,25 +151,21 @@ def _movable(model: torch.nn.Module, least_bytes: float) -> Callable[[torch.Tens
             and tensor.layout is torch.strided
             and least_bytes <= tensor.nbytes <= tensor.untyped_storage().nbytes()
             and not isinstance(tensor._base, torch.nn.Parameter)
-            and _storage(tensor) not in held
+            and storage_of(tensor) not in held
         )
 
     return is_movable
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
-
-
 def _moved_bytes(times: float, training: TrainingView, batch: Any) -> int:
     """Return the bytes that a forward of so many times the batch's samples would move."""
     is_moved = _movable(training.model, LEAST_BYTES / times)
-    moved: dict[int, int] = {}
+    moved: dict[Any, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if is_moved(tensor):
-            moved[_storage(tensor)] = round(times * tensor.nbytes)
-        return _unattached(tensor)
+            moved[storage_of(tensor)] = round(times * tensor.nbytes)
+        return tensor.detach()  # see `saved_bytes`
 
     with _saving(training, lambda: (pack, lambda tensor: tensor)):
         run_step(training, batch)

@@ -7,18 +7,19 @@ change. What an implementation does is seen by a step of it, of an optimizer to 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.errors import InvalidArgument, Unsupported, release_exception, with_type
 from autofit.strategy import TrainingView, attributes_kept, undone
 
+from .calls import Operators
 from .optimizer_state import named, shares_held, state_in_bfloat16
 from .update_in_backward import share_held, updated_in_backward
 
@@ -30,6 +31,7 @@ FLAGS = {
 """Implementation -> the flags of a parameter group that choose it."""
 
 _STEPS = 3
+_ALL, _PASSES = "all updates", "passes"
 _KEPT = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 """What constructor and step of a fused optimizer set on it."""
 
@@ -103,25 +105,19 @@ def implemented(optimizers: Iterable[Optimizer], value: str) -> Iterator[None]:
         optimizers: they have the flags `foreach`, and `fused` for that.
         value: a key of `FLAGS`.
     """
+    flags = FLAGS[value]
     with ExitStack() as stack:
         for optimizer in optimizers:
-            stack.enter_context(_one_implemented(optimizer, FLAGS[value]))
-        yield
-
-
-@contextmanager
-def _one_implemented(optimizer: Optimizer, flags: Mapping[str, bool]) -> Iterator[None]:
-    had_scaling = _KEPT[0] in vars(optimizer)
-    with ExitStack() as stack:
-        stack.callback(_place_step_counts, optimizer)
-        stack.enter_context(attributes_kept(optimizer, *_KEPT))
-        for group in optimizer.param_groups:
-            before = {name: group[name] for name in flags if name in group}
-            stack.callback(group.update, before)
-            group.update({name: flags[name] for name in before})
-        if flags["fused"] or had_scaling:
-            setattr(optimizer, _KEPT[0], flags["fused"])
-        _place_step_counts(optimizer)
+            had_scaling = _KEPT[0] in vars(optimizer)
+            stack.callback(_place_step_counts, optimizer)
+            stack.enter_context(attributes_kept(optimizer, *_KEPT))
+            for group in optimizer.param_groups:
+                before = {name: group[name] for name in flags if name in group}
+                stack.callback(group.update, before)
+                group.update({name: flags[name] for name in before})
+            if flags["fused"] or had_scaling:
+                setattr(optimizer, _KEPT[0], flags["fused"])
+            _place_step_counts(optimizer)
         yield
 
 
@@ -197,48 +193,47 @@ def worth_it(
     Where "for_loop" is found, steps are by lists, whose temporaries all others save: there time
     does not decide. And return why others raise: only a real step has gradients that they refuse.
     """
+    optimizers, device, raised = named(training), training.device, dict[str, str]()
+    spent_s, seen = defaultdict[str, float](float), list[dict[str, float]]()
+
+    def time_each(update: Callable[[], None]) -> None:
+        """Update as it is, then by each implementation in turn, by the same gradients."""
+        began = _now(device)
+        spent_s[""] += _seconds(update, device)
+        for value in [each for each in found if each not in raised]:
+            try:
+                with implemented([optimizers[name] for name in found[value]], value):
+                    spent_s[value] += _seconds(update, device)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # as the plain one ran, it is this implementation that fails
+                raised[value] = with_type(error)
+                release_exception(error)
+        spent_s[_ALL] += _now(device) - began
+
     training.step(batch)  # makes the optimizer's state
-    plain_s, step_s = _timed(training, batch)
-    if not plain_s:  # the user's own training_step updates by itself
+    with undone(training.wrap_optimizer_step(time_each)):
+        for _ in range(_STEPS):
+            spent_s.clear()
+            step_s = _seconds(partial(training.step, batch), device)
+            seen.append({**spent_s, _PASSES: step_s - spent_s[_ALL]})
+    update_s = {name: min(each.get(name, 0.0) for each in seen) for name in ("", _PASSES, *found)}
+    if not update_s[""]:  # the user's own training_step updates by itself
         return dict(found), {}
-    least_s = least_share * (plain_s + micro_batches * (step_s - plain_s))
+    least_s = least_share * (update_s[""] + micro_batches * update_s[_PASSES])
     saves_bytes = "for_loop" in found
-    worth: dict[str, Sequence[str]] = {}
-    raised: dict[str, str] = {}
-    for value, names in found.items():
-        optimizers = [each for name, each in named(training).items() if name in names]
-        try:
-            with implemented(optimizers, value):
-                if plain_s - _timed(training, batch)[0] > least_s or saves_bytes:
-                    worth[value] = names
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # as plain steps ran, it is this implementation that fails
-            raised[value] = with_type(error)
-            release_exception(error)
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
+    worth = {
+        value: names
+        for value, names in found.items()
+        if value not in raised and (saves_bytes or update_s[""] - update_s[value] > least_s)
+    }
     return worth, raised
 
 
-def _timed(training: TrainingView, batch: Any) -> tuple[float, float]:
-    """Return the least seconds of the updates in a step, and of a whole step."""
-    updates, steps = [], []
-    spent = 0.0
-
-    def timed(update: Callable[[], None]) -> None:
-        nonlocal spent
-        began = _now(training.device)
-        update()
-        spent += _now(training.device) - began
-
-    with undone(training.wrap_optimizer_step(timed)):
-        for _ in range(_STEPS):
-            spent, began = 0.0, _now(training.device)
-            training.step(batch)
-            steps.append(_now(training.device) - began)
-            updates.append(spent)
-    return min(updates), min(steps)
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    began = _now(device)
+    run()
+    return _now(device) - began
 
 
 def _now(device: torch.device) -> float:
@@ -252,18 +247,19 @@ def _ran(optimizer: Optimizer) -> str | None:
 
     Their gradients are zero. The optimizer is one to be thrown away.
     """
+    ran = set[str]()
     try:
         for parameter in _smallest(optimizer):
             parameter.grad = torch.zeros_like(parameter)
-        ran = _Operators()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        with ran:
+        with Operators(lambda operator, _: ran.add(operator.name())):
             optimizer.step()
     except Exception as error:  # whatever it raises, it does not work
         release_exception(error)
         return None
     finally:
         optimizer.zero_grad(set_to_none=True)
-    return ran.implementation
+    lists = [value for value in ("fused", "foreach") if f"aten::_{value}_" in "".join(ran)]
+    return [*lists, "for_loop"][0]
 
 
 def _smallest(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -281,22 +277,3 @@ def _torch_chooses_lists(optimizer: Optimizer) -> bool:
     """Return whether torch, left to itself, steps such parameters in lists."""
     alike = [torch.nn.Parameter(torch.zeros_like(p)) for p in _smallest(optimizer)]
     return _ran(torch.optim.SGD(alike)) == "foreach"
-
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Records which implementation an optimizer steps by."""
-
-    implementation: str = "for_loop"
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: a step that is compiled in part stays so while this is entered."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name.startswith("aten::_fused_"):
-            self.implementation = "fused"
-        elif name.startswith("aten::_foreach_") and self.implementation != "fused":
-            self.implementation = "foreach"
-        return func(*args, **(kwargs or {}))

@@ -55,11 +55,11 @@ def _one_in_bfloat16(optimizer: Optimizer) -> Iterator[None]:
     generator = None if device.type == "meta" else torch.Generator(device)
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Have the step go through other groups; hooks see the optimizer as it is."""
-        stepped = object.__new__(type(optimizer))
-        groups = _OneByOne(optimizer, generator)
-        vars(stepped).update({**vars(optimizer), "param_groups": groups})
-        return (stepped, *args[1:]), kwargs
+        """Step each parameter alone; other hooks see the optimizer as it is.
+
+        A hook, and no other `step`: whoever holds that already calls it.
+        """
+        return (_OneByOne(optimizer, generator), *args[1:]), kwargs
 
     hook = optimizer.register_step_pre_hook(before)
     try:
@@ -72,17 +72,22 @@ def _one_in_bfloat16(optimizer: Optimizer) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _OneByOne:
-    """The groups that a step goes through: one for each gradient, its state in float32 meanwhile.
+    """An optimizer as its own step sees it: with a group for each gradient.
 
     Attributes:
-        optimizer: whose groups they are.
+        optimizer: what all else is taken from.
         generator: of the random numbers that state is rounded by.
     """
 
     optimizer: Optimizer
     generator: torch.Generator | None
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    @property
+    def param_groups(self) -> Iterator[dict[str, Any]]:
+        """Each parameter alone, its state in float32 until the step asks for the next group."""
         for group in self.optimizer.param_groups:
             for parameter in [each for each in group["params"] if each.grad is not None]:
                 _widen(self.optimizer, parameter)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -177,30 +178,27 @@ def units_of(model: nn.Module) -> list[str]:
     shares a parameter with others is left to the model: sharded in two places, the parameter would
     be two.
     """
-    uses: Counter[int] = Counter()
-    for module in model.modules():
-        uses.update(id(parameter) for parameter in module._parameters.values())
-    units: list[str] = []
-    _collect(model, "", uses, units)
-    return units
+    return [*_units(model, "", _uses(model))]
 
 
-def _collect(module: nn.Module, name: str, uses: Counter[int], units: list[str]) -> None:
+def _units(module: nn.Module, name: str, uses: Counter[int]) -> Iterator[str]:
     classes = Counter(type(child) for child in module.children())
     for key, child in module.named_children():
-        path = f"{name}.{key}" if name else key
+        path = f"{name}.{key}".lstrip(".")
         repeats = isinstance(module, _LISTS) and classes[type(child)] > 1
         if repeats and not isinstance(child, _NEVER_CALLED) and _is_whole(child, uses):
-            units.append(path)
+            yield path
         else:
-            _collect(child, path, uses, units)
+            yield from _units(child, path, uses)
 
 
 def _is_whole(module: nn.Module, uses: Counter[int]) -> bool:
     """Return whether a module has parameters, and shares none with modules beside it."""
-    own = Counter(
-        id(parameter) for part in module.modules() for parameter in part._parameters.values()
-    )
-    has_any = next(module.parameters(), None) is not None
-    none = id(None)
-    return has_any and all(count == uses[each] for each, count in own.items() if each != none)
+    own = _uses(module)
+    return bool(own) and all(count == uses[each] for each, count in own.items())
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """Return how often parameters are used within a module, by their ids."""
+    parts = (part._parameters.values() for part in module.modules())
+    return Counter(id(each) for each in chain.from_iterable(parts) if each is not None)

@@ -12,8 +12,9 @@ no weight changed between two casts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -22,11 +23,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.plan import Dimension, Scalar
-from autofit.strategy import Context, Numerics, Phase, TrainingView
+from autofit.strategy import Context, Numerics, Phase, TrainingView, undone
 
+from .calls import Operators
 from .one_setting import OneSetting
 
 SETTING = "precision.dtype"
@@ -138,16 +139,12 @@ def _casts_of_a_step(dtype: torch.dtype, training: TrainingView, batch: Any) -> 
     )
     before = register_optimizer_step_pre_hook(casts.begin_update)
     after = register_optimizer_step_post_hook(casts.end_update)
-    try:
-        with casts:
-            training.step(batch)
-    finally:
-        for undo in (unwrap, before.remove, after.remove):
-            undo()
+    with undone(unwrap), undone(before.remove), undone(after.remove), Operators(casts.note):
+        training.step(batch)
     return casts
 
 
-class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+class _Casts:
     """Watches which weights are cast, and whether they change between casts.
 
     What an optimizer's step changes does not count: the training drops casts after each.
@@ -159,18 +156,12 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.are_repeated = self.are_stale = False
         self._weights = {id(parameter): parameter for parameter in model.parameters()}
         self._updates = 0
-        self._writes: dict[int, int] = {}
+        self._writes = Counter[int]()
         self._cast: dict[int, tuple[int, int]] = {}
         self._in_forward: set[int] | None = None
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: the user's compiled code runs compiled."""
-        return True
 
     @contextmanager
     def in_forward(self, autocast: AbstractContextManager[Any]) -> Iterator[None]:
@@ -188,19 +179,17 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def end_update(self, *step: Any) -> None:
         self._updates -= 1
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default and id(args[0]) in self._weights:
+    def note(self, operator: Any, args: Any) -> None:
+        if operator is torch.ops.aten._to_copy.default and id(args[0]) in self._weights:
             self._note_cast(args[0])
-        elif func._schema.is_mutable and not self._updates:
+        elif operator._schema.is_mutable and not self._updates:
             written = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
             for tensor in filter(torch.is_tensor, written):
-                key = tensor.untyped_storage()._cdata
-                self._writes[key] = self._writes.get(key, 0) + 1
-        return func(*args, **(kwargs or {}))
+                self._writes[tensor.untyped_storage()._cdata] += 1
 
     def _note_cast(self, weight: torch.Tensor) -> None:
         storage = weight.untyped_storage()._cdata
-        now = storage, self._writes.get(storage, 0)
+        now = storage, self._writes[storage]
         before = self._cast.get(id(weight))
         self._cast[id(weight)] = now
         self.are_stale |= before not in (None, now)
@@ -239,26 +228,15 @@ def _tf32() -> Iterator[None]:
     torch keeps the older `allow_tf32` along with the newer `fp32_precision` and refuses to read the
     older one where the two disagree, so turning on only one would break the user's own reads.
     """
+    before = [(part, "fp32_precision", part.fp32_precision) for part in _parts()]
     olds: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    old_before = [(part, part.allow_tf32) for part in olds if _is_readable(part)]
-    new_before = [(part, part.fp32_precision) for part in _parts()]
+    for part in olds:
+        with suppress(RuntimeError):  # torch refuses to read it where only the newer was set
+            before.append((part, "allow_tf32", part.allow_tf32))
     try:
-        for part, _ in old_before:
-            part.allow_tf32 = True
-        for part, _ in new_before:
-            part.fp32_precision = "tf32"
+        for part, name, _ in reversed(before):
+            setattr(part, name, True if name == "allow_tf32" else "tf32")
         yield
     finally:
-        for part, allowed in old_before:
-            part.allow_tf32 = allowed
-        for part, precision in new_before:  # last, because the older ones rewrite these
-            part.fp32_precision = precision
-
-
-def _is_readable(part: Any) -> bool:
-    """Return whether the older flag can be read; torch refuses where only the newer was set."""
-    try:
-        part.allow_tf32  # noqa: B018  # reading it is the question
-    except RuntimeError:
-        return False
-    return True
+        for part, name, value in reversed(before):  # the older ones first: they rewrite the newer
+            setattr(part, name, value)

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.strategy import TrainingView, calls_watched
 
-from .calls import run_step
+from .calls import Operators, run_step
 
 _PLAIN = (
     torch.Tensor,
@@ -62,7 +61,7 @@ def observe(training: TrainingView, batch: Any) -> SeenStep:
     names = {model.get_submodule(name): name for name in kinds}
     count = _Count()
     note = calls_watched(model, [model, *names], count.enter, count.leave)
-    with count, note:
+    with Operators(count.add), note:
         run_step(training, batch)
     found: dict[Hashable, list[nn.Module]] = {}
     for module, name in names.items():
@@ -108,7 +107,7 @@ def _kind(module: nn.Module) -> Hashable:
     return parts, tuple((name, each.shape, each.dtype) for name, each in tensors)
 
 
-class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+class _Count:
     """Counts the operators that run, and those of the first call of each module.
 
     Attributes:
@@ -117,23 +116,14 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         objects: module -> the classes of the objects that it was given.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.operators = 0
         self.of_calls: Counter[nn.Module] = Counter()
         self.objects: defaultdict[nn.Module, set[str]] = defaultdict(set)
         self._begun: list[tuple[nn.Module, int]] = []
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: the user's own compiled functions stay compiled while this counts."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def add(self, operator: Any, args: Any) -> None:
         self.operators += 1
-        return func(*args, **(kwargs or {}))
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a call of a module."""

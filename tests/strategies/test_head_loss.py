@@ -96,6 +96,23 @@ def reshaped(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(rows, targets.reshape(-1))
 
 
+def by_named_arguments(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.transpose(dim0=1, dim1=2), targets)
+
+
+def of_some_rows(logits: Tensor, targets: Tensor) -> Any:
+    return flat(logits[1:, ::2].contiguous(), targets[1:, ::2])
+
+
+def of_one_sample(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits[0], targets[0])
+
+
+def of_a_grid(logits: Tensor, targets: Tensor) -> Tensor:
+    grid = logits.view(-1, 4, 6, CLASSES).permute(0, 3, 1, 2)
+    return functional.cross_entropy(grid.float(), targets.view(-1, 4, 6))
+
+
 WEIGHT = torch.linspace(0.1, 2.0, CLASSES)
 BY_CHUNKS: Sequence[Loss] = (
     flat,
@@ -104,6 +121,10 @@ BY_CHUNKS: Sequence[Loss] = (
     permuted,
     flattened,
     reshaped,
+    by_named_arguments,
+    of_some_rows,
+    of_one_sample,
+    of_a_grid,
     partial(flat, reduction="sum"),
     partial(flat, ignore_index=7),
     partial(flat, label_smoothing=0.1),
@@ -142,12 +163,17 @@ def across_classes(logits: Tensor, targets: Tensor) -> Any:
     return flat(logits[..., list(range(CLASSES))], targets)
 
 
+def of_some_classes(logits: Tensor, targets: Tensor) -> Tensor:
+    rows = logits[..., : CLASSES // 2].reshape(-1, CLASSES // 2)
+    return functional.cross_entropy(rows, targets.clamp(max=CLASSES // 2 - 1).reshape(-1))
+
+
+def through_a_mask(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits[targets >= 0], targets[targets >= 0])
+
+
 def with_a_penalty(logits: Tensor, targets: Tensor) -> Any:
     return flat(logits, targets) + 1e-3 * logits.logsumexp(-1).square().mean()
-
-
-def by_named_arguments(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.transpose(dim0=1, dim1=2), targets)
 
 
 AS_BEFORE: Sequence[Loss] = (
@@ -157,7 +183,8 @@ AS_BEFORE: Sequence[Loss] = (
     changed_in_place,
     divided_in_place,
     across_classes,
-    by_named_arguments,
+    of_some_classes,
+    through_a_mask,
 )
 
 
@@ -523,6 +550,14 @@ def test_a_weight_that_is_replaced_after_the_head_ran_is_not_used() -> None:
     torch.testing.assert_close(value, wanted)
 
 
+def test_targets_that_are_more_than_the_rows_are_refused() -> None:
+    made, (ids, targets) = model(), batch()
+    with deferred([made.head], 7):
+        rows = made(ids).view(-1, CLASSES)
+        with pytest.raises(ValueError, match="batch_size"):
+            functional.cross_entropy(rows, targets.reshape(-1).repeat(2))
+
+
 def by_a_late_hook(loss: Tensor, logits: Any) -> None:
     logits.register_hook(lambda gradient: gradient * 2)
 
@@ -720,6 +755,18 @@ def test_conformance(device: str) -> None:
 def test_it_is_not_offered_where_the_loss_needs_the_logits(loss: Loss) -> None:
     context = PlainContext(partial(workload, loss), "cpu")
     assert HeadLoss().dimensions(context) == {}
+
+
+def beside_a_transform(logits: Tensor, targets: Tensor) -> Any:
+    return flat(logits, targets) + torch.func.grad(torch.sum)(torch.ones(3)).sum()
+
+
+def test_it_is_offered_where_a_transform_hides_what_is_saved() -> None:
+    """Nobody knows its share then, nor what it would save."""
+    context = PlainContext(partial(workload, beside_a_transform), "cpu")
+    dimension = HeadLoss().dimensions(context)[head_loss.SETTING]
+    assert list(dimension.values) == [0, *head_loss.ROWS]
+    assert not dimension.hints
 
 
 class Overwritten(Language):
