@@ -37,8 +37,9 @@ from autofit.plan import (
     thinned,
 )
 from autofit.registry import collect_dimensions, load_strategies, numerics_of
-from autofit.snapshot.snapshot import HOOKS, Digest, differences, digest
+from autofit.snapshot.snapshot import HOOKS
 from autofit.strategy import Capabilities, Numerics, Strategy
+from autofit.testing.digest import Digest, differences, digest
 from autofit.training.optimizers import Optimizers
 from autofit.training.training import Training
 from autofit.training.workload import Workload
