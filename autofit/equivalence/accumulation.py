@@ -112,9 +112,7 @@ def compare_split_gradients(
                 "gradients cannot be compared"
             )
         split = _split_against_whole(builder, batch)
-        whole = ResolvedPlan(Plan(SAMPLES_OF_A_COMPARISON))
-        seeds = ((whole, builder.seed), (whole, builder.seed + 1))  # the noise of the model itself
-        noise = None if split.equal else compare(*run_passes(builder, seeds, batch))
+        noise = None if split.equal else _noise(builder, batch)
         carried = _second_against_first(builder, batch) if split.equal else None
     except Exception as error:
         release_exception(error)
@@ -132,6 +130,14 @@ def compare_split_gradients(
         )
         return _kept(why, split.comparison)
     return _kept_by(split, workload)
+
+
+def _noise(builder: TrainingBuilder, batch: Batch) -> Comparison:
+    """Compare two passes that differ in their seed alone: the noise of the model itself."""
+    whole = ResolvedPlan(Plan(SAMPLES_OF_A_COMPARISON))
+    seeds = (whole, builder.seed), (whole, builder.seed + 1)
+    first, second = run_passes(builder, seeds, batch)
+    return compare(first, second)
 
 
 def _kept(

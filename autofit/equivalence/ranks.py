@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -302,7 +303,7 @@ def normalizing_apart(model: torch.nn.Module) -> list[str]:
 
 
 def _with_values(dimension: Dimension, left: Sequence[Scalar]) -> Dimension:
-    by_value = {
+    by_value: dict[str, Any] = {
         name: {value: of for value, of in getattr(dimension, name).items() if value in left}
         for name in ("payloads", "hints", "trial_costs_s", "accumulation")
     }

@@ -97,7 +97,8 @@ def of_gradients(
     payloads = UNITS if mode.startswith("fsdp2") else {}
     together = ResolvedPlan(plan, payloads, (strategy,))
     passes = ((ResolvedPlan(Plan(samples)), 0), (together, 0))
-    return compare(*run_passes(session.builder, passes, padded(samples)))
+    first, second = run_passes(session.builder, passes, padded(samples))
+    return compare(first, second)
 
 
 def of_ranks(session: Session, mode: str) -> Any:
