@@ -158,6 +158,19 @@ def test_views_that_the_user_holds_stay_views() -> None:
     assert layer.weight.detach().tolist() == [[2.0, 2.0]] * 4
 
 
+def test_a_buffer_whose_cells_repeat_and_one_that_a_graph_took_in_are_put_back() -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("repeated", torch.ones(1).expand(4))
+    layer.register_buffer("total", torch.zeros(()))
+    total = layer.get_buffer("total")
+    with preserved({"model": layer}):
+        layer.get_buffer("repeated")[:1].mul_(3)
+        total += layer.weight.square().sum() + 1
+        assert not total.is_leaf
+    assert layer.get_buffer("repeated").tolist() == [1.0] * 4
+    assert total.item() == 0.0
+
+
 def test_storage_that_was_freed_is_there_again() -> None:
     layer = nn.Linear(2, 2)
     before = layer.weight.detach().clone()
