@@ -33,6 +33,7 @@ from autofit.equivalence.comparison import (
     accumulated,
     compare,
     distance,
+    moved_by_seed,
     owners_of,
     perturbed,
     run_pass,
@@ -112,7 +113,6 @@ def compare_split_gradients(
                 "gradients cannot be compared"
             )
         split = _split_against_whole(builder, batch)
-        noise = None if split.equal else _noise(builder, batch)
         carried = _second_against_first(builder, batch) if split.equal else None
     except Exception as error:
         release_exception(error)
@@ -121,23 +121,15 @@ def compare_split_gradients(
         builder.reclaim_or_not()
     if carried is not None:
         return _kept(_why_by_state(carried), carried.comparison)
-    if noise is None:
+    if split.equal:
         return _with_padding(builder, samples, batch, split.comparison)
-    if not noise.equal:
+    if split.noise is not None and not split.noise.equal:
         why = (
             "the model draws random numbers that change the gradients of the same samples by "
-            f"{noise.gradient:.1%}, so split and whole gradients cannot be compared"
+            f"{split.noise.gradient:.1%}, so split and whole gradients cannot be compared"
         )
         return _kept(why, split.comparison)
     return _kept_by(split, workload)
-
-
-def _noise(builder: TrainingBuilder, batch: Batch) -> Comparison:
-    """Compare two passes that differ in their seed alone: the noise of the model itself."""
-    whole = ResolvedPlan(Plan(SAMPLES_OF_A_COMPARISON))
-    seeds = (whole, builder.seed), (whole, builder.seed + 1)
-    first, second = run_passes(builder, seeds, batch)
-    return compare(first, second)
 
 
 def _kept(
@@ -170,11 +162,13 @@ class _Compared:
         apart: parameters whose own gradients differ by more than roundings explain -> how far;
             looked for where loss and all gradients together are equal.
         state: names of what the first way changed in the model.
+        noise: of the first way with other random numbers, where the two are not equal.
     """
 
     comparison: Comparison
     apart: Mapping[str, float]
     state: tuple[str, ...] = ()
+    noise: Comparison | None = None
 
     @property
     def equal(self) -> bool:
@@ -219,7 +213,10 @@ def _split_against_whole(builder: TrainingBuilder, batch: Batch) -> _Compared:
             moved = partial(perturbed, by=first.rounding, seed=draw)
             yield from run_passes(builder, ((whole, seed),), batch, moved)
 
-    return _compared(first, second, repeated)
+    found = _compared(first, second, repeated)
+    if found.equal:
+        return found
+    return replace(found, noise=moved_by_seed(builder, first, batch, samples))
 
 
 def _second_against_first(builder: TrainingBuilder, batch: Batch) -> _Compared | None:
@@ -294,31 +291,30 @@ def _with_padding(
 ) -> SplitGradients:
     """Return the decision where split and whole gradients of the sample batch are equal.
 
-    Samples that are collated have the padding that they have in the training.
+    Samples that are collated have the padding that they have in the training. A model may refuse
+    samples that are altered.
     """
-    masks, masked = list[str](), batch
-    if isinstance(samples, Rows):
-        masks, masked = _masks_altered(batch, samples.places(batch))
-    found = _tried(builder, masked) if masks else None
-    if found is None or found.equal:
-        return SplitGradients(None, comparison)
+    equal = SplitGradients(None, comparison)
+    if not isinstance(samples, Rows):
+        return equal
+    masks, masked = _masks_altered(batch, samples.places(batch))
+    if not masks:
+        return equal
+    try:
+        found = _split_against_whole(builder, masked)
+    except Exception as error:
+        release_exception(error)
+        return equal
+    finally:
+        builder.reclaim_or_not()
+    if found.equal:
+        return equal
     why = (
         f"split gradients equal whole ones on the sample batch, whose masks "
         f"({', '.join(masks)}) leave nothing out, and differ by {found.by()} where they do"
     )
     way_out = f"loss_weight (what the masks leave), or {_FREE}"
     return _kept(why, found.comparison, way_out=way_out, is_of_batch=False)
-
-
-def _tried(builder: TrainingBuilder, batch: Batch) -> _Compared | None:
-    """Return how split and whole compare on altered samples; None: the model refuses those."""
-    try:
-        return _split_against_whole(builder, batch)
-    except Exception as error:
-        release_exception(error)
-        return None
-    finally:
-        builder.reclaim_or_not()
 
 
 def _varied(batch: Batch, places: Collection[int]) -> Batch:

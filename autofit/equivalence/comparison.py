@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 
 from autofit.errors import InvalidArgument, release_exception
-from autofit.plan import ResolvedPlan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.strategy import Comparison, attributes_kept, calls_watched
 from autofit.torch_private import InstanceNorm, NormBase
 from autofit.training.batch import Batch, tensors_of
@@ -345,6 +345,22 @@ def run_pass(
     builder.reclaim()
     with builder.training(builder.fresh_workload(), resolved) as training, around(training):
         return accumulated(training, batch, seed=seed, calm=calm)
+
+
+def moved_by_seed(
+    builder: TrainingBuilder,
+    whole: StepTrace,
+    batch: Batch,
+    samples: int,
+    around: Around = nullcontext,
+) -> Comparison:
+    """Compare a pass of all samples with one that draws other random numbers, in the same modes.
+
+    Raises:
+        Exception: whatever the model or the device raises.
+    """
+    plain, seed = ResolvedPlan(Plan(samples)), builder.seed + 1
+    return compare(whole, run_pass(builder, plain, seed, batch, around, calm=whole.calm))
 
 
 def accumulated(training: Training, batch: Batch, *, seed: int, calm: bool = True) -> StepTrace:

@@ -24,6 +24,7 @@ from autofit.equivalence.comparison import (
     accumulated,
     batch_normalizing,
     compare,
+    moved_by_seed,
     run_pass,
     run_passes,
 )
@@ -140,7 +141,7 @@ def compare_ranks(
     worst = max(found, key=lambda each: max(each.gradient, each.loss))
     if worst.equal:
         return worst
-    noise = max(ranks.objects(_noise_alone(builder, batch, alone, samples, calm=calm)))
+    noise = max(ranks.objects(_noise_alone(builder, batch, alone, samples)))
     if noise:
         return (
             "the model draws random numbers that change the gradients of the same "
@@ -160,20 +161,16 @@ def _alone(builder: TrainingBuilder, batch: Batch, samples: int) -> StepTrace | 
         return why
 
 
-def _noise_alone(
-    builder: TrainingBuilder, batch: Batch, alone: StepTrace, samples: int, *, calm: bool
-) -> float:
+def _noise_alone(builder: TrainingBuilder, batch: Batch, alone: StepTrace, samples: int) -> float:
     """Return by how much another seed moves the step of all samples; 0 where roundings explain it.
 
     Raises no errors: what ran before and fails now is taken to be without noise.
     """
-    plain, seed = ResolvedPlan(Plan(samples)), builder.seed + 1
     try:
-        again = run_pass(builder, plain, seed, batch, _normalizing_as_evaluated, calm=calm)
+        found = moved_by_seed(builder, alone, batch, samples, _normalizing_as_evaluated)
     except Exception as error:
         release_exception(error)
         return 0.0
-    found = compare(alone, again)
     return 0.0 if found.equal else max(found.gradient, found.loss)
 
 
