@@ -64,7 +64,7 @@ ALLOWED = {
     "memory": VOCABULARY,
     "devices": VOCABULARY | {"memory"},
     "training": VOCABULARY | {"devices", "memory"},
-    "snapshot": VOCABULARY | {"interrupts"},
+    "snapshot": VOCABULARY,
     "equivalence": VOCABULARY | {"devices", "snapshot", "training"},
     "probing": VOCABULARY | TRAINING | {"interrupts", "registry"},
     "prediction": VOCABULARY | TRAINING | {"probing", "registry"},

@@ -16,8 +16,8 @@ from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.requests import ProbeRequest
 from autofit.registry import installed_names, load_strategies, resolve
 from autofit.searching.predicted_lines import predicted_lines
-from autofit.snapshot.snapshot import differences, digest
 from autofit.testing import check_strategy
+from autofit.testing.digest import differences, digest
 from autofit.units import parse_bytes
 
 pytestmark = pytest.mark.cuda

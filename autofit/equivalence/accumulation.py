@@ -8,37 +8,33 @@ Modules are compared as in evaluation, where random numbers do not hide a differ
 forward leaves what the next one reads (codebooks that follow the features, running normalizers) is
 looked at apart, as modules train: such a forward sees other numbers in each micro-batch.
 
-Equal gradients on the sample batch say nothing of batches with padding, over which many losses take
-the mean of what is valid. So what could be padding is tried too: masks of the sample batch that
-leave nothing out are altered, and targets of cross entropy that are several for a sample are
-ignored. Where a mask matters, the count stays: the training has masks to leave something out.
-Targets may never be ignored in the training, so there a note says for what equality was shown.
+Equal gradients on a sample batch whose masks leave nothing out say nothing of batches with padding,
+over which many losses take the mean of what is valid. So such masks are altered, too: the training
+has masks to leave something out. Of targets that are ignored, a plan's user is warned where a batch
+has them: see `autofit.training.watch`.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from typing import Any, TypeAlias
 
 import torch
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from autofit.equivalence.comparison import (
     GRADIENT,
+    ROOM,
     SAMPLES_OF_A_COMPARISON,
-    Around,
     StepTrace,
+    Tolerance,
     accumulated,
-    alike,
     compare,
-    compare_passes,
+    distance,
+    moved_by_seed,
     owners_of,
-    parameters_apart,
     perturbed,
     run_pass,
     run_passes,
@@ -47,17 +43,15 @@ from autofit.equivalence.steps import state_of
 from autofit.errors import release_exception, with_type
 from autofit.measurement import ACT
 from autofit.plan import Plan, ResolvedPlan
-from autofit.strategy import Comparison, undone
+from autofit.strategy import Comparison
 from autofit.training.batch import (
     Batch,
     describe,
     map_batched,
-    named_tensors,
     tensors_of,
 )
 from autofit.training.samples import Collated, Made, Rows, Samples
-from autofit.training.training import Training, TrainingBuilder
-from autofit.training.watch import IGNORED
+from autofit.training.training import TrainingBuilder
 from autofit.training.workload import Workload
 from autofit.units import quoted
 
@@ -119,9 +113,6 @@ def compare_split_gradients(
                 "gradients cannot be compared"
             )
         split = _split_against_whole(builder, batch)
-        whole = ResolvedPlan(Plan(SAMPLES_OF_A_COMPARISON))
-        seeds = ((whole, builder.seed), (whole, builder.seed + 1))  # the noise of the model itself
-        noise = None if split.equal else compare_passes(builder, seeds, batch)
         carried = _second_against_first(builder, batch) if split.equal else None
     except Exception as error:
         release_exception(error)
@@ -130,12 +121,12 @@ def compare_split_gradients(
         builder.reclaim_or_not()
     if carried is not None:
         return _kept(_why_by_state(carried), carried.comparison)
-    if noise is None:
+    if split.equal:
         return _with_padding(builder, samples, batch, split.comparison)
-    if not noise.equal:
+    if split.noise is not None and not split.noise.equal:
         why = (
             "the model draws random numbers that change the gradients of the same samples by "
-            f"{noise.gradient:.1%}, so split and whole gradients cannot be compared"
+            f"{split.noise.gradient:.1%}, so split and whole gradients cannot be compared"
         )
         return _kept(why, split.comparison)
     return _kept_by(split, workload)
@@ -171,11 +162,13 @@ class _Compared:
         apart: parameters whose own gradients differ by more than roundings explain -> how far;
             looked for where loss and all gradients together are equal.
         state: names of what the first way changed in the model.
+        noise: of the first way with other random numbers, where the two are not equal.
     """
 
     comparison: Comparison
     apart: Mapping[str, float]
     state: tuple[str, ...] = ()
+    noise: Comparison | None = None
 
     @property
     def equal(self) -> bool:
@@ -191,30 +184,39 @@ class _Compared:
 
 
 def _compared(first: StepTrace, second: StepTrace, repeated: Repeated) -> _Compared:
-    """Compare two passes; `repeated()` returns more of the first, which noise alone changes."""
+    """Compare two passes; `repeated()` returns more of the first, which noise alone changes.
+
+    A parameter may hide in the norm of all: the gradient of a router, or of a gate, is often a
+    thousandth of it. So each is compared alone, with the tolerance of all relative to its own size.
+    """
     found = compare(first, second)
-    if not found.equal or not parameters_apart(first, second):
+    tolerance = Tolerance(found.tolerance, roundings=ROOM)
+    if not found.equal or not tolerance.differences(first, second):
         return _Compared(found, {})
-    apart = parameters_apart(first, second, repeated())
-    differences = tuple(f"{GRADIENT}{name}" for name in apart)
-    return _Compared(replace(found, modules=owners_of(apart), differences=differences), apart)
+    for again in repeated():
+        tolerance.widen(first, again)
+    differences = tolerance.differences(first, second)
+    apart = {name.removeprefix(GRADIENT): size for name, size in differences.items()}
+    found = replace(found, modules=owners_of(apart), differences=tuple(differences))
+    return _Compared(found, apart)
 
 
-def _split_against_whole(
-    builder: TrainingBuilder, batch: Batch, around: Around = nullcontext
-) -> _Compared:
+def _split_against_whole(builder: TrainingBuilder, batch: Batch) -> _Compared:
     samples, seed = SAMPLES_OF_A_COMPARISON, builder.seed
     sizes = samples, -(-samples // 2)
     whole, split = (ResolvedPlan(Plan.split(samples, size)) for size in sizes)
-    first, second = run_passes(builder, ((whole, seed), (split, seed)), batch, around)
+    first, second = run_passes(builder, ((whole, seed), (split, seed)), batch)
 
     def repeated() -> Iterator[StepTrace]:
-        yield from run_passes(builder, ((whole, seed + 1),), batch, around)
+        yield from run_passes(builder, ((whole, seed + 1),), batch)
         for draw in range(2):
-            moved = partial(perturbed, by=first.rounding, seed=draw, around=around)
+            moved = partial(perturbed, by=first.rounding, seed=draw)
             yield from run_passes(builder, ((whole, seed),), batch, moved)
 
-    return _compared(first, second, repeated)
+    found = _compared(first, second, repeated)
+    if found.equal:
+        return found
+    return replace(found, noise=moved_by_seed(builder, first, batch, samples))
 
 
 def _second_against_first(builder: TrainingBuilder, batch: Batch) -> _Compared | None:
@@ -250,7 +252,7 @@ def _changed(
     names = [
         name
         for name, value in after.items()
-        if not alike(before.get(name), value, 0.0)
+        if distance(before.get(name), value)
         and not name.endswith("random state")
         and name.rpartition(" ")[2].rpartition(".")[0] not in normalizing
     ]
@@ -289,42 +291,30 @@ def _with_padding(
 ) -> SplitGradients:
     """Return the decision where split and whole gradients of the sample batch are equal.
 
-    Samples that are collated have the padding that they have in the training.
+    Samples that are collated have the padding that they have in the training. A model may refuse
+    samples that are altered.
     """
+    equal = SplitGradients(None, comparison)
     if not isinstance(samples, Rows):
-        return SplitGradients(None, comparison)
-    places = samples.places(batch)
-    masks, masked = _masks_altered(batch, places)
-    if masks and (found := _tried(builder, masked)) is not None and not found.equal:
-        why = (
-            f"split gradients equal whole ones on the sample batch, whose masks "
-            f"({', '.join(masks)}) leave nothing out, and differ by {found.by()} where they do"
-        )
-        way_out = f"loss_weight (what the masks leave), or {_FREE}"
-        return _kept(why, found.comparison, way_out=way_out, is_of_batch=False)
-    if builder.fresh_workload().loss_weight is None:
-        found = _tried(builder, batch, _targets_ignored)
-        if found is not None and not found.equal:
-            mark = ACT if _has_ignored(batch, places) else ""
-            note = (
-                f"{mark}Padded targets (-100) would change gradients by {found.by()} when "
-                "accumulating: pass loss_weight="
-            )
-            return SplitGradients(None, comparison, (note,))
-    return SplitGradients(None, comparison)
-
-
-def _tried(
-    builder: TrainingBuilder, batch: Batch, around: Around = nullcontext
-) -> _Compared | None:
-    """Return how split and whole compare on altered samples; None: the model refuses those."""
+        return equal
+    masks, masked = _masks_altered(batch, samples.places(batch))
+    if not masks:
+        return equal
     try:
-        return _split_against_whole(builder, batch, around)
+        found = _split_against_whole(builder, masked)
     except Exception as error:
         release_exception(error)
-        return None
+        return equal
     finally:
         builder.reclaim_or_not()
+    if found.equal:
+        return equal
+    why = (
+        f"split gradients equal whole ones on the sample batch, whose masks "
+        f"({', '.join(masks)}) leave nothing out, and differ by {found.by()} where they do"
+    )
+    way_out = f"loss_weight (what the masks leave), or {_FREE}"
+    return _kept(why, found.comparison, way_out=way_out, is_of_batch=False)
 
 
 def _varied(batch: Batch, places: Collection[int]) -> Batch:
@@ -378,23 +368,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are equal, where a NaN equals a NaN."""
     if one.is_nested and other.is_nested:
         return _equal(one.unbind(), other.unbind())
-    if one.layout != torch.strided or other.layout != torch.strided:
-        return one.layout == other.layout and one.shape == other.shape
-    same = one.shape == other.shape and one.dtype == other.dtype
-    return same and alike(one, other, 0.0)
-
-
-def _has_ignored(batch: Batch, places: Collection[int]) -> bool:
-    """Return whether targets of the batch are ignored, or a mask of it leaves something out."""
-    named = named_tensors(batch)
-    for name, tensor in (named[place] for place in places):
-        if tensor.layout != torch.strided or tensor.dim() < 2 or tensor.is_floating_point():
-            continue
-        if bool((tensor == IGNORED).any()):
-            return True
-        if "mask" in name and tensor.numel() and bool((tensor != tensor.flatten()[0]).any()):
-            return True
-    return False
+    return not distance(one, other)
 
 
 def _has_distinct_samples(tensor: torch.Tensor) -> bool:
@@ -419,61 +393,8 @@ def _masks_altered(batch: Batch, places: Collection[int]) -> tuple[list[str], Ba
             return tensor
         masks.append(name)
         altered = tensor.clone()
-        for at, sample in enumerate(altered):
-            sample[..., _length(tensor.shape[-1], at) :] = not value
+        for sample, share in zip(altered, cycle(_KEPT), strict=False):
+            sample[..., max(1, round(tensor.shape[-1] * share)) :] = not value
         return altered
 
     return masks, map_batched(alter, batch, places)
-
-
-def _length(whole: int, sample: int) -> int:
-    return max(1, round(whole * _KEPT[sample % len(_KEPT)]))
-
-
-@contextmanager
-def _targets_ignored(training: Training) -> Iterator[None]:
-    """Ignore some targets of each sample in cross entropies, in every micro-batch alike."""
-    mode = _IgnoredTargets(training.plan.micro_batch_sizes)
-    with undone(training.wrap_forward(mode.micro_batch, also_recomputation=False)):
-        yield
-
-
-class _IgnoredTargets(TorchFunctionMode):
-    """Replaces targets of cross entropies by their `ignore_index`, which every kernel takes.
-
-    Args:
-        sizes: samples of each micro-batch, in the order of their forwards.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__()
-        self._sizes, self._begun = sizes, 0
-
-    @contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """Enter the forward and loss of the next micro-batch."""
-        self._begun += 1
-        with self:
-            yield
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func in (functional.cross_entropy, functional.nll_loss):
-            bound = inspect.signature(func).bind(*args, **kwargs or {})
-            bound.apply_defaults()
-            given = bound.arguments
-            given["target"] = self._with_ignored(given["target"], given["ignore_index"])
-            return func(*bound.args, **bound.kwargs)
-        return func(*args, **kwargs or {})
-
-    def _with_ignored(self, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-        first = sum(self._sizes[: self._begun - 1])
-        samples = self._sizes[self._begun - 1]
-        each, rest = divmod(target.numel(), samples)
-        if rest or each < 2 or target.is_floating_point():
-            return target  # one target a sample, which no training ignores; or probabilities
-        ignored = target.reshape(samples, each).clone()
-        for at, sample in enumerate(ignored, first):
-            sample[_length(each, at) :] = ignore_index
-        return ignored.reshape(target.shape)

@@ -1,7 +1,7 @@
 """Record the results of a training step, and compare two steps over the same samples.
 
-Agreement is judged by the roundings that the data types explain, or, given a `NoiseFloor`, name by
-name and no more strictly than two runs of the same step agree with each other.
+Where values are judged name by name, one `Tolerance` says what is equal; else loss and the norm of
+all gradients are judged by the roundings that the data types explain.
 
 Two plans of one workload are compared on the same samples. Random numbers would hide the
 difference, so the model runs in eval mode, except for the modules that normalize over the batch:
@@ -13,17 +13,16 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import median
 from typing import Any, TypeAlias
 
 import torch
 
 from autofit.errors import InvalidArgument, release_exception
-from autofit.plan import ResolvedPlan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.strategy import Comparison, attributes_kept, calls_watched
 from autofit.torch_private import InstanceNorm, NormBase
 from autofit.training.batch import Batch, tensors_of
@@ -50,6 +49,9 @@ gradients are rounded too. Of bfloat16 in residual networks, 0.7 to 1.2 were see
 WIDENED = 2**20
 """Numbers that are compared in float64 at a time: no more memory than a few of them, 8 MiB each."""
 
+_NOTHING = 1e-12
+"""The norm of what is zero but for roundings, where these are explained."""
+
 
 class NotRepeatable(Exception):
     """Two runs of the same step from the same state differ by more than the device's noise."""
@@ -61,12 +63,13 @@ class StepTrace:
 
     Attributes:
         loss: the detached mean loss, or a number.
-        gradients: of each parameter that has one, by name; strided and real.
+        gradients: of each parameter that has one, by name; strided.
         state: other tensors and plain values after the step, by a readable name.
         tolerance: relative difference that roundings in the types of this step explain.
         rounding: relative size of one rounding in the coarsest of those types.
         normalizing: names of the modules that normalized over the batch.
         ran: names of the modules whose forward ran.
+        calm: whether its modules drew no random numbers; see `accumulated`.
     """
 
     loss: torch.Tensor | float
@@ -76,111 +79,118 @@ class StepTrace:
     normalizing: tuple[str, ...] = ()
     state: Mapping[str, Any] = field(default_factory=dict)
     ran: frozenset[str] = frozenset()
-
-    @property
-    def most_by_rounding(self) -> float:
-        """The relative difference that a few roundings make in the types of the gradients."""
-        types = {gradient.dtype for gradient in self.gradients.values()}
-        widths = [torch.finfo(each).eps for each in types if each.is_floating_point]
-        return min(MOST_NOISE, MOST_ROUNDINGS * max(widths, default=0.0))
+    calm: bool = False
 
     def values(self) -> dict[str, Any]:
         """Return all that the step left, by name."""
         gradients = {f"{GRADIENT}{name}": value for name, value in self.gradients.items()}
-        return {LOSS: torch.as_tensor(self.loss), **gradients, **self.state}
+        is_tensor = isinstance(self.loss, torch.Tensor)
+        loss = self.loss if is_tensor else torch.tensor(self.loss, dtype=torch.float64)
+        return {LOSS: loss, **gradients, **self.state}
 
 
-class NoiseFloor:
-    """The relative difference, by name, that two equal steps may have.
+@dataclass
+class Tolerance:
+    """What counts as equal, value by value.
 
-    Args:
-        tolerance: allowed from the start.
+    A value may differ by the largest of `of_own` times its norm, `roundings` of its type in the
+    norm of all gradients, and ROOM times what it differs by between runs of the same step:
+
+    | compared | of_own | roundings | runs of the same step |
+    | --- | --- | --- | --- |
+    | a step under settings | ROOM times what loss and gradients differ by | 0 | if it differs |
+    | one of a strategy that rounds | and 1e-4 at least | 0 | with weights one rounding larger |
+    | split and whole gradients | what their types explain | ROOM | another seed, moved weights |
+
+    Other values than tensors have to be the same, unless they differ between those runs.
+
+    Attributes:
+        of_own: relative difference.
+        roundings: of a gradient in the norm of all: each element is a sum of terms as large as
+            those, and one that is zero but for roundings (of a bias before a normalization) differs
+            from itself by as much as it is large.
         most: largest relative difference of loss or gradients that counts as noise, beside a few
             roundings; 0 where the device's kernels repeat to the bit.
     """
 
-    def __init__(self, tolerance: float = 0.0, most: float = 0.0) -> None:
-        self.tolerance = tolerance
-        """Allowed for the loss, and for all gradients together."""
-        self._at_first = tolerance
-        self._most = most
-        self._learned: dict[str, float] = {}
-        self._unstable: set[str] = set()
+    of_own: float = 0.0
+    roundings: float = 0.0
+    most: float = 0.0
+    _spread: dict[str, float] = field(default_factory=dict, init=False)
 
-    def learn(self, first: StepTrace, second: StepTrace) -> None:
+    def most_explained(self, step: StepTrace) -> float:
+        """Return the largest relative difference of loss or gradients that noise explains."""
+        rounding = max((_eps(each.dtype) for each in step.gradients.values()), default=0.0)
+        return max(self.most, min(MOST_NOISE, MOST_ROUNDINGS * rounding))
+
+    def learn(self, first: StepTrace, again: StepTrace) -> None:
         """Take in the differences between two runs of the same step.
+
+        A value that happened to repeat exactly still gets the noise of loss and gradients, for
+        kernels that add in any order affect all.
 
         Raises:
             NotRepeatable: loss or gradients differ by more than `most` and roundings.
         """
-        most = max(self._most, first.most_by_rounding)
-        for what, names in (("loss", [LOSS]), ("gradients", None)):
-            # All gradients together: one that is zero but for roundings never repeats.
-            difference = _total_difference(first.values(), second.values(), names)
+        found, most = compare(first, again), self.most_explained(first)
+        for what, difference in (("loss", found.loss), ("gradients", found.gradient)):
             if not difference <= most:
                 raise NotRepeatable(
                     f"two identical steps from the same state differ: their {what} by "
                     f"{difference:.2g} (relative)"
                 )
-            self.tolerance = max(self.tolerance, ROOM * difference)
-        ours, theirs = first.values(), second.values()
-        for name in self.differences(first, second):
-            if _are_comparable(ours.get(name), theirs.get(name)):
-                difference = _relative(_distance(ours[name], theirs[name]), _norm(ours[name]))
-                self._learned[name] = max(difference, self._learned.get(name, 0.0))
-            else:  # the time of day, for example
-                self._unstable.add(name)
+            self.of_own = max(self.of_own, ROOM * difference)
+        self.widen(first, again)
 
-    def allowed(self, name: str) -> float:
-        """Return the relative difference that noise may explain in this value.
-
-        A tensor that happened to repeat exactly still gets the noise of loss and gradients, for
-        kernels that add in any order affect all tensors.
-        """
-        trained = [
-            difference
-            for of, difference in self._learned.items()
-            if of == LOSS or of.startswith(GRADIENT)
-        ]
-        noise = max(self._learned.get(name, 0.0), median(trained) if trained else 0.0)
-        return max(self._at_first, ROOM * noise)
-
-    def differences(self, first: StepTrace, second: StepTrace) -> Iterator[str]:
-        """Yield the names of the values that differ by more than noise."""
-        ours, theirs = first.values(), second.values()
+    def widen(self, first: StepTrace, again: StepTrace) -> None:
+        """Take in by how much each value differs alone."""
+        ours, theirs = first.values(), again.values()
         for name in ours | theirs:
-            if name in self._unstable:
+            apart = distance(ours.get(name), theirs.get(name))
+            self._spread[name] = max(apart, self._spread.get(name, 0.0))
+
+    def differences(self, first: StepTrace, second: StepTrace) -> dict[str, float]:
+        """Return the names of the values that differ by more, each with its relative difference."""
+        ours, theirs, found = first.values(), second.values(), dict[str, float]()
+        by_roundings = self.roundings and self.roundings * _size(first)
+        for name in ours | theirs:
+            one, apart = ours.get(name), distance(ours.get(name), theirs.get(name))
+            if not apart:
                 continue
-            both = name in ours and name in theirs
-            if not both or not alike(ours[name], theirs[name], self.allowed(name)):
-                yield name
+            size = _norm(one) if isinstance(one, torch.Tensor) else 0.0
+            allowed = [self.of_own * size, ROOM * self._spread.get(name, 0.0)]
+            if name.startswith(GRADIENT) and name in ours:
+                allowed.append(by_roundings * _eps(ours[name].dtype))
+            if not apart <= max(*allowed, _NOTHING if self.of_own else 0.0):
+                found[name] = _relative(apart, size)
+        return found
 
 
-def compare(first: StepTrace, second: StepTrace, noise: NoiseFloor | None = None) -> Comparison:
+def compare(first: StepTrace, second: StepTrace, tolerance: Tolerance | None = None) -> Comparison:
     """Return whether the second step agrees with the first, by how much, and where it does not.
 
     Args:
         first: the reference step.
         second: a step over the same samples.
-        noise: judge each value by it, and the states too; None: judge the loss and the norm of
+        tolerance: judge each value by it, and the states too; None: judge the loss and the norm of
             all gradients by the roundings of both steps.
     """
     distances = {
         name: _distance(first.gradients.get(name), second.gradients.get(name))
         for name in {**first.gradients, **second.gradients}
     }
-    size = math.hypot(*(_norm(gradient) for gradient in first.gradients.values()))
+    losses = [torch.tensor(float(each.loss), dtype=torch.float64) for each in (first, second)]
     found = Comparison(
-        loss=_loss_difference(float(first.loss), float(second.loss)),
-        gradient=_relative(math.hypot(*distances.values()), size),
+        loss=_relative(_distance(*losses), _norm(losses[0])),
+        gradient=_relative(math.hypot(*distances.values()), _size(first)),
         tolerance=max(first.tolerance, second.tolerance),
         ran=first.ran | second.ran,
     )
-    if noise is not None:
-        differences = tuple(noise.differences(first, second))
+    if tolerance is not None:
+        differences = tuple(tolerance.differences(first, second))
         explained = 0.0 if differences else max(found.loss, found.gradient)
-        tolerance = max(noise.tolerance, explained)
-        found = replace(found, tolerance=tolerance, differences=differences)
+        most = max(tolerance.of_own, explained)
+        found = replace(found, tolerance=most, differences=differences)
     if found.equal:
         return found
     if first.normalizing:
@@ -189,126 +199,67 @@ def compare(first: StepTrace, second: StepTrace, noise: NoiseFloor | None = None
     return replace(found, modules=owners_of(largest))
 
 
-def parameters_apart(
-    whole: StepTrace, other: StepTrace, repeated: Iterable[StepTrace] = ()
-) -> dict[str, float]:
-    """Return the parameters whose gradients differ by more than roundings, each with how far.
-
-    One of them may hide in the norm of all: that of a router, or of a gate, is often a thousandth
-    of it. Its own tolerance is that of all gradients together, relative to its own size, and what
-    is left of the difference must be more than noise, for a gradient that is zero but for roundings
-    (of a bias before a normalization) differs from itself by as much as it is large. So it is not
-    less than ROOM times the difference that any of `repeated` shows, nor than ROOM roundings of its
-    type in the norm of all gradients: each element is a sum of terms as large as those.
-
-    Args:
-        whole, other: compared.
-        repeated: steps that differ from `whole` by noise alone.
-    """
-    sizes = {name: _norm(gradient) for name, gradient in whole.gradients.items()}
-    tolerance, total = max(whole.tolerance, other.tolerance), math.hypot(*sizes.values())
-    others, apart = [each.gradients for each in repeated], {}
-    for name, gradient in {**whole.gradients, **other.gradients}.items():
-        distance = _distance(whole.gradients.get(name), other.gradients.get(name))
-        eps = torch.finfo(gradient.dtype).eps if gradient.dtype.is_floating_point else 0.0
-        noise = [_distance(whole.gradients.get(name), each.get(name)) for each in others]
-        size = sizes.get(name, 0.0)
-        if distance > max(tolerance * size, ROOM * max(noise, default=0.0), ROOM * eps * total):
-            apart[name] = _relative(distance, size)
-    return apart
-
-
 def owners_of(parameters: Iterable[str]) -> tuple[str, ...]:
     """Return modules by name; a parameter of the model's own stands for itself."""
     return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in parameters))
 
 
-def _loss_difference(first: float, second: float) -> float:
-    """Return the relative difference; NaN and infinity equal themselves."""
-    same = first == second or (math.isnan(first) and math.isnan(second))
-    return 0.0 if same else _relative(abs(second - first), abs(first))
+def distance(one: Any, other: Any) -> float:
+    """Return how far two values are apart: tensors by a norm, others not at all or infinitely.
 
-
-def _total_difference(
-    first: Mapping[str, Any], second: Mapping[str, Any], names: Collection[str] | None
-) -> float:
-    """Return the relative difference of these values together; None: of all gradients."""
-    names = [n for n in first if n.startswith(GRADIENT)] if names is None else names
-    distances = (
-        _distance(first[name], second[name])
-        if _are_comparable(first[name], second.get(name))
-        else _norm(first[name])
-        for name in names
-    )
-    return _relative(math.hypot(*distances), math.hypot(*(_norm(first[name]) for name in names)))
-
-
-def alike(one: Any, other: Any, allowed: float) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return type(one) is type(other) and bool(one == other or one != one)  # NaN is not itself
-    if not _are_comparable(one, other):
-        return False
-    distance = _distance(one, other)
-    if not allowed or not distance:
-        return distance == 0.0
-    return distance <= 1e-12 or _relative(distance, _norm(one)) <= allowed  # 1e-12: of nothing
-
-
-def _are_comparable(one: Any, other: Any) -> bool:
-    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return both and one.shape == other.shape and one.dtype == other.dtype
+    NaN and infinity equal themselves.
+    """
+    if getattr(one, "dtype", type(one)) != getattr(other, "dtype", type(other)):
+        return math.inf
+    if isinstance(one, torch.Tensor):
+        return _distance(one, other)
+    return 0.0 if one == other or one != one else math.inf
 
 
 def _relative(difference: float, reference: float) -> float:
     return difference / reference if reference else (0.0 if difference == 0 else math.inf)
 
 
+def _size(step: StepTrace) -> float:
+    """Return the norm of all gradients together."""
+    return math.hypot(*map(_norm, step.gradients.values()))
+
+
+def _eps(dtype: torch.dtype) -> float:
+    """Return the relative size of a rounding; 0 for whole numbers."""
+    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
 def _distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
-    """Return the norm of the difference; None is all zeros, NaN and infinity equal themselves."""
+    """Return the norm of the difference; None is all zeros."""
     if first is None or second is None:
         given = second if first is None else first
         return 0.0 if given is None else _norm(given)
     if first.shape != second.shape:
         return math.inf
-    if first.dtype == second.dtype and torch.equal(first, second):
+    is_strided = first.layout == second.layout == torch.strided
+    if is_strided and first.dtype == second.dtype and torch.equal(first, second):
         return 0.0
-    pairs = zip(_parts(first), _parts(second), strict=True)
-    return math.hypot(*(_part_distance(one, other) for one, other in pairs))
+    pairs = zip(_pieces(first), _pieces(second), strict=True)
+    return math.hypot(*(_norm_of_difference(one, other) for one, other in pairs))
 
 
-def _part_distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    one, other = _wide(first), _wide(second)
-    difference = one - other
-    if not math.isfinite(norm := float(torch.linalg.vector_norm(difference))):
-        same = (one == other) | (one.isnan() & other.isnan())
-        norm = float(torch.linalg.vector_norm(difference.masked_fill(same, 0)))
-    return norm
+def _norm_of_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    same = (one == other) | (one.isnan() & other.isnan())
+    return float(torch.linalg.vector_norm((one - other).masked_fill(same, 0)))
 
 
 def _norm(tensor: torch.Tensor) -> float:
     """Return the norm of the finite values."""
-    return math.hypot(*map(_part_norm, _parts(tensor)))
+    finite = (each.masked_fill(~each.isfinite(), 0) for each in _pieces(tensor))
+    return math.hypot(*(float(torch.linalg.vector_norm(each)) for each in finite))
 
 
-def _part_norm(tensor: torch.Tensor) -> float:
-    wide = _wide(tensor)
-    if not math.isfinite(norm := float(torch.linalg.vector_norm(wide))):
-        norm = float(torch.linalg.vector_norm(wide.masked_fill(~wide.isfinite(), 0)))
-    return norm
-
-
-def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return views of a tensor that may be widened at little cost in memory."""
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dim()
-    if not is_plain or tensor.layout is not torch.strided:
-        return [tensor]
-    longest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
-    rows = max(1, WIDENED * tensor.shape[longest] // max(1, tensor.numel()))
-    return torch.split(tensor, rows, longest)
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the numbers of a tensor in float64, at little cost in memory."""
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    yield from (each.to(wide) for each in torch.split(dense.detach().reshape(-1), WIDENED))
 
 
 SAMPLES_OF_A_COMPARISON = 5
@@ -352,9 +303,7 @@ def compare_plans(
 
 
 @contextmanager
-def perturbed(
-    training: Training, *, by: float, seed: int = 0, around: Around = nullcontext
-) -> Iterator[None]:
+def perturbed(training: Training, *, by: float, seed: int = 0) -> Iterator[None]:
     """Train weights each of which is moved at random by up to this share of it, as by rounding.
 
     Some models move their gradients by half then: a residual network that normalizes over its
@@ -367,20 +316,13 @@ def perturbed(
             # In float32, since a type of 16 bits has no number between 1 and the next
             factors = torch.empty(weight.shape, device=weight.device)
             weight.copy_(weight * factors.uniform_(1 - by, 1 + by, generator=draw))
-    with around(training):
-        yield
-
-
-def compare_passes(builder: TrainingBuilder, passes: tuple[Pass, Pass], batch: Batch) -> Comparison:
-    """Return how two passes over the same batch differ; raises as `compare_plans` does."""
-    first, second = run_passes(builder, passes, batch)
-    return compare(first, second)
+    yield
 
 
 def run_passes(
     builder: TrainingBuilder, passes: Sequence[Pass], batch: Batch, around: Around = nullcontext
 ) -> list[StepTrace]:
-    """Return the passes over the same batch, all in the same modes."""
+    """Return the passes over the same batch, all in the same modes; raise as `compare_plans`."""
     try:
         return [run_pass(builder, *each, batch, around) for each in passes]
     except torch.OutOfMemoryError:
@@ -405,6 +347,22 @@ def run_pass(
         return accumulated(training, batch, seed=seed, calm=calm)
 
 
+def moved_by_seed(
+    builder: TrainingBuilder,
+    whole: StepTrace,
+    batch: Batch,
+    samples: int,
+    around: Around = nullcontext,
+) -> Comparison:
+    """Compare a pass of all samples with one that draws other random numbers, in the same modes.
+
+    Raises:
+        Exception: whatever the model or the device raises.
+    """
+    plain, seed = ResolvedPlan(Plan(samples)), builder.seed + 1
+    return compare(whole, run_pass(builder, plain, seed, batch, around, calm=whole.calm))
+
+
 def accumulated(training: Training, batch: Batch, *, seed: int, calm: bool = True) -> StepTrace:
     """Return loss and gradients of one accumulation over the batch; the training is not stepped.
 
@@ -426,7 +384,8 @@ def accumulated(training: Training, batch: Batch, *, seed: int, calm: bool = Tru
     types.update(parameter.dtype for parameter in model.parameters())
     eps = max((_rounding(dtype, training.device.type) for dtype in types), default=0.0)
     # The sum of roundings: some thousand units in the last place, or a few coarse ones.
-    return StepTrace(loss, by_name, min(eps * 8192, max(eps * 4, 1e-3)), eps, normalizing)
+    tolerance = min(eps * 8192, max(eps * 4, 1e-3))
+    return StepTrace(loss, by_name, tolerance, eps, normalizing, calm=calm)
 
 
 def batch_normalizing(model: torch.nn.Module) -> list[str]:
@@ -485,23 +444,18 @@ def _types_of_outputs(model: torch.nn.Module) -> Iterator[set[torch.dtype]]:
 
 
 def _rounding(dtype: torch.dtype, device_type: str) -> float:
-    """Return the relative size of a rounding; 0 for whole numbers.
+    """Return the relative size of a rounding on a device.
 
     On a GPU float32 counts as TF32, in which cuDNN convolves by default.
     """
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return 0.0
-    if device_type == "cuda" and dtype in (torch.float32, torch.complex64):
-        dtype = torch.float16
-    return torch.finfo(dtype).eps
+    is_tf32 = device_type == "cuda" and dtype in (torch.float32, torch.complex64)
+    return _eps(torch.float16 if is_tf32 else dtype)
 
 
 def _on_host(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient dense and real, in host memory; a sharded one whole, on every rank."""
-    if hasattr(gradient, "full_tensor"):
-        gradient = gradient.full_tensor()
-    dense = gradient.detach().to("cpu").to_dense()
-    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+    """Return the gradient dense, in host memory; a sharded one whole, on every rank."""
+    whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return whole.detach().to("cpu").to_dense()
 
 
 def seed_everything(seed: int) -> None:

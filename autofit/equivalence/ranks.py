@@ -24,7 +24,9 @@ from autofit.equivalence.comparison import (
     accumulated,
     batch_normalizing,
     compare,
+    moved_by_seed,
     run_pass,
+    run_passes,
 )
 from autofit.errors import InvalidArgument, Unsupported, blame, in_one_line, release_exception
 from autofit.plan import (
@@ -127,19 +129,19 @@ def compare_ranks(
     batch, missing = _batch_of_first(ranks, workload, samples)
     if batch is None:
         return f"cannot make a batch of {samples} samples: {missing}"
-    alone, calm, why = _alone(builder, batch, samples)
-    told: list[tuple[bool, str | None]] = ranks.objects((calm, why))
-    for rank, (_, reason) in enumerate(told):
-        if reason is not None:
+    alone = _alone(builder, batch, samples)
+    told: list[bool | str] = ranks.objects(alone if isinstance(alone, str) else alone.calm)
+    for rank, reason in enumerate(told):
+        if isinstance(reason, str):
             return f"rank {rank} could not run {samples} samples alone: {reason}"
-    calm = all(is_calm for is_calm, _ in told)
-    assert alone is not None  # there is no reason why not
+    calm = all(told)
+    assert isinstance(alone, StepTrace)  # there is no reason why not
     second = run_pass(builder, together, builder.seed, batch, _normalizing_as_evaluated, calm=calm)
     found: list[Comparison] = ranks.objects(compare(alone, second))
     worst = max(found, key=lambda each: max(each.gradient, each.loss))
     if worst.equal:
         return worst
-    noise = max(ranks.objects(_noise_alone(builder, batch, alone, samples, calm=calm)))
+    noise = max(ranks.objects(_noise_alone(builder, batch, alone, samples)))
     if noise:
         return (
             "the model draws random numbers that change the gradients of the same "
@@ -148,38 +150,27 @@ def compare_ranks(
     return worst
 
 
-def _alone(
-    builder: TrainingBuilder, batch: Batch, samples: int
-) -> tuple[StepTrace | None, bool, str | None]:
-    """Return the step of all samples, whether its modules were calm, and why there is none."""
-    why, plain = "", ResolvedPlan(Plan(samples))
-    for calm in (True, False):  # some models have a loss in training mode only
-        try:
-            around = _normalizing_as_evaluated
-            return run_pass(builder, plain, builder.seed, batch, around, calm=calm), calm, None
-        except Exception as error:
-            why = in_one_line(error)
-            is_full = isinstance(error, torch.OutOfMemoryError)
-            release_exception(error)
-            if is_full:
-                break
-    return None, False, why
+def _alone(builder: TrainingBuilder, batch: Batch, samples: int) -> StepTrace | str:
+    """Return the step of all samples, or why there is none."""
+    passes = [(ResolvedPlan(Plan(samples)), builder.seed)]
+    try:
+        return run_passes(builder, passes, batch, _normalizing_as_evaluated)[0]
+    except Exception as error:
+        why = in_one_line(error)
+        release_exception(error)
+        return why
 
 
-def _noise_alone(
-    builder: TrainingBuilder, batch: Batch, alone: StepTrace, samples: int, *, calm: bool
-) -> float:
+def _noise_alone(builder: TrainingBuilder, batch: Batch, alone: StepTrace, samples: int) -> float:
     """Return by how much another seed moves the step of all samples; 0 where roundings explain it.
 
     Raises no errors: what ran before and fails now is taken to be without noise.
     """
-    plain, seed = ResolvedPlan(Plan(samples)), builder.seed + 1
     try:
-        again = run_pass(builder, plain, seed, batch, _normalizing_as_evaluated, calm=calm)
+        found = moved_by_seed(builder, alone, batch, samples, _normalizing_as_evaluated)
     except Exception as error:
         release_exception(error)
         return 0.0
-    found = compare(alone, again)
     return 0.0 if found.equal else max(found.gradient, found.loss)
 
 
@@ -309,13 +300,9 @@ def normalizing_apart(model: torch.nn.Module) -> list[str]:
 
 
 def _with_values(dimension: Dimension, left: Sequence[Scalar]) -> Dimension:
-    def kept(known: Mapping[Scalar, Any]) -> dict[Scalar, Any]:
-        return {value: of for value, of in known.items() if value in left}
-
-    return replace(
-        dimension,
-        values=[value for value in dimension.values if value in left],
-        payloads=kept(dimension.payloads),
-        hints=kept(dimension.hints),
-        trial_costs_s=kept(dimension.trial_costs_s),
-    )
+    by_value: dict[str, Any] = {
+        name: {value: of for value, of in getattr(dimension, name).items() if value in left}
+        for name in ("payloads", "hints", "trial_costs_s", "accumulation")
+    }
+    lever = dimension.lever if dimension.lever in left[1:] else None
+    return replace(dimension, values=left, lever=lever, **by_value)

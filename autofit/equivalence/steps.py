@@ -7,7 +7,7 @@ attributes and random numbers, and records the results. What a forward keeps out
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -20,10 +20,11 @@ from torch import nn
 from autofit.devices.base import Device
 from autofit.equivalence.comparison import (
     MOST_NOISE,
-    NoiseFloor,
     NotRepeatable,
     StepTrace,
+    Tolerance,
     compare,
+    distance,
     seed_everything,
 )
 from autofit.errors import InvalidArgument, Unsupported, release_exception
@@ -40,7 +41,7 @@ from autofit.strategy import (
     calls_watched,
     undone,
 )
-from autofit.torch_private import gone_in
+from autofit.torch_private import gone_in, pytree
 from autofit.training.training import Training, TrainingBuilder
 from autofit.training.workload import Workload
 
@@ -48,14 +49,11 @@ Apply: TypeAlias = Callable[[Training], AbstractContextManager[Any]]
 """Applies some settings to a training; leaving the context undoes them."""
 
 _RANDOM = {"random": PYTHON, "numpy.random": NUMPY, "torch.random": "torch's random state"}
-_DEEPEST = 4
-"""Levels of containers within an attribute that are compared."""
-
-REPEATS_FOR_ROUNDINGS = 3
-"""Steps repeated to tell whether a difference of a rounding's size is noise."""
+REPEATS = 3
+"""Steps repeated to tell whether a difference is noise, which does not show each time."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_CONTAINERS = (list, dict, set, deque, OrderedDict)
+_CONTAINERS = (list, tuple, dict, deque, OrderedDict, defaultdict)
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SUMMED_AT_ONCE = 2**20  # elements: a checksum holds two 8-byte copies of so many
@@ -85,11 +83,11 @@ class StepComparer:
         live = {"model": model, "optimizer": training.optimizer}
         with one_thread(self._is_exact):  # which a snapshot would put back, too
             self._start = Snapshot(live, but=model.parameters())
-        self._noise = NoiseFloor(most=0.0 if self._is_exact else MOST_NOISE)
+        self._tolerance = Tolerance(most=0.0 if self._is_exact else MOST_NOISE)
         self._reference: StepTrace | None = None
         self._key: object = None
         self._changes: frozenset[str] = frozenset()
-        self._knows_noise = False
+        self._was_repeated = False
 
     def compare(
         self, apply: Apply, reference: Apply, key: object, *, seed: int, update: bool
@@ -109,8 +107,8 @@ class StepComparer:
             if self._reference is None or self._key != (key, seed, update):
                 self._reference = None  # frees its device memory for its successor
                 self._reference = self._step(reference, seed, update)
-                self._key, self._knows_noise = (key, seed, update), False
-                self._changes = self._changed(seed)
+                self._key, self._was_repeated = (key, seed, update), False
+                self._changes = self._changed(seed, self._reference)
             try:
                 found = self._compare(self._reference, apply, reference, seed, update)
             except NotRepeatable as why:
@@ -130,34 +128,26 @@ class StepComparer:
             line = str(error).strip().split("\n")[0][:160]
             why = f"it raises {type(error).__name__}: {line}"
             return Comparison(float("inf"), float("inf"), 0.0, differences=(why,), ran=first.ran)
-        found = compare(first, second, self._noise)
-        by_rounding = 0 < max(found.loss, found.gradient) <= first.most_by_rounding
-        if found.equal or (self._is_exact and self._knows_noise and not by_rounding):
-            return found
-        # Noise of a rounding's size does not show each time: several more steps may show it.
-        for _ in range(REPEATS_FOR_ROUNDINGS if self._knows_noise and self._is_exact else 1):
-            again = second if apply is reference else self._step(reference, seed, update)
-            self._noise.learn(first, again)
-            self._knows_noise = True
-            found = compare(first, second, self._noise)
+        found = compare(first, second, self._tolerance)
+        apart, most = max(found.loss, found.gradient), self._tolerance.most_explained(first)
+        for _ in range(REPEATS if 0 < apart <= most else int(not self._was_repeated)):
             if found.equal:
                 break
+            again = second if apply is reference else self._step(reference, seed, update)
+            self._tolerance.learn(first, again)
+            self._was_repeated = True
+            found = compare(first, second, self._tolerance)
         return found
 
     def _step(self, apply: Apply, seed: int, update: bool) -> StepTrace:
         self._restore()
         seed_everything(seed)
-        training, ran = self._training, set[nn.Module]()
-
-        model = training.model
-        note = calls_watched(model, model.modules(), lambda own, *_: ran.add(own), lambda *_: None)
-        with apply(training), note, gradients_noted(training, update=update) as gradients:
-            loss = training.step(self._batch).detach().clone()
-        state = dict(state_of(training.model, updated=update))
-        names = training.model.named_modules()
-        return StepTrace(
-            loss, gradients, state=state, ran=frozenset(n for n, module in names if module in ran)
-        )
+        model, ran = self._training.model, set[nn.Module]()
+        watch = calls_watched(model, model.modules(), lambda own, *_: ran.add(own), lambda *_: None)
+        with apply(self._training), watch:
+            step = traced_step(self._training, self._batch, update=update)
+        names = frozenset(name for name, module in model.named_modules() if module in ran)
+        return replace(step, state=dict(state_of(model, updated=update)), ran=names)
 
     def _restore(self) -> None:
         """Put model, optimizer and random states back where the comparison began."""
@@ -167,32 +157,27 @@ class StepComparer:
             if checksum(parameter) != sum_before:
                 parameter.data.copy_(values)
 
-    def _changed(self, seed: int) -> frozenset[str]:
-        """Return what the last step changed, as `Comparison.changes`.
+    def _changed(self, seed: int, step: StepTrace) -> frozenset[str]:
+        """Return what a step changed, as `Comparison.changes`.
 
         All buffers of a module of which one has changed: the others may change now and then.
         """
-        model, states = self._training.model, _random_states()
-        after = {n: b.detach().clone() for n, b in model.named_buffers(remove_duplicate=False)}
         self._restore()
         seed_everything(seed)
-        before, began = dict(model.named_buffers(remove_duplicate=False)), _random_states()
-        changed = {name for name in (PYTHON, NUMPY) if states.get(name) != began.get(name)}
-        for path, module in model.named_modules():
-            own = module._buffers.keys()  # those of a scripted module cannot be iterated over
-            names = {f"{path}.{name}".lstrip(".") for name in own}
-            if any(not _same(after.get(name), before.get(name)) for name in names):
-                changed |= names
-        return frozenset(changed)
+        left, random = step.state, _random_states()
+        buffers = self._training.model.named_buffers(remove_duplicate=False)
+        moved = {name: distance(each, left.get(f"buffer {name}")) for name, each in buffers}
+        owners = {name.rpartition(".")[0] for name in filter(moved.get, moved)}
+        changed = {name for name in (PYTHON, NUMPY) if left.get(name) != random.get(name)}
+        return frozenset(changed.union(n for n in moved if n.rpartition(".")[0] in owners))
 
 
-@contextmanager
-def gradients_noted(training: Training, *, update: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """Note the gradients at every update of the body, by the parameters' names.
+def traced_step(training: Training, batch: Any, *, update: bool) -> StepTrace:
+    """Run a step; return its loss, and the gradients at each update by the parameters' names.
 
     Without `update` the weights stay as they are.
     """
-    noted: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
     updates: Counter[str] = Counter()
 
     def note(step: Callable[[], None]) -> None:
@@ -200,12 +185,13 @@ def gradients_noted(training: Training, *, update: bool) -> Iterator[dict[str, t
             if parameter.grad is not None:
                 updates[name] += 1
                 key = name + (f" at update {updates[name]}" if updates[name] > 1 else "")
-                noted[key] = _strided(parameter.grad.detach())
+                gradients[key] = _strided(parameter.grad.detach())
         if update:
             step()
 
     with undone(training.wrap_optimizer_step(note)):
-        yield noted
+        loss = training.step(batch).detach().clone()
+    return StepTrace(loss, gradients)
 
 
 def _strided(gradient: torch.Tensor) -> torch.Tensor:
@@ -224,37 +210,36 @@ def state_of(model: nn.Module, *, updated: bool) -> Iterator[tuple[str, Any]]:
     for name, parameter in model.named_parameters():
         values = parameter.detach().clone() if updated else checksum(parameter)
         yield f"parameter {name}", values
-    yield from ((f"buffer {name}", b.detach().clone()) for name, b in model.named_buffers())
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield f"buffer {name}", buffer.detach().clone()
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in _OF_TORCH:
-                yield from _visible(f"attribute {path}.{name}".replace(" .", " "), value, _DEEPEST)
+                yield from _visible(f"attribute {path}.{name}".replace(" .", " "), value)
     yield from _random_states().items()
 
 
-def _visible(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield what compares in a plain value, a tensor, a random generator or a container."""
-    if isinstance(value, _PLAIN):
-        yield name, value
-    elif isinstance(value, torch.Tensor):
-        yield name, value.detach().clone()
-    elif access := generator_access(value):
-        yield f"{name} (its random state)", repr(access[0]())
-    elif isinstance(value, _CONTAINERS):
-        yield f"{name} (its length)", len(value)
-        if isinstance(value, set):
-            return
-        items = list(value.items() if isinstance(value, dict) else enumerate(value))
-        yield f"{name} (its values)", [item for item in items if isinstance(item[1], _PLAIN)]
-        for key, inner in items if depth else ():
-            if not isinstance(inner, _PLAIN):
-                yield from _visible(f"{name}[{key!r}]", inner, depth - 1)
+def _visible(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and random generators in a value or container; plain values together."""
+    others: list[tuple[str, object]] = []
+    for path, leaf in pytree.tree_flatten_with_path(value, _is_leaf)[0]:
+        part = pytree.keystr(path)
+        if isinstance(leaf, torch.Tensor):
+            yield name + part, leaf.detach().clone()
+        elif access := generator_access(leaf):
+            state = access[0]()  # torch's is a tensor, of which a text shows little
+            is_tensor = isinstance(state, torch.Tensor)
+            yield f"{name}{part} (its random state)", state if is_tensor else repr(state)
+        elif isinstance(leaf, set):
+            others.append((part, len(leaf)))
+        else:  # as text, since NaN is not itself
+            others.append((part, repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf)))
+    if others:
+        yield name, others
 
 
-def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.shape == other.shape and bool(torch.eq(one, other).all())
+def _is_leaf(value: object) -> bool:
+    return type(value) not in _CONTAINERS
 
 
 def _random_states() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from autofit.equivalence.comparison import distance
 from autofit.plan import ResolvedPlan
 from autofit.training.training import TrainingBuilder
 
@@ -43,7 +44,7 @@ def first_change(model: torch.nn.Module, step: Callable[[], object], most_steps:
     before = _on_host(model)
     for _ in range(most_steps):
         step()
-        if size := _distance(before, _on_host(model)):
+        if size := math.hypot(*map(distance, before, _on_host(model))):
             return size
     return 0.0
 
@@ -55,8 +56,3 @@ def versions(model: torch.nn.Module) -> list[int]:
 
 def _on_host(model: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()]
-
-
-def _distance(before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
-    changes = (new.double() - old.double() for old, new in zip(before, after, strict=True))
-    return math.hypot(*(float(torch.linalg.vector_norm(change)) for change in changes))

@@ -47,8 +47,9 @@ from autofit.prediction.cuda.values import (
 from autofit.prediction.sharded import one_of_ranks, ranks_unlike_the_first
 from autofit.prediction.uncompiled import uncompiled
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
+from autofit.probing.serialization import live_objects
 from autofit.registry import collect_dimensions
-from autofit.snapshot.snapshot import attributes_of, live_objects, preserved, walk
+from autofit.snapshot.snapshot import attributes_of, preserved, walk
 from autofit.space import Space
 from autofit.strategy import Capabilities, Strategy, World
 from autofit.torch_private import gone_in

@@ -27,6 +27,7 @@ from autofit.errors import InvalidArgument, release_exception, with_type
 from autofit.measurement import ACT
 from autofit.plan import Dimension, Scalar, settings_of
 from autofit.probing.requests import Workplace
+from autofit.probing.serialization import live_objects
 from autofit.probing.survey import (
     FIRST_SAMPLES,
     LOOKING,
@@ -39,7 +40,7 @@ from autofit.probing.survey import (
 )
 from autofit.registry import collect_dimensions, names_of_ranks
 from autofit.snapshot import process
-from autofit.snapshot.snapshot import Snapshot, live_objects
+from autofit.snapshot.snapshot import Snapshot
 from autofit.strategy import Phase, Strategy
 from autofit.torch_flags import computing
 from autofit.torch_private import gone_in
@@ -351,7 +352,7 @@ class _OneModel:
         """Return the workload, as it was at first."""
         try:
             self._snapshot.restore()
-        except ExceptionGroup:  # what lay on a device that died is lost with it
+        except Exception:  # what lay on a device that died is lost with it
             self._build()
         return self._workload
 

@@ -18,9 +18,9 @@ import pickle
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import FunctionType, MappingProxyType, ModuleType, SimpleNamespace
@@ -232,6 +232,37 @@ def dumps(
     pickler.names, pickler.reduced = names, reduced
     pickler.dump(value)
     return buffer.getvalue()
+
+
+def live_objects(workload: Workload, but: Container[str] = ()) -> dict[str, object]:
+    """Return, by names, the objects with a state that a copy of the workload would copy.
+
+    A function reaches what it is pickled with: its closure, its defaults, what a method or a
+    `functools.partial` holds, and the globals that it names unless it is imported by name. Of
+    containers only such members are returned: the containers themselves, counters and the like are
+    the user's data, and stay as the training leaves them.
+
+    Args:
+        workload: what is searched.
+        but: fields of it to leave out.
+    """
+    from autofit.snapshot.snapshot import is_live  # where trainings run alone
+
+    found: dict[str, object] = {}
+
+    def reduced(obj: Any) -> Any:
+        if not is_live(obj):
+            return NotImplemented
+        found[f"object {len(found)}"] = obj
+        return object, ()
+
+    for each in fields(workload):
+        pickler = _HostPickler(SimpleNamespace(write=len))  # what it writes is not kept
+        pickler.names, pickler.reduced = MappingProxyType({}), reduced
+        # What cannot be pickled is not copied either
+        with suppress(Exception), unreachable_by_value():
+            pickler.dump(None if each.name in but else getattr(workload, each.name))
+    return found
 
 
 # A pickle module for `torch.save`.

@@ -10,7 +10,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,11 @@ def _flags() -> Iterator[Flag]:
     yield from _autocast_flags()
     yield from _random_states()
     yield from _hooks_of_all_modules()
-    yield Flag("os.environ", lambda: dict(sorted(os.environ.items())), _write_environment)
+    yield Flag(
+        "os.environ",
+        lambda: dict(sorted(os.environ.items())),
+        partial(_replace_entries, os.environ),
+    )
     yield Flag("cwd", os.getcwd, os.chdir)
 
 
@@ -61,7 +65,7 @@ def _torch_modes() -> Iterator[Flag]:
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda value: torch.autograd.set_detect_anomaly(*value),
     )
-    if _cuda_is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch left it so
         yield Flag("torch.cuda.current_device", torch.cuda.current_device, torch.cuda.set_device)
 
 
@@ -89,13 +93,9 @@ def _random_states() -> Iterator[Flag]:
             lambda value: numpy.random.set_state(pickle.loads(value)),
         )
     yield _generator("torch.random", torch.default_generator)
-    if _cuda_is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch left it so
         for index, generator in enumerate(torch.cuda.default_generators):
             yield _generator(f"torch.cuda.random.{index}", generator)
-
-
-def _cuda_is_initialized() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch left it so
 
 
 def _generator(name: str, generator: torch.Generator) -> Flag:
@@ -112,12 +112,6 @@ def _hooks_of_all_modules() -> Iterator[Flag]:
             yield Flag(f"torch.nn.{name}", partial(dict, hooks), partial(_replace_entries, hooks))
 
 
-def _replace_entries(live: dict[Any, Any], entries: dict[Any, Any]) -> None:
+def _replace_entries(live: MutableMapping[Any, Any], entries: Mapping[Any, Any]) -> None:
     live.clear()
     live.update(entries)
-
-
-def _write_environment(variables: dict[str, str]) -> None:
-    for name in os.environ.keys() - variables.keys():
-        del os.environ[name]
-    os.environ.update(variables)

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from autofit.dimension import payloads_of
-from autofit.equivalence.comparison import MOST_NOISE, NoiseFloor, StepTrace, compare
-from autofit.equivalence.steps import PlainContext, gradients_noted, one_thread
+from autofit.equivalence.comparison import MOST_NOISE, StepTrace, Tolerance, compare
+from autofit.equivalence.steps import PlainContext, one_thread, traced_step
 from autofit.errors import InvalidArgument
 from autofit.plan import (
     Dimension,
@@ -37,8 +37,9 @@ from autofit.plan import (
     thinned,
 )
 from autofit.registry import collect_dimensions, load_strategies, numerics_of
-from autofit.snapshot.snapshot import HOOKS, Digest, differences, digest
+from autofit.snapshot.snapshot import HOOKS
 from autofit.strategy import Capabilities, Numerics, Strategy
+from autofit.testing.digest import Digest, differences, digest
 from autofit.training.optimizers import Optimizers
 from autofit.training.training import Training
 from autofit.training.workload import Workload
@@ -259,7 +260,7 @@ class Case:
         if not all(torch.as_tensor(trace.loss).isfinite() for trace in run):
             yield f"losses are not finite: {[trace.loss for trace in run[:-1]]}"
         elif numerics < Numerics.REDUCED_PRECISION:
-            allowed = NoiseFloor() if numerics is Numerics.EXACT else self._rounding
+            allowed = Tolerance() if numerics is Numerics.EXACT else self._rounding
             for number, (plain, trace) in enumerate(zip(self._plain, run, strict=True), start=1):
                 if where := compare(plain, trace, allowed).differences:
                     when = f"in step {number}" if trace.gradients else "after the last step"
@@ -267,13 +268,13 @@ class Case:
                     return
 
     @cached_property
-    def _rounding(self) -> NoiseFloor:
+    def _rounding(self) -> Tolerance:
         """What a rounding may do: a gradient that is zero but for it moves Adam by whole steps."""
-        floor = NoiseFloor(_ROUNDING_TOLERANCE, most=MOST_NOISE)
+        tolerance = Tolerance(_ROUNDING_TOLERANCE, most=MOST_NOISE)
         rounded = self._steps(self._resolved({}), is_rounded=True)
         for plain, other in zip(self._plain, rounded, strict=True):
-            floor.learn(plain, other)
-        return floor
+            tolerance.learn(plain, other)
+        return tolerance
 
     def _leaving_problems(self, variant: ResolvedPlan) -> Iterator[str]:
         """Yield the traces left by no step at all, by one step, and by one that raised."""
@@ -314,9 +315,8 @@ class Case:
         with Training(model, make, workload.recipe, variant, device=self._device) as training:
             torch.manual_seed(1)
             for _ in range(_STEPS_COMPARED):
-                with gradients_noted(training, update=True) as gradients:
-                    loss = training.step(workload.step_of(self._samples))
-                traces.append(StepTrace(loss, gradients))
+                batch = workload.step_of(self._samples)
+                traces.append(traced_step(training, batch, update=True))
         left = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         return [*traces, StepTrace(0.0, {}, state=left)]
 

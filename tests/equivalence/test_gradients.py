@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from autofit.equivalence.comparison import (
-    NoiseFloor,
+    NotRepeatable,
     StepTrace,
+    Tolerance,
     accumulated,
     compare,
 )
@@ -152,7 +153,7 @@ def test_a_large_gradient_is_compared_in_little_memory(shape: tuple[int, ...]) -
     first, second = (StepTrace(1.0, {"w": each}) for each in (gradient, gradient * 1.001))
     tracer = MemoryTracer()
     with tracer:
-        found = compare(first, second, NoiseFloor())
+        found = compare(first, second, Tolerance())
     assert tracer.allocator.peak_allocated_bytes < 3 * gradient.nbytes
     assert found.gradient == pytest.approx(1e-3, rel=1e-3)
 
@@ -162,7 +163,7 @@ def test_what_is_not_a_number_in_a_large_gradient_equals_itself() -> None:
     gradient[[5, -5]] = torch.tensor([math.nan, math.inf])
     other = gradient.clone()
     first, second = (StepTrace(1.0, {"w": each}) for each in (gradient, other))
-    assert compare(first, second, NoiseFloor()).equal
+    assert compare(first, second, Tolerance()).equal
     other[7] += 1
     norm = float(gradient.nan_to_num(0, 0, 0).norm())
     assert compare(first, second).gradient == pytest.approx(1 / norm, rel=1e-3)
@@ -170,12 +171,38 @@ def test_what_is_not_a_number_in_a_large_gradient_equals_itself() -> None:
     assert not math.isfinite(compare(first, second).gradient)
 
 
+def test_a_value_may_differ_by_some_times_what_it_does_between_runs_and_no_more() -> None:
+    def step(large: float, small: float, calls: int = 1) -> StepTrace:
+        gradients = {"large": large * torch.ones(4), "small": 1e-3 * small * torch.ones(4)}
+        return StepTrace(1.0, gradients, state={"calls": calls, "time": small})
+
+    first, tolerance = step(1.0, 1.0), Tolerance(most=0.05)
+    assert set(tolerance.differences(first, step(1.0, 1.5))) == {"the gradient of small", "time"}
+    tolerance.learn(first, step(1.0, 1.5))
+    assert compare(first, step(1.001, 4.0), tolerance).equal
+    assert compare(first, step(1.0, 9.0), tolerance).differences == ("the gradient of small",)
+    assert compare(first, step(1.1, 1.0), tolerance).differences == ("the gradient of large",)
+    assert compare(first, step(1.0, 1.0, calls=2), tolerance).differences == ("calls",)
+    with pytest.raises(NotRepeatable, match="gradients"):
+        tolerance.learn(first, step(1.1, 1.0))
+
+
+def test_a_gradient_that_is_zero_but_for_roundings_may_differ_by_those_of_all() -> None:
+    first, second, third = (
+        StepTrace(1.0, {"large": torch.ones(4), "zero": tiny * torch.ones(4)})
+        for tiny in (0.0, 1e-7, 1e-5)
+    )
+    assert not Tolerance(1e-3, roundings=10).differences(first, second)
+    assert set(Tolerance(1e-3, roundings=10).differences(first, third)) == {"the gradient of zero"}
+    assert Tolerance(1e-3).differences(first, second)
+
+
 def test_losses_that_are_not_a_number_agree() -> None:
     nan, number = (StepTrace(loss, {"w": torch.ones(3)}) for loss in (math.nan, 1.0))
-    for noise in (None, NoiseFloor()):
-        assert compare(nan, nan, noise).equal
-        assert not compare(nan, number, noise).equal
-        assert not compare(number, nan, noise).equal
+    for tolerance in (None, Tolerance()):
+        assert compare(nan, nan, tolerance).equal
+        assert not compare(nan, number, tolerance).equal
+        assert not compare(number, nan, tolerance).equal
 
 
 def test_the_tolerance_is_what_the_coarsest_type_explains() -> None:

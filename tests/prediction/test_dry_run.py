@@ -16,7 +16,7 @@ from autofit.errors import InvalidArgument, PredictionUnavailable
 from autofit.memory.replay import replay
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.dry_run import DryRun, dry_run
-from autofit.snapshot.snapshot import differences, digest
+from autofit.testing.digest import differences, digest
 from autofit.training.workload import Workload
 
 GPU = find_gpu("A100")

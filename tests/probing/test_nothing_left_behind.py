@@ -19,7 +19,7 @@ from torch import nn
 
 import autofit
 from autofit.errors import SearchTimedOut
-from autofit.snapshot.snapshot import differences, digest
+from autofit.testing.digest import differences, digest
 
 BATCH = 4
 
@@ -112,6 +112,28 @@ def test_no_files_are_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model = Restless(behaves)
     searched(model, torch.optim.SGD(model.parameters()), max_probes=2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_network_that_a_function_hands_out_is_not_trained() -> None:
+    network = nn.Linear(8, 4)
+    before = network.weight.detach().clone()
+    autofit.predict(autofit.Workload(lambda: network, torch.ones(BATCH, 8)), gpu="H100")
+    assert torch.equal(network.weight, before)
+
+
+KEPT: dict[str, list[Any]] = {"losses": []}
+
+
+def counts_in_globals(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(samples).mean()
+    KEPT["losses"].append(0.0)
+    return loss
+
+
+def test_a_prediction_leaves_the_globals_of_a_loss_alone() -> None:
+    workload = autofit.Workload(nn.Linear(8, 4), torch.ones(BATCH, 8), loss_fn=counts_in_globals)
+    autofit.predict(workload, gpu="H100")
+    assert KEPT == {"losses": []}
 
 
 # -- The parent is killed or interrupted: no worker is left, and nothing of the user's has

@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from autofit.errors import InvalidArgument, WorkerFailed
-from autofit.probing.serialization import Payload, read_payload, write_payload
-from autofit.snapshot.snapshot import differences, digest
+from autofit.probing.serialization import Payload, live_objects, read_payload, write_payload
+from autofit.testing.digest import differences, digest
 from autofit.training.workload import Workload
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -282,3 +283,75 @@ def test_where_descriptors_have_no_paths_it_is_said(tmp_path: Path) -> None:
     )
     with pytest.raises(WorkerFailed, match="proc"):
         write_payload(payload, tmp_path / "fd" / "7")
+
+
+# -- What a copy copies is found, so that looks at one model can put it back
+
+
+class Judge:
+    def __init__(self, critic: nn.Module) -> None:
+        self.critic = critic
+
+    def __call__(self, model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
+        return self.critic(model(samples)).mean()
+
+    def method(self, model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
+        return self(model, samples)
+
+
+def partly(critic: nn.Module, model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
+    return Judge(critic)(model, samples)
+
+
+SCRIPT = """
+from torch import nn
+
+critic = nn.Linear(2, 1)
+
+
+def helper(output):
+    return (lambda: critic(output).mean())()
+
+
+def loss_fn(model, samples):
+    return helper(model(samples))
+"""
+
+
+def _critic_and_loss(kind: str) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+    critic = nn.Linear(2, 1)
+    judge, script = Judge(critic), {"__name__": "__main__"}
+    exec(SCRIPT, script)
+    losses: dict[str, Any] = {
+        "closure": lambda model, samples: critic(model(samples)).mean(),
+        "default": lambda model, samples, critic=critic: critic(model(samples)).mean(),
+        "partial": functools.partial(partly, critic),
+        "object": judge,
+        "method": judge.method,
+        "script": script["loss_fn"],
+    }
+    return script["critic"] if kind == "script" else critic, losses[kind]  # type: ignore[return-value]  # a dict of all kinds
+
+
+@pytest.mark.parametrize("kind", ["closure", "default", "partial", "object", "method", "script"])
+def test_a_critic_that_the_loss_reaches_is_found(kind: str) -> None:
+    critic, loss_fn = _critic_and_loss(kind)
+    found = live_objects(Workload(nn.Linear(6, 2), X, loss_fn=loss_fn), but=("model",))
+    assert any(each is critic for each in found.values())
+
+
+def test_members_of_containers_are_found_and_what_is_beside_what_cannot_be_pickled() -> None:
+    judges: dict[str, list[Any]] = {"of images": [nn.Linear(2, 1)], "of nothing": []}
+    lock = threading.Lock()
+
+    def loss_fn(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
+        return judges["of images"][0](model(samples)).mean()
+
+    def locked(model: nn.Module, optimizer: Any) -> None:
+        with lock:
+            model.requires_grad_()
+
+    model = nn.Linear(6, 2)
+    workload = Workload(model, X, before_step=locked, loss_fn=loss_fn)
+    found = list(live_objects(workload).values())
+    assert {id(each) for each in found} == {id(model), id(X), id(judges["of images"][0])}

@@ -110,19 +110,6 @@ def _tokens(samples: int = 4, **more: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"inputs": inputs, "targets": torch.randint(4, (samples, 8)), **more}
 
 
-def _mean_over_tokens(model: nn.Module, batch: Any) -> torch.Tensor:
-    return CROSS_ENTROPY(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
-
-
-def test_a_sample_without_padding_is_said_to_show_nothing_of_batches_with_it() -> None:
-    survey = _surveyed(sample_batch=_tokens(), criterion=None, loss_fn=_mean_over_tokens)
-    assert survey.may_change_accumulation
-    (note,) = survey.notes
-    differs: Any = re.search(r"targets .*change gradients by ([\d.]+)%", note)
-    assert float(differs[1]) > 1
-    assert "loss_weight" in note
-
-
 @pytest.mark.parametrize("mask", [torch.ones(4, 8).long(), torch.ones(4, 8), torch.ones(4, 8) > 0])
 def test_a_mask_that_leaves_nothing_out_is_tried_with_some_left_out(mask: torch.Tensor) -> None:
     def mean_over_valid(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -249,6 +236,37 @@ class _Curious(Plugin):
             loss = context.with_training(lambda training, batch: training.step(batch), micro_batch)
             context.note(f"{loss:.0f} at {micro_batch} on {context.device}")
         return {"curious.level": Dimension([0, context.capabilities.device_type])}
+
+
+def test_a_teacher_that_the_loss_trains_starts_alike_in_each_look() -> None:
+    """And the batch, and the generator that draws the loss's own noise."""
+    teacher, noise, batch = nn.Linear(6, 4), torch.Generator().manual_seed(3), torch.ones(4, 6)
+    optimizer = torch.optim.AdamW(teacher.parameters())
+    seen = list[list[torch.Tensor]]()
+
+    def taught(student: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        state = [each["exp_avg"] for each in optimizer.state.values()]
+        held = [teacher.weight.detach(), batch, noise.get_state(), *state]
+        seen.append([each.clone() for each in held])
+        target = teacher(x + torch.rand(6, generator=noise))
+        target.square().mean().backward()
+        optimizer.step()
+        batch.data.add_(1)  # of which x may be a view
+        return (student(x) - target.detach()).square().mean()
+
+    class Looking(_Curious):
+        def dimensions(self, context: Any) -> Mapping[str, Dimension]:
+            for _ in range(2):
+                context.with_training(lambda training, given: training.step(given), 2)
+            return {}
+
+    make = partial(Workload, classifier(), batch, loss_fn=taught)
+    _survey_of(session_of(make, strategies=[Looking()]))
+    first, *others = seen
+    assert len(others) >= 2
+    for each in others:
+        assert len(first) == len(each)
+        assert all(map(torch.equal, first, each))
 
 
 class _Failing(_Curious):

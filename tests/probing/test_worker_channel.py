@@ -20,7 +20,7 @@ from autofit.probing.prober import Target, open_prober
 from autofit.probing.requests import ProbeRequest
 from autofit.probing.worker_channel import WorkerChannel
 from autofit.registry import load_strategies
-from autofit.snapshot.snapshot import differences, digest
+from autofit.testing.digest import differences, digest
 from autofit.training.workload import Workload
 from autofit.units import format_bytes
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autofit.equivalence.steps import gradients_noted
+from autofit.equivalence.steps import traced_step
 from autofit.plan import Plan, Settings
 from autofit.registry import collect_dimensions, load_strategies, numerics_of, resolve
 from autofit.space import Space
@@ -162,14 +162,9 @@ def _stepped(
     plan = Plan.split(SAMPLES, size, settings=settings)
     resolved = resolve(plan, space, strategies)
     torch.manual_seed(1)
-    with (
-        Training(
-            model, workload.build_optimizer, workload.recipe, resolved, device=torch.device("cpu")
-        ) as training,
-        gradients_noted(training, update=True) as gradients,
-    ):
-        loss = training.step(workload.batch(SAMPLES))
-    return gradients | {"the loss": loss}
+    make, device = workload.build_optimizer, torch.device("cpu")
+    with Training(model, make, workload.recipe, resolved, device=device) as training:
+        return traced_step(training, workload.batch(SAMPLES), update=True).values()
 
 
 def _apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -20,7 +20,7 @@ from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.requests import ProbeRequest
 from autofit.probing.worker_channel import WorkerProcess
-from autofit.snapshot.snapshot import differences, digest
+from autofit.testing.digest import differences, digest
 
 SECONDS = 600
 
