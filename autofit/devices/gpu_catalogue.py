@@ -16,11 +16,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autofit.devices.request import budget_bytes
 from autofit.errors import InvalidArgument
 from autofit.units import GIB, KIB, MIB, check_size, format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from autofit.devices.base import Environment
 
 # Room to leave for what NCCL holds on each of several ranks: no measurement says how much.
 NCCL_BYTES = 2 * GIB
@@ -356,6 +359,18 @@ def find_gpu(gpu: str | int | Gpu | None) -> Gpu:
         f"unknown GPU {gpu!r}{f' (do you mean {meant}?)' if meant else ''}; pass its memory, "
         f'such as "24GiB", or one of: {known}'
     )
+
+
+def gpu_of(environment: Environment) -> Gpu | None:
+    """Return the GPU of an environment; None if it has none."""
+    if environment.gpu is None or environment.capability is None:
+        return None
+    major, _, minor = environment.capability.partition(".")
+    try:
+        known = find_gpu(environment.gpu)
+    except InvalidArgument:
+        known = replace(find_gpu(environment.total_bytes), name=environment.gpu)
+    return replace(known, total_bytes=environment.total_bytes, capability=(int(major), int(minor)))
 
 
 def _of_size(total_bytes: int, given: object, usable_share: float) -> Gpu:

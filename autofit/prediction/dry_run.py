@@ -32,7 +32,13 @@ from autofit.errors import (
     raised_here,
 )
 from autofit.memory.replay import Recording, replay
-from autofit.plan import Dimension, Plan, ResolvedPlan, Settings
+from autofit.plan import (
+    MICRO_BATCHES_OF_A_SEARCH,
+    Dimension,
+    Plan,
+    ResolvedPlan,
+    Settings,
+)
 from autofit.prediction.breakdown import Labels
 from autofit.prediction.cuda.fake_cuda import fake_cuda
 from autofit.prediction.cuda.roofline import Cost, Operation, cost_on
@@ -46,7 +52,6 @@ from autofit.prediction.cuda.values import (
 )
 from autofit.prediction.sharded import one_of_ranks, ranks_unlike_the_first
 from autofit.prediction.uncompiled import uncompiled
-from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.registry import collect_dimensions
 from autofit.snapshot.snapshot import attributes_of, live_objects, preserved, walk
 from autofit.space import Space

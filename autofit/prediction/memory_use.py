@@ -16,12 +16,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from autofit.devices.cpu import CpuDevice
+from autofit.devices.gpu_catalogue import gpu_of
 from autofit.errors import PredictionUnavailable
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.plan import ResolvedPlan
 from autofit.prediction.breakdown import KINDS, Labels
 from autofit.prediction.dry_run import STEPS, dry_run, traced_sizes
-from autofit.prediction.variant_lines import gpu_of
 from autofit.strategy import attributes_kept
 from autofit.training.training import Training, TrainingBuilder
 
