@@ -34,6 +34,10 @@ MOST_RANKS = 2**16
 MOST_ACCUMULATION_STEPS = 2**16
 """More than any training has; a zero too many would run for hours."""
 
+MICRO_BATCHES_OF_A_SEARCH = 2
+"""Run of a step to know its memory: gradients are resident from the second on, which with the first
+is the largest, so these two show every peak."""
+
 _Value = TypeVar("_Value")
 
 

@@ -14,8 +14,12 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TypeAlias
 
-from autofit.memory.allocator import CachingAllocator, OutOfBudget
-from autofit.memory.blocks import OWN_SEGMENT_ROUNDING_BYTES, Block
+from autofit.memory.allocator import (
+    OWN_SEGMENT_ROUNDING_BYTES,
+    Block,
+    CachingAllocator,
+    OutOfBudget,
+)
 
 # (id, bytes) for an allocation, with ids from 1, and (-id, 0) for its release.
 Event: TypeAlias = tuple[int, int]
@@ -32,7 +36,7 @@ class Recording:
     """The allocations of building a training and of its first optimizer steps.
 
     Attributes:
-        events: allocations and releases in order.
+        events: allocations and releases in order; those of no bytes hold nothing.
         step_ends: for each recorded optimizer step, the number of events at its end.
         optional: purposes of dispensable allocations, by id. Once one is refused, its purpose goes
             without from then on, as PyTorch treats the workspaces of convolution algorithms.
@@ -136,7 +140,7 @@ class _Player:
                     self._allocator.free(live.pop(-number))
                 continue
             purpose = optional.get((number - 1) % recorded + 1) if optional else None
-            if purpose in refused:
+            if purpose in refused or not size:
                 continue
             try:
                 live[number] = self._allocator.allocate(size)

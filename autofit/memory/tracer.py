@@ -20,8 +20,7 @@ from typing import Any, Self, TypeAlias
 
 import torch
 
-from autofit.memory.allocator import CachingAllocator, OutOfBudget
-from autofit.memory.blocks import Block
+from autofit.memory.allocator import Block, CachingAllocator, OutOfBudget
 from autofit.memory.replay import Event, Recording
 from autofit.torch_private import TorchDispatchMode
 
@@ -74,6 +73,8 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         forward: numbers of allocations made with gradients enabled, outside a backward pass.
         step_ends: for each optimizer step, the number of events at its end.
         resized: number of a storage whose size was set -> its number before.
+        uses_cudnn: see `Recording`.
+        last_number: of the latest allocation; 0 before the first.
     """
 
     def __init__(
@@ -88,12 +89,13 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self.events: list[Event] = []
         self.forward: set[int] = set()
         self.resized: dict[int, int] = {}
+        self.uses_cudnn = False
         self._device_type = device_type
         self._record = record
         self.step_ends: list[int] = []
         self._optional: dict[int, Hashable] = {}
         self._storages: dict[int, _Storage] = {}
-        self._last_number = _FOREIGN
+        self.last_number = _FOREIGN
         self._collected: deque[_Storage] = deque()
         self._busy = False
         self._aside = False
@@ -160,12 +162,8 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     @property
     def recording(self) -> Recording:
         """The events recorded so far, and where steps ended."""
-        return Recording(self.events, tuple(self.step_ends), self._optional)
-
-    @property
-    def last_number(self) -> int:
-        """The number of the latest allocation; 0 before the first."""
-        return self._last_number
+        ends, optional = tuple(self.step_ends), dict(self._optional)
+        return Recording(tuple(self.events), ends, optional, self.uses_cudnn)
 
     def live_numbers(self) -> list[int]:
         """Return the numbers of the storages that count now."""
@@ -273,13 +271,11 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def _allocate(self, nbytes: int) -> tuple[int, Block | None]:
         """Return a new number and its block (None for an empty storage)."""
-        self._last_number += 1
-        number = self._last_number
-        if not nbytes:
-            return number, None
+        self.last_number += 1
+        number = self.last_number
         self._busy = True
         try:
-            block = self.allocator.allocate(nbytes)
+            block = self.allocator.allocate(nbytes) if nbytes else None
             if self._record:
                 self.events.append((number, nbytes))
                 if torch.is_grad_enabled() and not in_backward():
@@ -292,10 +288,11 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return number, block
 
     def _release(self, number: int, block: Block | None) -> None:
-        if block is None:
+        if number == _FOREIGN:
             return
         self._busy = True
-        self.allocator.free(block)
+        if block is not None:
+            self.allocator.free(block)
         if self._record:
             self.events.append((-number, 0))
         self._busy = False

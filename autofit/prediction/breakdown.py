@@ -1,29 +1,38 @@
-"""Attribute the bytes of a dry run to weights, gradients, optimizer state, activations, rest."""
+"""Attribute bytes to kinds (weights, gradients, ...) and to modules, at a peak or over a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from autofit.memory.allocator import CachingAllocator
-from autofit.memory.blocks import Block
-from autofit.memory.replay import Recording
+from autofit.memory.allocator import Block, CachingAllocator, expandable_segments
+from autofit.memory.replay import Event, Recording
 from autofit.memory.tracer import MemoryTracer, tensors_in
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.cuda.values import Unsupported
+from autofit.strategy import attributes_kept
 from autofit.training.optimizers import by_name
 from autofit.training.training import Training
 
 KINDS = ("weights", "gradients", "optimizer_state", "activations", "temporaries")
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+# Moments of a step that are kept; each is the largest of its part of the step.
+MOMENTS = 240
+# Parts into which a model is divided.
+MOST_PARTS = 12
+# The kind of an allocation, and the name of the module that owns it.
+Owner: TypeAlias = tuple[str, str]
 
 
 class Labels:
-    """Finds out, while a training runs, the kind of each of the tracer's allocations.
+    """Finds out, while a training runs, the owner of each of the tracer's allocations.
 
     Attributes:
         tracer: of the training.
@@ -31,15 +40,24 @@ class Labels:
 
     def __init__(self, tracer: MemoryTracer) -> None:
         self.tracer = tracer
-        self._noted: dict[int, tuple[str, str]] = {}
+        self._noted: dict[int, Owner] = {}
         self._at_micro_batch = 0
+        self._classes: dict[str, str] = {}
+        self._phases: list[tuple[int, str]] = [(0, FORWARD)]
+        # Which module was running from a certain allocation on.
+        self._running: list[str] = []
+        self._first_numbers, self._modules = [0], [""]
 
     @contextmanager
-    def watching(self, training: Training) -> Iterator[None]:
+    def watching(self, training: Training, *, by_module: bool = False) -> Iterator[None]:
         """Note weights now, and gradients as they appear, or before they are used.
 
         Sparse gradients are unsupported: whether PyTorch merges rows that repeat depends on values,
         and an optimizer that keeps them grows from step to step.
+
+        Args:
+            training: that runs inside.
+            by_module: note also which module runs when, and in which phase; see `last_step`.
         """
 
         def note_gradients(step: Callable[[], None]) -> None:
@@ -59,13 +77,14 @@ class Labels:
             stack.callback(training.wrap_optimizer_step(note_gradients))
             if training.world.size > 1 and isinstance(self.tracer, CudaTracer):
                 self._watch_shards(training, self.tracer, stack)
+            if by_module:
+                self._watch_modules(training, stack)
             yield
 
     def _await_gradient(self, stack: ExitStack, name: str, parameter: torch.Tensor) -> None:
         if parameter.requires_grad:
             note = partial(self._note_gradient, name)
-            hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]  # torch's
-            stack.callback(hook.remove)
+            stack.enter_context(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]  # torch's
 
     def _await_sparse_rows(self, stack: ExitStack, name: str, module: torch.nn.Module) -> None:
         """Note a gradient that will be sparse: for one without padding torch needs values."""
@@ -75,7 +94,7 @@ class Labels:
                 if rows.requires_grad:
                     self._note_sparse(f"{name}.weight".strip("."))
 
-            stack.callback(module.register_forward_hook(note).remove)
+            stack.enter_context(module.register_forward_hook(note))
 
     def _watch_shards(self, training: Training, tracer: CudaTracer, stack: ExitStack) -> None:
         """Note what is gathered of sharded parameters.
@@ -93,9 +112,40 @@ class Labels:
                     self._await_gradient(stack, f"{name}.{last}", parameter)
 
         for name, module in training.model.named_modules():
-            hook = module.register_forward_pre_hook(partial(note_gathered, name))
-            stack.callback(hook.remove)
+            stack.enter_context(module.register_forward_pre_hook(partial(note_gathered, name)))
         stack.callback(training.before_micro_batch(partial(self._note_survivors, tracer)))
+
+    def _watch_modules(self, training: Training, stack: ExitStack) -> None:
+        for name, module in training.model.named_modules():
+            self._classes[name] = type(module).__name__
+            stack.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
+            stack.enter_context(module.register_forward_hook(self._leave, always_call=True))
+        # A training_step calls these itself, so they are wrapped rather than called from here.
+        for method, phase in (("backward", BACKWARD), ("optimizer_step", UPDATE)):
+            stack.enter_context(attributes_kept(training, method))
+            setattr(training, method, partial(self._in_phase, phase, getattr(training, method)))
+
+    def _in_phase(self, phase: str, run: Callable[..., None], *given: Any, **named: Any) -> None:
+        self._begin(phase)
+        try:
+            run(*given, **named)
+        finally:
+            self._begin(FORWARD)
+
+    def _begin(self, phase: str) -> None:
+        self._phases.append((len(self.tracer.events), phase))
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self._running.append(name)
+        self._mark()
+
+    def _leave(self, *_: Any) -> None:
+        self._running.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        self._first_numbers.append(self.tracer.last_number + 1)
+        self._modules.append(self._running[-1] if self._running else "")
 
     def note_sent(self, tensor: torch.Tensor) -> None:
         """Note a tensor that ranks add up: a bucket of gradients."""
@@ -123,41 +173,6 @@ class Labels:
                 for tensor in tensors_in(dict(state) if isinstance(state, Mapping) else state):
                     self._note("optimizer_state", owner.get(id(parameter), ""), tensor)
 
-    def at_peak(
-        self, recording: Recording, *, expandable_segments: bool = False
-    ) -> Mapping[str, int]:
-        """Return bytes by kind at the moment of peak allocated; they add up to it.
-
-        The rounding of a block counts with its allocation.
-
-        Args:
-            recording: the allocations.
-            expandable_segments: whether the process uses them.
-        """
-        allocator = CachingAllocator(expandable_segments=expandable_segments)
-        held = dict.fromkeys(KINDS, 0)
-        best, most = dict(held), 0
-        live: dict[int, tuple[str, Block]] = {}
-        for event, size in chain.from_iterable(recording.replayed):
-            if event > 0:
-                kind, _ = self.noted((event - 1) % recording.largest_number + 1, "")
-                live[event] = kind, (block := allocator.allocate(size))
-                held[kind] += block.size
-                if allocator.allocated_bytes > most:
-                    most, best = allocator.allocated_bytes, dict(held)
-            else:
-                kind, block = live.pop(-event)
-                held[kind] -= block.size
-                allocator.free(block)
-        return best
-
-    def noted(self, number: int, module: str) -> tuple[str, str]:
-        """Return the kind of an allocation and the module that owns it, else the one given."""
-        kind = "activations" if number in self.tracer.forward else "temporaries"
-        while number not in self._noted and number in self.tracer.resized:
-            number = self.tracer.resized[number]
-        return self._noted.get(number, (kind, module))
-
     def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None and gradient.layout is not torch.strided:
@@ -180,3 +195,128 @@ class Labels:
         number = self.tracer.number_of(tensor) if tensor is not None else None
         if number is not None:
             self._noted.setdefault(number, (kind, name.rpartition(".")[0]))
+
+    def _owner_of(self, number: int) -> Owner:
+        kind = "activations" if number in self.tracer.forward else "temporaries"
+        running = self._modules[bisect_right(self._first_numbers, number) - 1]
+        while number not in self._noted and number in self.tracer.resized:
+            number = self.tracer.resized[number]
+        return self._noted.get(number, (kind, running))
+
+    def _walk(
+        self, events: Iterable[Event], largest_number: int
+    ) -> Iterator[tuple[int, dict[str, int], Iterable[tuple[Owner, Block]]]]:
+        """Yield after each event the allocated bytes, those of each kind, and the live blocks.
+
+        The rounding of a block counts with its allocation. Numbers beyond the largest are those of
+        repeated steps.
+        """
+        allocator = CachingAllocator(expandable_segments=expandable_segments())
+        held = dict.fromkeys(KINDS, 0)
+        live: dict[int, tuple[Owner, Block]] = {}
+        for event, size in events:
+            if event > 0 and size:
+                owner = self._owner_of((event - 1) % largest_number + 1)
+                live[event] = owner, allocator.allocate(size)
+                held[owner[0]] += live[event][1].size
+            elif -event in live:
+                (kind, _), block = live.pop(-event)
+                held[kind] -= block.size
+                allocator.free(block)
+            yield allocator.allocated_bytes, held, live.values()
+
+    def at_peak(self, recording: Recording) -> Mapping[str, int]:
+        """Return bytes by kind at the moment of peak allocated; they add up to it."""
+        best, most = dict.fromkeys(KINDS, 0), 0
+        events = chain.from_iterable(recording.replayed)
+        for total, held, _ in self._walk(events, recording.largest_number):
+            if total > most:
+                most, best = total, dict(held)
+        return best
+
+    def last_step(self, how: str) -> dict[str, Any]:
+        """Return the memory over the last step, as a report holds it.
+
+        Args:
+            how: "dry run" or "real steps".
+        """
+        begin, end = self.tracer.step_ends[-2:]
+        parts = min(MOMENTS, end - begin)
+        moments: list[tuple[int, dict[str, int]]] = []
+        most, peak, at_peak = -1, 0, list[tuple[Owner, int]]()
+        walked = self._walk(self.tracer.events[:end], self.tracer.last_number)
+        for index, (total, held, live) in enumerate(walked, start=-begin):
+            if index < 0:
+                continue
+            if index * parts // (end - begin) == len(moments):
+                moments.append((total, dict(held)))
+            elif total > moments[-1][0]:
+                moments[-1] = total, dict(held)
+            if total > most:
+                most, peak = total, len(moments) - 1
+                at_peak = [(owner, block.size) for owner, block in live]
+        by_module = Counter[Owner]()
+        for owner, size in at_peak:
+            by_module[owner] += size
+        return {
+            "how": how,
+            "phases": self._phases_of(begin, end, len(moments)),
+            "bytes": {kind: [each[kind] for _, each in moments] for kind in KINDS},
+            "peak": peak,
+            "modules": divided(by_module, self._classes),
+        }
+
+    def _phases_of(self, begin: int, end: int, moments: int) -> list[dict[str, Any]]:
+        """Return the phases of the step that have any moment, with the first of each."""
+        inside = [(max(at, begin), phase) for at, phase in self._phases if at < end]
+        if inside[-1][1] == FORWARD:  # what follows the last update
+            inside.pop()
+        # Of phases that begin at one moment the last is kept.
+        starts = {(at - begin) * moments // (end - begin): phase for at, phase in inside}
+        return [{"name": phase, "first": at} for at, phase in sorted(starts.items())]
+
+
+# The model in parts: modules in a list that are of one class are one part.
+
+
+def divided(by_module: Mapping[Owner, int], classes: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the model in parts with their bytes by kind, the largest first.
+
+    All names are cut at one depth, the largest that leaves no more than `MOST_PARTS`.
+
+    Args:
+        by_module: (kind, name of a module) -> bytes that it holds itself.
+        classes: name of a module -> its class.
+    """
+    paths = {name: _path(name, classes) for name in classes}
+    holding = {paths[module] for _, module in by_module}
+    depth = max(
+        depth
+        for depth in range(1 + max(map(len, holding), default=0))
+        if depth == 0 or len({path[:depth] for path in holding}) <= MOST_PARTS
+    )
+    parts: dict[tuple[str, ...], dict[str, int]] = {}
+    for (kind, module), size in by_module.items():
+        held = parts.setdefault(paths[module][:depth], dict.fromkeys(KINDS, 0))
+        held[kind] += size
+    counts = Counter(paths.values())
+    class_of = {path: classes[name] for name, path in paths.items()}
+    rows = [
+        {
+            "name": ".".join("*" if each.startswith("*") else each for each in part),
+            "class": class_of[part],
+            "count": counts[part],
+            "bytes": {kind: size for kind, size in held.items() if size},
+        }
+        for part, held in parts.items()
+    ]
+    return sorted(rows, key=lambda row: -sum(row["bytes"].values()))
+
+
+def _path(name: str, classes: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a name in parts; "*Block" stands for all numbers whose modules are Blocks."""
+    parts = name.split(".") if name else []
+    ends = enumerate(parts, start=1)
+    return tuple(
+        f"*{classes['.'.join(parts[:end])]}" if part.isdecimal() else part for end, part in ends
+    )

@@ -12,7 +12,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -32,9 +32,15 @@ from autofit.errors import (
     raised_here,
 )
 from autofit.memory.replay import Recording, replay
-from autofit.plan import Dimension, Plan, ResolvedPlan, Settings
+from autofit.plan import (
+    MICRO_BATCHES_OF_A_SEARCH,
+    Dimension,
+    Plan,
+    ResolvedPlan,
+    Settings,
+)
 from autofit.prediction.breakdown import Labels
-from autofit.prediction.cuda.fake_cuda import fake_cuda
+from autofit.prediction.cuda.fake_cuda import fake_cuda, uncompiled
 from autofit.prediction.cuda.roofline import Cost, Operation, cost_on
 from autofit.prediction.cuda.scratch import ByCard, recording_on
 from autofit.prediction.cuda.tracer import CudaTracer
@@ -45,8 +51,6 @@ from autofit.prediction.cuda.values import (
     is_unsupported,
 )
 from autofit.prediction.sharded import one_of_ranks, ranks_unlike_the_first
-from autofit.prediction.uncompiled import uncompiled
-from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.probing.serialization import live_objects
 from autofit.registry import collect_dimensions
 from autofit.snapshot.snapshot import attributes_of, preserved, walk
@@ -118,17 +122,17 @@ class DryRun:
         return cost_on(gpu, self.work, self.micro_batches)
 
 
-# What is entered around the steps of a dry run.
-Watching = Callable[[Labels, Training], AbstractContextManager[None]]
-
-
 def dry_run(
-    workload: Workload, resolved: ResolvedPlan, gpu: Gpu, *, watching: Watching | None = None
+    workload: Workload, resolved: ResolvedPlan, gpu: Gpu, *, by_module: bool = False
 ) -> DryRun:
     """Run two optimizer steps of a plan on the meta device in place of that GPU.
 
     Of a plan of several ranks, those that differ are run one by one, and the run of the one that
     needs most is returned. The user's objects, random states and flags are restored afterwards.
+
+    Args:
+        workload, resolved, gpu: what is trained, how, and on what.
+        by_module: whether labels note also which module runs when.
 
     Raises:
         InvalidArgument: the batch is larger than a tensor can be.
@@ -136,7 +140,7 @@ def dry_run(
         Exception: raised by the user's own code.
     """
     size = resolved.plan.world_size
-    run = partial(_run, workload, resolved, gpu, watching)
+    run = partial(_run, workload, resolved, gpu, by_module)
     first, others = run(World(size=size))
     runs = [first, *(run(World(rank=rank, size=size))[0] for rank in dict.fromkeys(others))]
     if not others:
@@ -148,7 +152,7 @@ def _run(
     workload: Workload,
     resolved: ResolvedPlan,
     gpu: Gpu,
-    watching: Watching | None,
+    by_module: bool,
     world: World,
 ) -> tuple[DryRun, list[int]]:
     """Run as one rank; return also those that may need more, for the first rank."""
@@ -161,13 +165,15 @@ def _run(
         stack.enter_context(_explained(plan, tracer))
         copied = meta_copy(workload, tracer)
         builder = TrainingBuilder(lambda: copied, MetaDevice(tracer), seed=0, world=world)
-        with builder.training(copied, resolved) as training, labels.watching(training):
+        with (
+            builder.training(copied, resolved) as training,
+            labels.watching(training, by_module=by_module),
+        ):
             refuse_compiled(training.model)
             if world.size > 1 and world.rank == 0:
                 others = ranks_unlike_the_first(training)
             sizes = traced_sizes(plan, copied)
-            with watching(labels, training) if watching else nullcontext():
-                _run_steps(training, meta_step(copied, sizes, tracer), tracer, labels)
+            _run_steps(training, meta_step(copied, sizes, tracer), tracer, labels)
             allocations, work = tracer.allocations, tuple(tracer.operations or ())
             evaluation = _run_evaluation(training, copied, tracer)
     parameters = training.plain_model.parameters()
@@ -177,7 +183,7 @@ def _run(
         allocations=allocations,
         by_card=dict(tracer.by_card),
         work=work,
-        answers=tracer.answers,
+        answers=dict(tracer.asked.answers),
         labels=labels,
         evaluation=evaluation,
         has_stand_in_loss=training.loss_source is LossSource.STAND_IN,
@@ -296,10 +302,7 @@ class MetaDevice(Device):
         """Return a tensor of that shape which counts; the tensor itself if it counts already."""
         if self._tracer.number_of(tensor) is not None:
             return tensor
-        placed = torch.empty_like(tensor.detach(), device=self.torch_device)
-        if is_number(tensor):
-            self._known.learn(placed, self._known.of(tensor))
-        return placed.requires_grad_(tensor.requires_grad)
+        return self._known.meta_copy(tensor).requires_grad_(tensor.requires_grad)
 
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Move the parameters and buffers of a module to the device, and return that module."""
@@ -330,17 +333,12 @@ def meta_copy(workload: Workload, tracer: CudaTracer) -> Workload:
                 f"memory cannot be predicted: the model cannot be copied ({type(error).__name__}: "
                 f"{error}); pass a function that builds it, or probe"
             ) from error
-        batches = {
-            "sample_batch": _sample_batch(workload, tracer),
-            "eval_batch": _eval_batch(workload, tracer),
-        }
-        return replace(workload, **copies, **batches)
+        return replace(_with_batches(workload, tracer.known.meta_copy), **copies)
 
 
 def not_copied(workload: Workload) -> dict[str, object]:
     """Return the live objects that a dry run may change because it does not copy them."""
-    copied = [name for name in _COPIED if isinstance(getattr(workload, name), _STATEFUL)]
-    return live_objects(workload, but=[*copied, "loader"])
+    return live_objects(workload, but=[*_stateful_parts(workload), "loader"])
 
 
 def refuse_compiled(model: torch.nn.Module) -> None:
@@ -382,8 +380,7 @@ def _small_or_without_values(
         light = workload
         if workload.collate_fn is not None and not isinstance(workload.sample_batch, Lengths):
             given: Any = workload.sample_batch
-            on_meta = _on_meta(list(given), tracer)
-            light = replace(workload, sample_batch=on_meta)
+            light = replace(workload, sample_batch=map_tensors(tracer.known.meta_copy, [*given]))
         return _without_values(
             lambda: make(light, samples), tracer, lambda: make(workload, samples)
         )
@@ -429,27 +426,14 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     return data.requires_grad_(tensor.requires_grad)
 
 
-def _sample_batch(workload: Workload, tracer: CudaTracer) -> Any:
-    """Return the sample batch on meta, with its integers known; as it is where its values count."""
-    given = workload.sample_batch
-    return given if _reads_values(workload) else _on_meta(given, tracer)
-
-
-def _eval_batch(workload: Workload, tracer: CudaTracer) -> Any:
-    given = workload.eval_batch
-    return given if workload.collate_fn is not None else _on_meta(given, tracer)
-
-
-def _on_meta(batch: Any, tracer: CudaTracer) -> Any:
-    """Return a batch on meta, with its integers known."""
-
-    def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-        made = torch.empty_like(tensor, device="meta")
-        if _has_numbers(tensor):
-            tracer.known.learn(made, tensor)
-        return made
-
-    return map_tensors(on_meta, batch)
+def _with_batches(workload: Workload, changed: Callable[[torch.Tensor], Any]) -> Workload:
+    """Return the workload with each tensor changed of the batches whose values nobody reads."""
+    batches = {}
+    if not _reads_values(workload):
+        batches["sample_batch"] = map_tensors(changed, workload.sample_batch)
+    if workload.collate_fn is None:
+        batches["eval_batch"] = map_tensors(changed, workload.eval_batch)
+    return replace(workload, **batches)
 
 
 def _reads_values(workload: Workload) -> bool:
@@ -469,25 +453,15 @@ def sendable(workload: Workload) -> tuple[Workload, Mapping[int, torch.Tensor]]:
         The workload without its loader and the values that no dry run reads; and by id, for each
         tensor of its model, optimizer and losses, one on meta to send in its place.
     """
-    parts = _stateful_parts(workload)
-    batch = workload.sample_batch
-    if not _reads_values(workload):
-        batch = map_tensors(_known_alone, batch)
-    evaluated = workload.eval_batch
-    if workload.collate_fn is None:
-        evaluated = map_tensors(_known_alone, evaluated)
-    return replace(workload, sample_batch=batch, eval_batch=evaluated, loader=None), _memo(parts)
+    sent = _with_batches(replace(workload, loader=None), _known_alone)
+    return sent, _memo(_stateful_parts(workload))
 
 
 def _known_alone(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without the values that a dry run does not know."""
-    if _has_numbers(tensor) and tensor.numel() <= MOST_ELEMENTS:
+    if is_number(tensor) and not tensor.is_meta and tensor.numel() <= MOST_ELEMENTS:
         return tensor.detach().cpu().clone()  # a view would take its whole storage along
     return torch.empty_like(tensor, device="meta")
-
-
-def _has_numbers(tensor: torch.Tensor) -> bool:
-    return is_number(tensor) and not tensor.is_meta
 
 
 def _stateful_parts(workload: Workload) -> dict[str, Any]:

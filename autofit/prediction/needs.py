@@ -8,9 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from autofit.devices.gpu_catalogue import NCCL_BYTES, Gpu, answers_alike
-from autofit.errors import PredictionUnavailable
-from autofit.memory.allocator import expandable_segments
-from autofit.memory.blocks import ROUNDING_BYTES, round_up
+from autofit.memory.allocator import ROUNDING_BYTES, expandable_segments, round_up
 from autofit.memory.replay import Recording, peak_after, required_bytes
 from autofit.plan import ResolvedPlan
 from autofit.prediction.dry_run import DryRun, dry_run, traced_sizes
@@ -50,13 +48,6 @@ class Need:
     def high_bytes(self) -> int:
         """What must be free for the plan to be said to fit, without what is unknown."""
         return self.required_bytes + self.margin_bytes
-
-
-def told(high_bytes: int, unknown_bytes: int, vram_budget_bytes: int) -> bool | None:
-    """Return whether a plan fits; None: what is unknown decides."""
-    if high_bytes > vram_budget_bytes:
-        return False
-    return True if high_bytes + unknown_bytes <= vram_budget_bytes else None
 
 
 def need_of(
@@ -114,7 +105,6 @@ class SharedRuns:
         self.made: list[DryRun] = []
         self._workload = workload
         self._runs: dict[Hashable, list[DryRun]] = {}
-        self._failures: dict[Hashable, PredictionUnavailable] = {}
         self._straight: dict[Hashable, Sequence[int] | None] = {}
         self._needs: dict[Hashable, Need] = {}
 
@@ -140,13 +130,7 @@ class SharedRuns:
             if (found := on_line(known[near[0]], known[near[1]], sizes[0])) is not None:
                 runs.append(found)
                 return found
-        if (failure := self._failures.get((alike, sizes[0]))) is not None:
-            raise failure
-        try:
-            made = dry_run(self._workload, resolved, gpu)
-        except PredictionUnavailable as error:
-            self._failures[alike, sizes[0]] = error
-            raise
+        made = dry_run(self._workload, resolved, gpu)
         self.made.append(made)
         runs.append(made)
         if lined and straight is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,14 +19,13 @@ from autofit.notebook import shown
 from autofit.plan import Dimension, Plan, ResolvedPlan, check_count, settings_of
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.cuda.roofline import Cost
-from autofit.prediction.dry_run import DryRun, meta_dimensions
+from autofit.prediction.dry_run import meta_dimensions
 from autofit.prediction.dry_run_worker import Progress, in_worker
 from autofit.prediction.needs import (
     MOST,
     SharedRuns,
     largest_that_fits,
     need_of,
-    told,
 )
 from autofit.registry import load_strategies, resolve, strategies_of
 from autofit.space import Space
@@ -223,7 +222,9 @@ class Prediction:
         Raises:
             InvalidArgument: it is no budget, or more than the GPU has.
         """
-        return told(self.interval[1], self.unknown_bytes, self._budget_bytes(vram_budget))
+        if self.interval[1] > self.gpu.budget_bytes(vram_budget):
+            return False
+        return True if self.excess_bytes(vram_budget) <= 0 else None
 
     def excess_bytes(self, vram_budget: str | float | None = None) -> int:
         """Return the bytes that are missing from a VRAM budget, for a constraint of Optuna.
@@ -231,10 +232,7 @@ class Prediction:
         At most zero where the plan fits; then as much is left. What is unknown counts as needed.
         Argument and errors are those of `fits`.
         """
-        return self.interval[1] + self.unknown_bytes - self._budget_bytes(vram_budget)
-
-    def _budget_bytes(self, vram_budget: str | float | None) -> int:
-        return self.gpu.budget_bytes(vram_budget)
+        return self.interval[1] + self.unknown_bytes - self.gpu.budget_bytes(vram_budget)
 
     @cached_property
     def largest_micro_batch(self) -> int | None:
@@ -341,9 +339,13 @@ def predict_resolved(
     """
     run = (runs or SharedRuns(workload)).run(resolved, gpu)
     recording, expandable = run.recording_on(gpu), expandable_segments()
-    breakdown = run.labels.at_peak(recording, expandable_segments=expandable)
+    breakdown = run.labels.at_peak(recording)
     ample = replay(recording, expandable_segments=expandable)
     need = need_of(recording, gpu, resolved.plan.world_size, run.evaluation_on(gpu))
+    plain = (
+        f"not compiled in the prediction, and may need less where it is: {line}"
+        for line in run.uncompiled
+    )
     reserved = ample.peak_reserved_bytes
     if resolved.plan.world_size > 1:
         reserved = min(reserved, need.required_bytes - gpu.context_bytes)
@@ -361,18 +363,8 @@ def predict_resolved(
         has_stand_in_loss=run.has_stand_in_loss,
         parameters=run.parameters,
         evaluation_bytes=need.evaluation_bytes,
-        notes=tuple(_notes_of(run, gpu)),
+        notes=tuple(note for note in (gpu.assumed, ignored_options(), *plain) if note is not None),
     )
-
-
-def _notes_of(run: DryRun, gpu: Gpu) -> Iterator[str]:
-    """Yield what was assumed or left out."""
-    if gpu.assumed is not None:
-        yield gpu.assumed
-    if (ignored := ignored_options()) is not None:
-        yield ignored
-    for line in run.uncompiled:
-        yield f"not compiled in the prediction, and may need less where it is: {line}"
 
 
 # In the worker.

@@ -22,7 +22,7 @@ from autofit.devices.base import Device, MemoryReading
 from autofit.equivalence.updates import first_change, versions
 from autofit.errors import collect_garbage
 from autofit.measurement import IN_EVALUATION, NEVER_UPDATED, Measurement, Outcome, RankUse
-from autofit.plan import Plan
+from autofit.plan import MICRO_BATCHES_OF_A_SEARCH, Plan
 from autofit.probing.compiler_cache import CacheUse
 from autofit.probing.faults import has_moved, spilled
 from autofit.probing.requests import ProbeRequest
@@ -37,9 +37,6 @@ WARM_UP_STEPS = 2
 MOST_WARM_UP_STEPS = 24
 # Steps between two looks at the clock: looking synchronizes the device.
 STEPS_PER_BLOCK = 3
-# From the second micro-batch on gradients are resident, so the first two, which are the largest,
-# show every peak.
-MICRO_BATCHES_OF_A_SEARCH = 2
 
 
 def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: int) -> Measurement:

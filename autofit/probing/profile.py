@@ -23,10 +23,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from autofit.measurement import BOUNDS
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.flops import ModelFlops
 from autofit.probing.measure import micro_batches_to_run, staged, warm_up
 from autofit.probing.requests import Workplace
 from autofit.training.batch import Batch
+from autofit.training.flops import ModelFlops
 from autofit.training.training import Training
 from autofit.training.workload import Workload, compiled_part
 
@@ -82,8 +82,8 @@ def look_at_step(
         session: of the worker.
         plan: that is profiled; the profile is None where there was nothing to see.
         trace: file to write a trace of this step to, in torch's own format (.json or .json.gz).
-        counted: the plan whose FLOPs are counted, see `autofit.probing.flops`; None: no plan's. The
-            FLOPs are None where they are unknown.
+        counted: the plan whose FLOPs are counted, see `autofit.training.flops`; None: no plan's.
+            The FLOPs are None where they are unknown.
 
     Raises:
         OSError: the trace cannot be written.

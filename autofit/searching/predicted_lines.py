@@ -81,12 +81,13 @@ def predict_lines(
 ) -> Predicted:
     """Predict lines of a session's workload on the environment's GPU, within a budget in bytes."""
     session.on_stage("predicting memory")
-    from autofit.prediction.variant_lines import gpu_of, variant_lines
+    from autofit.devices.gpu_catalogue import gpu_of
+    from autofit.prediction.prior_lines import prior_lines
 
     gpu = gpu_of(environment)
     if gpu is None:
         return {}, {}, ()
-    return variant_lines(
+    return prior_lines(
         session.builder.fresh_workload(),
         space,
         gpu,

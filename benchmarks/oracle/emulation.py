@@ -20,7 +20,7 @@ from types import MappingProxyType
 import emulated_gpu
 from autofit.devices.gpu_catalogue import Gpu
 from autofit.errors import PredictionUnavailable
-from autofit.memory.blocks import OWN_SEGMENT_ROUNDING_BYTES as PAGE_BYTES, round_up
+from autofit.memory.allocator import OWN_SEGMENT_ROUNDING_BYTES as PAGE_BYTES, round_up
 from autofit.plan import ResolvedPlan
 from autofit.probing.prober import Prober
 from autofit.probing.requests import DeviceFacts

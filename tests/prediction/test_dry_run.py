@@ -264,7 +264,7 @@ def test_sparse_gradients_that_skip_padding_are_named(kind: Any) -> None:
         dry_run(made, ResolvedPlan(Plan(4)), GPU)
     frozen = nn.Sequential(tables.requires_grad_(False), nn.Linear(64, 4))
     made = Workload(frozen, torch.randint(0, 1000, (4, 8)))
-    assert dry_run(made, ResolvedPlan(Plan(4)), GPU).micro_batch == 4
+    assert peak(dry_run(made, ResolvedPlan(Plan(4)), GPU)) > 0
 
 
 def test_a_mask_that_needs_values_is_said_in_words() -> None:

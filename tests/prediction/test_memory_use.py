@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 
 from autofit import Workload
 from autofit.devices.base import Environment
 from autofit.devices.cpu import CpuDevice
 from autofit.devices.gpu_catalogue import find_gpu
 from autofit.plan import Plan, ResolvedPlan
-from autofit.prediction.breakdown import KINDS
-from autofit.prediction.memory_use import MOMENTS, MOST_PARTS, divided, memory_uses
+from autofit.prediction.breakdown import KINDS, MOMENTS, MOST_PARTS, divided
+from autofit.prediction.memory_use import memory_uses
 from autofit.prediction.predict import predict
 from autofit.probing.requests import ProbeRequest
 from autofit.probing.session import Session
@@ -55,9 +58,20 @@ class SaysItIsAnL4(CpuDevice):
         self.environment = Environment("cuda", "NVIDIA L4", "8.9", find_gpu("L4").total_bytes)
 
 
-def test_on_a_gpu_the_peak_is_that_of_the_prediction() -> None:
-    workload = tiny_gpt()
-    session = Session(tiny_gpt, (), SaysItIsAnL4())
+def with_rests() -> Workload:
+    """Blocks of freed activations are taken whole where the rest is too small to split off."""
+    sizes, layers = (64, 330, 300, 290, 8), list[nn.Module]()
+    for before, after in pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.GELU()]
+    return Workload(
+        lambda: nn.Sequential(*layers), torch.randn(9000, 64), optimizer=partial(SGD, lr=0.1)
+    )
+
+
+@pytest.mark.parametrize("make", [tiny_gpt, with_rests])
+def test_on_a_gpu_the_peak_is_that_of_the_prediction(make: Any) -> None:
+    workload = make()
+    session = Session(make, (), SaysItIsAnL4())
     use = memory_uses(session, {"best": ResolvedPlan(workload.plan())}, {"best": 1e9})["best"]
     assert use["how"] == "dry run"
     predicted = predict(workload, gpu="L4")
@@ -117,10 +131,10 @@ def test_alike_modules_are_one_part() -> None:
 def test_what_a_container_holds_itself_is_a_part_of_its_own() -> None:
     classes = {"": "Net", "a": "Box", "a.x": "Linear", "a.y": "Linear"}
     held = {
-        ("a", "activations"): 5,
-        ("a.x", "weights"): 3,
-        ("a.y", "weights"): 2,
-        ("", "temporaries"): 1,
+        ("activations", "a"): 5,
+        ("weights", "a.x"): 3,
+        ("weights", "a.y"): 2,
+        ("temporaries", ""): 1,
     }
     parts = divided(held, classes)
     assert [(part["name"], part["class"], part["bytes"]) for part in parts] == [

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from autofit.devices.base import Environment
-from autofit.devices.gpu_catalogue import find_gpu
+from autofit.devices.gpu_catalogue import find_gpu, gpu_of
 from autofit.errors import PredictionUnavailable
 from autofit.plan import CostHint, Dimension, Plan, ResolvedPlan, variant_key
 from autofit.prediction.dry_run import dry_run
 from autofit.prediction.needs import SharedRuns, need_of, on_line
 from autofit.prediction.predict import predict, predict_resolved
-from autofit.prediction.variant_lines import gpu_of, variant_lines
+from autofit.prediction.prior_lines import prior_lines
 from autofit.registry import load_strategies
 from autofit.searching.predicted_lines import most_seconds
 from autofit.space import Space
@@ -119,7 +119,7 @@ def workload(**options: Any) -> Workload:
 
 @pytest.mark.slow
 def test_a_line_tells_what_a_larger_micro_batch_requires() -> None:
-    lines, _, notes = variant_lines(
+    lines, _, notes = prior_lines(
         workload(), SPACE, A100, 8 * GIB, strategies=load_strategies(["precision"])
     )
     assert len(lines) == 2
@@ -132,7 +132,7 @@ def test_a_line_tells_what_a_larger_micro_batch_requires() -> None:
 
 @pytest.mark.slow
 def test_a_time_line_tells_what_a_larger_micro_batch_costs() -> None:
-    _, times, _ = variant_lines(
+    _, times, _ = prior_lines(
         workload(), SPACE, H200, 8 * GIB, strategies=load_strategies(["precision"])
     )
     assert set(times) == {variant_key(settings) for settings in SPACE.variants()}
@@ -146,7 +146,7 @@ def test_a_time_line_tells_what_a_larger_micro_batch_costs() -> None:
 
 
 def test_a_gpu_of_unknown_rates_has_memory_lines_alone() -> None:
-    lines, times, notes = variant_lines(workload(), Space({}, 8), find_gpu("24GiB"), 8 * GIB)
+    lines, times, notes = prior_lines(workload(), Space({}, 8), find_gpu("24GiB"), 8 * GIB)
     assert (len(lines), times, notes) == (1, {}, ())
 
 
@@ -155,13 +155,13 @@ def test_what_cannot_be_predicted_has_a_note_instead() -> None:
         loss: torch.Tensor = model(batch).mean()
         return loss * loss.item()
 
-    lines, _, notes = variant_lines(workload(loss_fn=loss_fn), Space({}, 8), A100, 8 * GIB)
+    lines, _, notes = prior_lines(workload(loss_fn=loss_fn), Space({}, 8), A100, 8 * GIB)
     assert lines == {}
     assert "loss * loss.item()" in notes[0]
 
 
 def test_the_time_it_may_take_is_limited() -> None:
-    lines, _, notes = variant_lines(workload(), SPACE, A100, 8 * GIB, timeout_s=-1.0)
+    lines, _, notes = prior_lines(workload(), SPACE, A100, 8 * GIB, timeout_s=-1.0)
     assert lines == {}
     assert len(notes) == 1
 
@@ -171,10 +171,10 @@ def test_values_without_an_order_have_lines_together_or_not_at_all(
     runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(monotonic=partial(next, count()))
-    monkeypatch.setattr("autofit.prediction.variant_lines.time", clock)
+    monkeypatch.setattr("autofit.prediction.prior_lines.time", clock)
     space = Space({"precision.dtype": Dimension(["default", "tf32", "bfloat16"])}, 8)
     chosen = load_strategies(["precision"])
-    lines, _, notes = variant_lines(
+    lines, _, notes = prior_lines(
         workload(), space, A100, 8 * GIB, strategies=chosen, timeout_s=2.0 * runs
     )
     assert len(lines) == (1 if notes else 3)
@@ -188,10 +188,10 @@ def test_where_one_value_cannot_be_predicted_the_others_have_no_lines(
             raise PredictionUnavailable("not in this test")
         return predict_resolved(workload, resolved, *given, **options)
 
-    monkeypatch.setattr("autofit.prediction.variant_lines.predict_resolved", but_tf32)
+    monkeypatch.setattr("autofit.prediction.prior_lines.predict_resolved", but_tf32)
     dimensions = {"precision.dtype": Dimension(["default", "tf32", "bfloat16"])}
     chosen = load_strategies(["precision"])
-    lines, times, (note,) = variant_lines(
+    lines, times, (note,) = prior_lines(
         workload(), Space(dimensions, 8), A100, 8 * GIB, strategies=chosen
     )
     assert len(lines) == len(times) == 1
@@ -207,8 +207,8 @@ def test_a_budget_that_the_second_size_exceeds_lies_between_the_first_two(
         sizes.append(resolved.plan.micro_batch)
         return predict_resolved(workload, resolved, *given, **options)
 
-    monkeypatch.setattr("autofit.prediction.variant_lines.predict_resolved", noted)
-    variant_lines(workload(), space(), A100, GIB // 2)
+    monkeypatch.setattr("autofit.prediction.prior_lines.predict_resolved", noted)
+    prior_lines(workload(), space(), A100, GIB // 2)
     assert sorted(sizes) == [8, 64]
 
 
@@ -238,8 +238,8 @@ def test_what_tells_most_is_predicted_first(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append({n: v for n, v in settings.items() if v != dimensions[n].values[0]})
         return predict_resolved(workload, resolved, *given, **options)
 
-    monkeypatch.setattr("autofit.prediction.variant_lines.predict_resolved", noted)
-    lines, _, _ = variant_lines(workload(), Space(dimensions, 8), A100, 8 * GIB)
+    monkeypatch.setattr("autofit.prediction.prior_lines.predict_resolved", noted)
+    lines, _, _ = prior_lines(workload(), Space(dimensions, 8), A100, 8 * GIB)
     level, dtype = "placement.level", "precision.dtype"
     order = [{}, {dtype: "bfloat16"}, {dtype: "tf32"}, {level: 4}, {level: 2}]
     order += [{level: 1}, {level: 3}, {"hinted.level": 1}]

@@ -17,8 +17,9 @@ cuDNN's buffers or add gradients in place.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from itertools import chain
 from types import FrameType, SimpleNamespace
@@ -29,7 +30,8 @@ from torch.overrides import TorchFunctionMode
 
 from autofit.devices.gpu_catalogue import Gpu
 from autofit.prediction.cuda import attention, autocast, operators
-from autofit.torch_private import check
+from autofit.prediction.cuda.values import IN_BACKWARD, users_line
+from autofit.torch_private import check, missing
 
 # An object, the name of its attribute, and the value to put there.
 Patch = tuple[Any, str, Any]
@@ -389,3 +391,35 @@ def _backward(mode: _CudaIsMeta) -> Iterator[Patch]:
             return engine(*args, **kwargs)
 
     yield autograd, "_engine_run_backward", run
+
+
+# Functions that user code compiles run as they are written: a trace of operators does not see a
+# compiled kernel, and the compiler does not know the stand-ins of a dry run.
+
+
+@contextmanager
+def uncompiled(note: Callable[[str], None]) -> Iterator[None]:
+    """Run compiled functions as they are written.
+
+    Args:
+        note: called with the line that calls one, each time; never where this torch does not say.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if missing("calls of compiled functions") is None:
+            stack.enter_context(_calls_noted(note))
+        yield
+
+
+def _calls_noted(note: Callable[[str], None]) -> AbstractContextManager[None]:
+    from torch._dynamo import eval_frame  # an optimizer imports it in any case
+
+    choose = eval_frame._callback_from_stance
+
+    def noted(callback: Any) -> Any:
+        if callable(callback):  # else a function that is never compiled
+            line = users_line(traceback.extract_stack())
+            note("a function of the workload" if line == IN_BACKWARD else line)
+        return choose(callback)
+
+    return replaced(eval_frame, "_callback_from_stance", noted)

@@ -141,30 +141,20 @@ def _suits_cudnn(
     return torch.bfloat16 not in (data.dtype, weight.dtype)
 
 
-# Up to torch 2.13 group_norm itself copies its argument where that is not contiguous.
-_GROUP_NORM_KEEPS_LAYOUT = torch.__version__ >= "2.15"
-
-
 def _group_norm(args: Any) -> tuple[Any, Order]:
-    """Return what the meta device does, in CUDA's layout; torch 2.14 copies the data meanwhile."""
-    (data,), copies = _as_group_norm_takes(args[:1], args[0])
-    results = aten.native_group_norm(data, *args[1:])
-    return results, [*copies, *results]
+    """Return a contiguous result, for which data of another layout is copied (group_norm.cpp).
+
+    From torch 2.15 on CUDA keeps the layout, and takes less.
+    """
+    results = aten.native_group_norm(args[0].contiguous(), *args[1:])
+    return results, [*_copies(args[:1]), *results]
 
 
 def _group_norm_backward(args: Any) -> tuple[Any, Order]:
-    """Return likewise; the gradient is copied where its layout is not that of the data."""
-    (gradient, data), copies = _as_group_norm_takes(args[:2], args[1])
-    results = aten.native_group_norm_backward(gradient, data, *args[2:])
-    return results, [*copies, *(made for made in results if made is not None)]
-
-
-def _as_group_norm_takes(tensors: Any, data: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
-    """Return tensors in the layout that CUDA's kernel takes, and the bytes of those it copies."""
-    layout = suggest_memory_format(data) if _GROUP_NORM_KEEPS_LAYOUT else torch.contiguous_format
-    copied = [each for each in tensors if not each.is_contiguous(memory_format=layout)]
-    taken = [each.contiguous(memory_format=layout) for each in tensors]
-    return taken, [each.nbytes for each in copied]
+    """Return likewise; the gradient is copied too."""
+    taken = (each.contiguous() for each in args[:2])
+    results = aten.native_group_norm_backward(*taken, *args[2:])
+    return results, [*_copies(args[:2]), *(made for made in results if made is not None)]
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -397,40 +387,25 @@ def _workspace(weights: Sequence[torch.Tensor], gates_bytes: int) -> int:
     return gates_bytes + sum(4 * weight.numel() for weight in weights if weight.dim() > 1)
 
 
-def _lstm_cell(
-    data: torch.Tensor,
-    state: Sequence[torch.Tensor],
-    of_data: torch.Tensor,
-    of_hidden: torch.Tensor,
-    *biases: torch.Tensor | None,
-) -> Any:
-    cell = data, list(state), of_data, of_hidden, *biases
-    with beneath():
-        if not data.is_meta:
-            return aten.lstm_cell(*cell)
-        data, (hidden, memory), of_data, of_hidden, *biases = autocast.lowered(cell)
-        products = aten.matmul(data, of_data.t()), aten.matmul(hidden, of_hidden.t())
-        return tuple(aten._thnn_fused_lstm_cell(*products, memory, *biases)[:2])
+def _cell(plain: Any) -> Callable[..., Any]:
+    """Return the kernel of lstm_cell, whose state is a list, or of gru_cell."""
 
+    def kernel(data: torch.Tensor, state: Any, *weights: torch.Tensor | None) -> Any:
+        with beneath():
+            if not data.is_meta:
+                return plain(data, state, *weights)
+            data, state, of_data, of_hidden, *biases = autocast.lowered((data, state, *weights))
+            hidden = state if isinstance(state, torch.Tensor) else state[0]
+            products = aten.matmul(data, of_data.t()), aten.matmul(hidden, of_hidden.t())
+            if hidden is state:
+                return aten._thnn_fused_gru_cell(*products, hidden, *biases)[0]
+            return tuple(aten._thnn_fused_lstm_cell(*products, state[1], *biases)[:2])
 
-def _gru_cell(
-    data: torch.Tensor,
-    hidden: torch.Tensor,
-    of_data: torch.Tensor,
-    of_hidden: torch.Tensor,
-    *biases: torch.Tensor | None,
-) -> Any:
-    cell = data, hidden, of_data, of_hidden, *biases
-    with beneath():
-        if not data.is_meta:
-            return aten.gru_cell(*cell)
-        data, hidden, of_data, of_hidden, *biases = autocast.lowered(cell)
-        products = aten.matmul(data, of_data.t()), aten.matmul(hidden, of_hidden.t())
-        return aten._thnn_fused_gru_cell(*products, hidden, *biases)[0]
+    return kernel
 
 
 def _fused_lstm_cell(args: Any) -> tuple[Any, Order]:
-    gates, memory = args[0], args[2]
+    gates, memory = args[0], args[2]  # torch's own shape function needs biases
     kept, *states = torch.empty_like(gates), torch.empty_like(memory), torch.empty_like(memory)
     return (*states, kept), [kept, *states]
 
@@ -452,22 +427,10 @@ def _fused_gru_cell_backward(args: Any) -> tuple[Any, Order]:
     return (*of_products, of_hidden, *of_biases), [*of_products, of_hidden]
 
 
-def _dropout_order(args: Any, result: Any) -> Order:
-    return [result[1], result[0]]  # the mask first (Dropout.cu)
-
-
 def _safe_softmax_order(args: Any, result: torch.Tensor) -> Order:
     """Look for rows of minus infinity after the softmax itself (SoftMax.cpp)."""
     rows = result.numel() // max(result.shape[args[1]], 1) if result.dim() else 1
     return [result, result.numel(), rows, 1]
-
-
-def _layer_norm_order(args: Any, result: Any) -> Order:
-    return [*_copies(args[:1]), *result]
-
-
-def _layer_norm_backward_order(args: Any, result: Any) -> Order:
-    return [*_copies(args[:2]), *(made for made in result if made is not None)]
 
 
 def _copies(tensors: Any) -> list[int]:
@@ -479,18 +442,21 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "batch_norm": _batch_norm,
     "ctc_loss.Tensor": _ctc_loss_of_tensors,
     "dropout": _dropout,
-    "gru_cell": _gru_cell,
+    "gru_cell": _cell(aten.gru_cell),
     "linear": _linear,
-    "lstm_cell": _lstm_cell,
+    "lstm_cell": _cell(aten.lstm_cell),
     "rms_norm": _rms_norm,
     **{f"{name}.{kind}": _layer(name, kind) for name in _MODES for kind in ("input", "data")},
 }
 # From the positional arguments and what the meta device returns: the order of allocations.
 ORDERS: dict[str, Callable[[Any, Any], Order]] = {
     "_safe_softmax": _safe_softmax_order,
-    "native_dropout": _dropout_order,
-    "native_layer_norm": _layer_norm_order,
-    "native_layer_norm_backward": _layer_norm_backward_order,
+    "native_dropout": lambda args, result: [result[1], result[0]],  # the mask first (Dropout.cu)
+    "native_layer_norm": lambda args, result: [*_copies(args[:1]), *result],
+    "native_layer_norm_backward": lambda args, result: [
+        *_copies(args[:2]),
+        *(made for made in result if made is not None),
+    ],
 }
 # From the positional arguments: the results, and the order of allocations.
 STAND_INS: dict[str, Callable[[Any], tuple[Any, Order]]] = {

@@ -25,7 +25,7 @@ import torch
 from autofit.devices.gpu_catalogue import Gpu, Rates
 from autofit.memory.tracer import storages_of, tensors_in
 from autofit.prediction.cuda.scratch import ByCard, Size
-from autofit.probing.flops import formula_of
+from autofit.training.flops import formula_of
 
 # Least seconds between two operations of eager PyTorch.
 LAUNCH_S = 5e-6

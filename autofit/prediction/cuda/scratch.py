@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, compress
 from math import inf, prod
 from typing import Any, TypeAlias
 
@@ -138,14 +137,8 @@ def bytes_on(gpu: Gpu, size: Size) -> int:
 def recording_on(gpu: Gpu, recording: Recording, by_card: Mapping[int, ByCard]) -> Recording:
     """Return a recording with the sizes that the GPU decides as they are on this one."""
     sizes = {number: size.bytes_on(gpu) for number, size in by_card.items()}
-    is_kept = [bool(sizes.get(abs(number), 1)) for number, _ in recording.events]
-    kept = [0, *accumulate(is_kept)]
-    events = (
-        (number, sizes.get(number, nbytes))
-        for number, nbytes in compress(recording.events, is_kept)
-    )
-    ends = tuple(kept[end] for end in recording.step_ends)
-    return replace(recording, events=tuple(events), step_ends=ends)
+    events = tuple((number, sizes.get(number, nbytes)) for number, nbytes in recording.events)
+    return replace(recording, events=events)
 
 
 _MOST_THREADS = 512
@@ -179,14 +172,6 @@ def _output_vector(shape: tuple[int, ...], strides: tuple[int, ...], dims: froze
     return vector
 
 
-def _sum(args: Any) -> list[Size]:
-    return _reduction(args[0], args[1:])
-
-
-def _norm(args: Any) -> list[Size]:
-    return _reduction(args[0], args[2:])  # the second is the order
-
-
 def _reduction(tensor: torch.Tensor, others: Sequence[Any]) -> list[Size]:
     """Return the buffers of a reduction whose dimensions come first among the other arguments."""
     if not tensor.dim():
@@ -212,8 +197,8 @@ def _efficient_attention_backward(args: Any) -> list[Size]:
 # By operator.
 RULES: dict[str, Sizes] = {
     "_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
-    "sum": _sum,
-    "mean": _sum,  # the same kernel
-    "linalg_vector_norm": _norm,
+    "sum": lambda args: _reduction(args[0], args[1:]),
+    "mean": lambda args: _reduction(args[0], args[1:]),  # the same kernel
+    "linalg_vector_norm": lambda args: _reduction(args[0], args[2:]),  # the second is the order
     "_softmax_backward_data": lambda args: [args[0].nbytes],
 }

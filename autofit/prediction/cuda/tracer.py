@@ -9,16 +9,15 @@ meta device lacks, refuses those that need a tensor's values, and estimates what
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import cache
-from itertools import compress
 from typing import Any, cast
 
 import torch
 
 from autofit.devices.gpu_catalogue import AskedGpu, Gpu
-from autofit.memory.blocks import Block
+from autofit.memory.allocator import Block
 from autofit.memory.replay import Recording
 from autofit.memory.tracer import MemoryTracer, in_backward, tensors_in
 from autofit.prediction.cuda.attention import adds_mask
@@ -42,7 +41,6 @@ from autofit.prediction.cuda.scratch import (
     Size,
     Workspace,
     bytes_on,
-    recording_on,
     scratch,
 )
 from autofit.prediction.cuda.values import (
@@ -60,18 +58,8 @@ _HOST = torch.device("cpu")
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "addmv"})
 # Operators whose workspaces cuDNN chooses by heuristics that it does not document.
 _OF_CUDNN = frozenset({"convolution", "_cudnn_rnn"})
-# Operators of foreach and fused optimizers and of gradient scaling that return nothing.
-_ON_LISTS_IN_PLACE = re.compile(r"_(foreach|fused|amp_foreach)_\w+_")
-# fmt: off
-# Operators that change values alone: skipped where arguments like these were accepted before.
-_IN_PLACE = frozenset(
-    (
-        "_amp_update_scale_", "add_", "addcdiv_", "addcmul_", "bernoulli_", "clamp_", "copy_",
-        "div_", "exponential_", "fill_", "lerp_", "masked_fill_", "mul_", "neg_", "normal_",
-        "random_", "relu_", "sqrt_", "sub_", "uniform_", "zero_",
-    )
-)
-# fmt: on
+# Operators of fused optimizers and of gradient scaling: they return nothing, and meta has not all.
+_FUSED_IN_PLACE = re.compile(r"_(fused|amp_foreach)_\w+_")
 
 
 class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own hook
@@ -81,7 +69,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         gpu: the GPU whose memory use is emulated.
 
     Attributes:
-        gpu: the GPU; it notes what it is asked.
+        gpu, asked: the GPU; it notes what it is asked.
         by_card: the allocations whose size the GPU decides, by their numbers.
         unsupported: the first thing that could not be done, also if the user's code caught it.
         known: the values of tensors that are known.
@@ -91,8 +79,8 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__(device_type="meta", record=True)
-        self._asked = AskedGpu(gpu)
-        self.gpu = cast(Gpu, self._asked)
+        self.asked = AskedGpu(gpu)
+        self.gpu = cast(Gpu, self.asked)
         self.by_card: dict[int, ByCard] = {}
         self._given = gpu
         self.unsupported: Unsupported | None = None
@@ -101,7 +89,6 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         self.uncompiled: set[str] = set()
         self._shape_cache = ShapeCache()
         self._has_workspace: set[tuple[str, bool]] = set()
-        self._uses_cudnn = False
         self._order: list[int | torch.Tensor | None] = []
 
     @classmethod
@@ -164,12 +151,9 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
             result, self._order = STAND_INS[name](args)
             return result
         if _on_device(args[0] if args else None):
-            if name in _IN_PLACE or is_in_place(name, args):
-                self._shape_cache.check(func, args, kwargs, super().compute)
+            if is_in_place(name, args):
                 return args[0]
-            if _ON_LISTS_IN_PLACE.fullmatch(name):
-                if name.startswith("_foreach"):
-                    self._shape_cache.check(func, _unlike_rows(args), kwargs, super().compute)
+            if _FUSED_IN_PLACE.fullmatch(name):
                 return None
         result = self._shape_cache.result(func, args, kwargs, super().compute)
         if adds_mask(name, args, result):
@@ -191,31 +175,21 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
             order, self._order = self._order, []
             self.allocate_in_order(order)
         super().account(func, args, kwargs, result)
-        self._uses_cudnn = self._uses_cudnn or name in _OF_CUDNN
+        self.uses_cudnn = self.uses_cudnn or name in _OF_CUDNN
         sizes = self._account_scratch(name, args, result) if _on_device(result) else []
         if self.operations is not None:
             operation = operation_of(func, args, kwargs, result, sizes)
             self.operations += [operation] if operation is not None else []
 
     @property
-    def answers(self) -> Mapping[str, object]:
-        """What the GPU was asked so far, and what it answered."""
-        return dict(self._asked.answers)
-
-    @property
     def allocations(self) -> Recording:
         """The events so far, with zero for the sizes that the GPU decides."""
-        live, by_card = super().recording, self.by_card
+        live, by_card = self.recording, self.by_card
         events = tuple((number, 0 if number in by_card else size) for number, size in live.events)
         first: dict[Hashable, int] = {}  # of a purpose, and its name where sizes are compared
         purposes = live.optional.items()
         optional = {number: first.setdefault(purpose, number) for number, purpose in purposes}
-        return Recording(events, live.step_ends, optional, self._uses_cudnn)
-
-    @property
-    def recording(self) -> Recording:
-        """The events so far on the GPU, and where steps ended."""
-        return recording_on(self._given, self.allocations, self.by_card)
+        return replace(live, events=events, optional=optional)
 
     def _account_scratch(self, name: str, args: Any, result: Any) -> list[Size]:
         """Allocate workspaces and scratch memory, and return the sizes of the latter."""
@@ -255,14 +229,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         number, block = super()._allocate(bytes_on(self._given, nbytes))
         if not isinstance(nbytes, int):
             self.by_card[number] = nbytes
-            if block is None:
-                self.events.append((number, 0))
         return number, block
-
-    def _release(self, number: int, block: Block | None) -> None:
-        if block is None and number in self.by_card:
-            self.events.append((-number, 0))
-        super()._release(number, block)
 
     def _use_workspace(self, library: str, size: Size) -> None:
         """Allocate one for the thread of the forward pass, and one for autograd's thread."""
@@ -313,16 +280,6 @@ class ShapeCache:
 
     def __init__(self) -> None:
         self._looks: dict[Hashable, tuple[Any, list[_Look | None]]] = {}
-        self._accepted: set[Hashable] = set()
-
-    def check(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> None:
-        """Raise what an in-place operator of other tensors raises for arguments of such shapes."""
-        if not tensors_in(args[1:]):
-            return
-        key = _call_key(func, args, kwargs)
-        if key is None or key not in self._accepted:
-            run(func, args, kwargs)
-            self._accepted.add(key)
 
     def result(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Return what `run(func, args, kwargs)` returns, or new tensors that look the same."""
@@ -345,19 +302,6 @@ class ShapeCache:
             looks = [None if tensor is None else _look(tensor) for tensor in tensors]
             self._looks[key] = type(result) if several else None, looks
         return result
-
-
-def _unlike_rows(args: Any) -> list[Any]:
-    """Return the arguments of an operator on lists, which have an entry for each parameter.
-
-    Most parameters look like another one, so one row of each look is kept.
-    """
-    lists = [isinstance(arg, (list, tuple)) and len(arg) == len(args[0]) for arg in args]
-    rows = list(zip(*compress(args, lists), strict=True))
-    with suppress(_CannotBeKept):
-        rows = list({_key(row): row for row in rows}.values())
-    columns = zip(*rows, strict=True)
-    return [next(columns) if is_list else arg for arg, is_list in zip(args, lists, strict=True)]
 
 
 def _call_key(func: Any, args: Any, kwargs: Any) -> Hashable | None:

@@ -131,6 +131,13 @@ class KnownValues:
         gone = weakref.ref(storage, lambda _: self._values.pop(key, None))
         self._values[key] = gone, real.copy_(values).untyped_storage()
 
+    def meta_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of that shape on meta, with its integers known if they were."""
+        copied = torch.empty_like(tensor.detach(), device="meta")
+        if is_number(tensor):
+            self.learn(copied, self.of(tensor))
+        return copied
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor with values on the CPU; None where a meta tensor's are unknown."""
         if not tensor.is_meta:

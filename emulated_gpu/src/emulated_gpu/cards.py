@@ -1,16 +1,20 @@
 """Emulated cards: what a process on one is told of its GPU, and those that are known by name.
 
+`gpus.csv` is the table of the repository's autofit, by a link: a build takes its contents along.
 The memory of a known card is the least total capacity found in public out-of-memory messages; where
 none was found, the nominal size less the share that its generation loses. Drivers and error
 correction change it by a percent and more: where that matters, give bytes. Compute capability and
-multiprocessors are from NVIDIA's data sheets and CUDA programming guide.
+multiprocessors are from NVIDIA's data sheets and CUDA programming guide. The context of an H100
+was measured: 752 to 764 MiB, the most with cuDNN.
 """
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 
 from emulated_gpu.errors import InvalidArgument
 from emulated_gpu.sizes import GIB, MIB, parse_size, size_text
@@ -18,8 +22,6 @@ from emulated_gpu.sizes import GIB, MIB, parse_size, size_text
 MAX_CARDS = 8
 CONTEXT_BYTES = 620 * MIB
 """Of a process that has multiplied matrices, as measured on an H200 (torch 2.11, driver 580)."""
-_MEASURED_CONTEXT_BYTES = {"H100": 758 * MIB}
-"""Measured likewise: 752 to 764 MiB, the most with cuDNN."""
 CUBLAS_BYTES = 66 * MIB
 """Of these, what arrives with the first cuBLAS handle (`sources/driver/cublas.cpp`)."""
 
@@ -66,71 +68,6 @@ class Card:
         )
 
 
-_TABLE = [  # name, GiB, compute capability, multiprocessors
-    ("P100-16GB", 15.9, (6, 0), 56),
-    ("V100-16GB", 15.77, (7, 0), 80),
-    ("V100-32GB", 31.73, (7, 0), 80),
-    ("T4", 14.56, (7, 5), 40),
-    ("RTX 2060", 5.79, (7, 5), 30),
-    ("RTX 2070", 7.79, (7, 5), 36),
-    ("RTX 2080", 7.79, (7, 5), 46),
-    ("RTX 2080 Ti", 10.75, (7, 5), 68),
-    ("A100-40GB", 39.39, (8, 0), 108),
-    ("A100-80GB", 79.15, (8, 0), 108),
-    ("A30", 23.5, (8, 0), 56),
-    ("A2", 14.5, (8, 6), 10),
-    ("A10", 22.0, (8, 6), 72),
-    ("A10G", 22.0, (8, 6), 80),
-    ("A40", 44.35, (8, 6), 84),
-    ("A6000", 47.4, (8, 6), 84),
-    ("A5000", 23.5, (8, 6), 64),
-    ("A4000", 15.6, (8, 6), 48),
-    ("RTX 3060", 11.75, (8, 6), 28),
-    ("RTX 3060 Ti", 7.79, (8, 6), 38),
-    ("RTX 3070", 7.79, (8, 6), 46),
-    ("RTX 3070 Ti", 7.79, (8, 6), 48),
-    ("RTX 3080", 9.75, (8, 6), 68),
-    ("RTX 3080 Ti", 11.75, (8, 6), 80),
-    ("RTX 3090", 23.5, (8, 6), 82),
-    ("L4", 22.03, (8, 9), 58),
-    ("L40", 44.4, (8, 9), 142),
-    ("L40S", 44.4, (8, 9), 142),
-    ("RTX 6000 Ada", 44.4, (8, 9), 142),
-    ("RTX 4060", 7.6, (8, 9), 24),
-    ("RTX 4060 Ti", 15.6, (8, 9), 34),
-    ("RTX 4070", 11.7, (8, 9), 46),
-    ("RTX 4070 Ti", 11.7, (8, 9), 60),
-    ("RTX 4080", 15.6, (8, 9), 76),
-    ("RTX 4090", 23.5, (8, 9), 128),
-    ("H100-PCIe", 79.1, (9, 0), 114),
-    ("H100", 79.1, (9, 0), 132),
-    ("H100-NVL", 93.0, (9, 0), 132),
-    ("GH200", 94.5, (9, 0), 132),
-    ("H200", 139.8, (9, 0), 132),
-    ("B200", 178.4, (10, 0), 148),
-    ("RTX 5070", 11.7, (12, 0), 48),
-    ("RTX 5080", 15.5, (12, 0), 84),
-    ("RTX 5090", 31.4, (12, 0), 170),
-    ("RTX PRO 6000", 94.0, (12, 0), 188),
-]
-_ALIASES = {  # names in drivers that differ from the table's
-    "p100": "P100-16GB",
-    "p100pcie16gb": "P100-16GB",
-    "v100": "V100-16GB",
-    "v100pcie16gb": "V100-16GB",
-    "v100pcie32gb": "V100-32GB",
-    "a100": "A100-40GB",
-    "a100pcie40gb": "A100-40GB",
-    "a10080gbpcie": "A100-80GB",
-    "h100sxm": "H100",
-    "h10080gb": "H100",
-    "gh200480gb": "GH200",
-    "h200nvl": "H200",
-    "rtxa4000": "A4000",
-    "rtxa5000": "A5000",
-    "rtxa6000": "A6000",
-    "rtx6000adageneration": "RTX 6000 Ada",
-}
 _FORM_FACTORS = re.compile(r"sxm\d|hbm\de?")
 DEFAULT = "H200"
 """The card of which recorded trainings tell most."""
@@ -165,7 +102,7 @@ def find_card(
 
 def card_names() -> list[str]:
     """Return the names of the known cards."""
-    return [name for name, *_ in _TABLE]
+    return [row["name"] for row in _ROWS]
 
 
 def cards_setting(cards: Sequence[Card]) -> str:
@@ -185,14 +122,18 @@ def _key(name: str) -> str:
     return _FORM_FACTORS.sub("", letters)
 
 
-_BY_KEY = {
-    _key(name): Card(
-        f"NVIDIA {name}",
-        int(gib * GIB),
-        capability,
-        multiprocessors,
-        _MEASURED_CONTEXT_BYTES.get(name, CONTEXT_BYTES),
+def _of_row(row: dict[str, str]) -> Card:
+    major, _, minor = row["capability"].partition(".")
+    return Card(
+        f"NVIDIA {row['name']}",
+        int(float(row["memory_gib"]) * GIB),
+        (int(major), int(minor)),
+        int(row["multiprocessors"]),
+        int(row["context_mib"]) * MIB if row["context_mib"] else CONTEXT_BYTES,
     )
-    for name, gib, capability, multiprocessors in _TABLE
-}
-_BY_KEY |= {alias: _BY_KEY[_key(name)] for alias, name in _ALIASES.items()}
+
+
+_LINES = files("emulated_gpu").joinpath("gpus.csv").read_text(encoding="utf-8").splitlines()
+_ROWS = list(csv.DictReader(line for line in _LINES if not line.startswith("#")))
+_BY_KEY = {_key(row["name"]): _of_row(row) for row in _ROWS}
+_BY_KEY |= {key: _BY_KEY[_key(row["name"])] for row in _ROWS for key in row["also_called"].split()}

@@ -11,7 +11,6 @@ import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 
 from autofit.devices.gpu_catalogue import find_gpu
 from autofit.memory.tracer import in_backward
-from autofit.prediction.cuda import operators
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import stage
 
@@ -59,16 +58,8 @@ def test_layer_norm_copies_what_is_not_contiguous() -> None:
     assert found == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("keeps_layout", "copies"),
-    [(False, [0, 1, 1, 2]), (True, [0, 1, 1, 0])],
-    ids=["torch 2.14", "torch 2.15"],
-)
-def test_group_norm_copies_what_has_another_layout(
-    monkeypatch: pytest.MonkeyPatch, keeps_layout: bool, copies: list[int]
-) -> None:
-    """As torch's own CUDA allocator counts it in the kernels of both versions."""
-    monkeypatch.setattr(operators, "_GROUP_NORM_KEEPS_LAYOUT", keeps_layout)
+def test_group_norm_copies_what_is_not_contiguous() -> None:
+    """As torch's own CUDA allocator counts it in the kernels up to torch 2.14."""
     tracer, aten = CudaTracer(find_gpu("H200")), torch.ops.aten
     found = []
     with stage(tracer):
@@ -83,11 +74,10 @@ def test_group_norm_copies_what_has_another_layout(
                 result, *others = aten.native_group_norm_backward(*of)
                 taken = tracer.allocator.peak_allocated_bytes - held
                 found.append(round(taken / image.nbytes) - 1)
-                is_as_data = result.stride() == data.stride()
-                assert is_as_data if keeps_layout else result.is_contiguous()
+                assert result.is_contiguous()
                 del result, others, rest, of
         del data, gradient, image, weight
-    assert found == copies
+    assert found == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autofit.devices.gpu_catalogue import find_gpu
+from autofit.memory.allocator import ignored_options
 from autofit.memory.replay import replay, required_bytes
 from autofit.prediction.cuda.tracer import CudaTracer, ShapeCache
 from autofit.prediction.cuda.values import NeedsValues
@@ -43,6 +44,15 @@ def test_each_thread_that_multiplies_gets_a_workspace(gpu: str, workspace: int) 
     assert workspace <= held(forward) < workspace + 2 * MIB
     assert 2 * workspace <= held(forward_and_backward) < 2 * workspace + 2 * MIB
     assert held(lambda: on_device(8, 8).relu()) == 0
+
+
+def test_the_workspace_that_the_environment_chooses_is_taken_and_not_said_to_be_ignored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    held = traced(lambda: on_device(8, 8) @ on_device(8, 8)).allocator.allocated_bytes
+    assert 8 * MIB + 2**17 <= held < 10 * MIB
+    assert ignored_options() is None
 
 
 def test_the_workspace_of_a_convolution_is_dispensable() -> None:

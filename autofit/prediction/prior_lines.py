@@ -22,9 +22,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import TypeAlias
 
-from autofit.devices.base import Environment
-from autofit.devices.gpu_catalogue import Gpu, find_gpu
-from autofit.errors import AutofitError
+from autofit.devices.gpu_catalogue import Gpu
 from autofit.plan import Dimension, Plan, Scalar, Settings, VariantKey, variant_key
 from autofit.prediction.predict import Prediction, predict_resolved
 from autofit.registry import resolve
@@ -48,7 +46,7 @@ class _OutOfTime(Exception):
     """There is no time for another dry run as long as the longest so far."""
 
 
-def variant_lines(
+def prior_lines(
     workload: Workload,
     space: Space,
     gpu: Gpu,
@@ -88,18 +86,6 @@ def variant_lines(
             lines = {variant: time_line(predictions) for variant, predictions in found.items()}
             times |= {variant: line for variant, line in lines.items() if line is not None}
     return memory, times, tuple(notes)
-
-
-def gpu_of(environment: Environment) -> Gpu | None:
-    """Return the GPU of an environment; None if it has none."""
-    if environment.gpu is None or environment.capability is None:
-        return None
-    major, _, minor = environment.capability.partition(".")
-    try:
-        known = find_gpu(environment.gpu)
-    except AutofitError:
-        known = replace(find_gpu(environment.total_bytes), name=environment.gpu)
-    return replace(known, total_bytes=environment.total_bytes, capability=(int(major), int(minor)))
 
 
 def _most_useful_first(space: Space) -> Iterator[Sequence[Settings]]:

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.flops import ModelFlops
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.profile import _flops_of_a_step, look_at_step
+from autofit.training.flops import ModelFlops
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
