@@ -141,7 +141,11 @@ def _tokens(workload: Workload) -> Tokens | None:
     size = workload.described_size
     mix = workload.mix(size)
     rows = rows_of(workload.samples) or Rows.of_size(mix[-1][1], size)
-    return tokens_of_mix(mix, rows.batched)
+    tokens = tokens_of_mix(mix, rows.batched)
+    if tokens is None or workload.chose_size or workload.makes_batches:
+        return tokens
+    # Of a data set, whose first samples may be shorter than others
+    return tokens_of_mix(workload.whole_mix(workload.sample_batch_size), rows.batched)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from autofit.searching.findings import (
     described,
     look_for_findings,
     memory_of,
+    most_elements_of,
 )
 from autofit.searching.options import SearchArguments, SearchOptions
 from autofit.searching.runner import Places, open_runner
@@ -429,7 +430,9 @@ class _SearchRun:
         if survey.environment.gpu is None:
             now = load_of_others(own=os.cpu_count() or 1)
             survey = replace(survey, busy=_busy_words(survey.busy, now))
+        elements = None
         try:
+            elements = most_elements_of(prober, survey, record)
             if record.may_probe and record.recommended.plan != record.baseline.plan:
                 self._on_stage("comparing the answer's gradients with the baseline's")
                 record = judged(prober, spec, record)
@@ -437,7 +440,8 @@ class _SearchRun:
                 record = replace(record, memory=memory_of(prober, spec, record))
         except KeyboardInterrupt:
             record = _interrupted(record)
-        record = described(record, spec, survey, tuple(prober.strategies), self.workload)
+        strategies = tuple(prober.strategies)
+        record = described(record, spec, survey, strategies, self.workload, elements)
         self.record = record
         if record.may_probe and is_alone:
             findings: dict[str, Any] = {}

@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
@@ -117,6 +118,11 @@ def check_target(batch: Batch) -> None:
         )
 
 
+def elements_of(batch: Batch) -> int:
+    """The elements of all tensors in the batch."""
+    return sum(math.prod(shape_of(tensor)) for tensor in tensors_of(batch))
+
+
 def named_tensors(batch: Batch) -> list[tuple[str, torch.Tensor]]:
     """Where each tensor stands in the batch, and the tensor, in the order of `tensors_of`."""
     leaves, _ = pytree.tree_flatten_with_path(opened(batch))
@@ -151,31 +157,27 @@ def _index_in_turn(count: int, sizes: Collection[int], device: torch.device) -> 
     return torch.cat(parts)
 
 
-def resize(batch: Batch, *sizes: int, places: Collection[int] | None = None) -> Batch:
+def resize(batch: Batch, *sizes: int) -> Batch:
     """A batch for micro-batches of these sizes, made of this batch's own samples in turn.
 
     Batched tensors of shape [n, ...] become [sum(sizes), ...]; the rest is the same object.
-
-    Args:
-        places: which of `tensors_of(batch)` hold samples; None: those with as many as the first.
     """
     size = batch_size(batch)
     if sum(sizes) == size:
         return batch
-    if places is None:
-        named = enumerate(tensors_of(batch))
-        places = frozenset(at for at, t in named if t.dim() > 0 and t.shape[0] == size)
     chosen: dict[torch.device, torch.Tensor] = {}
 
     def grow(tensor: torch.Tensor) -> torch.Tensor:
         device = tensor.device
+        if not tensor.dim() or tensor.shape[0] != size:
+            return tensor
         if device not in chosen:
             chosen[device] = _index_in_turn(size, sizes, device)
         # A leaf again where it was one: a graph that begins before the batch serves one backward
         grown = tensor.detach().index_select(0, chosen[device])
         return grown.requires_grad_(tensor.requires_grad)
 
-    return map_batched(grow, batch, places)
+    return map_tensors(grow, batch)
 
 
 def pieces(batch: Batch, sizes: tuple[int, ...], places: Collection[int]) -> Iterator[Batch]:
@@ -264,10 +266,12 @@ def _mapped(
 
 def describe(batch: Batch) -> dict[str, str]:
     """Where each tensor stands in the batch -> its dtype and shape, as text."""
-    return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')}{shape_of(tensor)}"
-        for name, tensor in named_tensors(batch)
-    }
+    return {name: shape_words(tensor) for name, tensor in named_tensors(batch)}
+
+
+def shape_words(tensor: torch.Tensor) -> str:
+    """Return dtype and shape, as in "int64[4, 64]"."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{shape_of(tensor)}"
 
 
 def shape_of(tensor: torch.Tensor) -> list[int]:

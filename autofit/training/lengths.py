@@ -6,7 +6,7 @@ Of several lengths memory is that of the longest, speed that of the mix.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +167,7 @@ def tokens_of(batch: Batch, batched: Collection[str]) -> Tokens | None:
     return Tokens(ids, named[ids].shape[1], padding)
 
 
-def tokens_of_mix(mix: Sequence[tuple[float, Batch]], batched: Collection[str]) -> Tokens | None:
+def tokens_of_mix(mix: Iterable[tuple[float, Batch]], batched: Collection[str]) -> Tokens | None:
     """Return the mean tokens of a sample over several lengths; None: one of them has none.
 
     Args:

@@ -350,11 +350,11 @@ class Training(AbstractContextManager["Training"]):
         if self._ended:
             raise InvalidArgument("this training has ended: call report.apply(...) again")
         users = self.recipe.training_step is not None
-        # Of what a training_step makes batches, they are looked at as it makes them.
-        is_unmade = users and self._is_unmade(batch)
-        batch = batch if users else self._collated(batch)
+        batch = batch if users else self._in_micro_batches(batch)
         self._look(batch)
-        self._is_looked_at = not is_unmade  # by no other part: ranks gather for each look
+        # By no other part, since ranks gather for each look. Of what a training_step makes batches,
+        # they are looked at as it makes them.
+        self._is_looked_at = not (users and self._is_unmade(batch))
         try:
             return self._stepped(batch)
         finally:
@@ -394,23 +394,25 @@ class Training(AbstractContextManager["Training"]):
         return self._over_ranks(total)
 
     def _look(self, given: Any) -> None:
-        if self._watch is not None and not self._is_looked_at:
-            gathered = None if self.ranks is None else partial(self._gathered, self.ranks)
-            samples = sum(self._sizes(given))
-            self._watch.look(given, samples, stacklevel=3, gathered=gathered)
+        if self._watch is None or self._is_looked_at:
+            return
+        if not isinstance(given, MicroBatches):  # how a training_step divides it is not known yet
+            known = () if self._is_unmade(given) else (given,)
+            given = MicroBatches(known, (sum(self._sizes(given)),))
+        gathered = None if self.ranks is None else partial(self._gathered, self.ranks)
+        self._watch.look(given, stacklevel=3, gathered=gathered)
+
+    def _in_micro_batches(self, given: Any) -> MicroBatches:
+        """Return what a step is given in micro-batches of the plan."""
+        if isinstance(given, MicroBatches):
+            return given
+        return samples_in(given, self._samples).step_of(given, self._sizes(given))
 
     def _sizes(self, given: Any) -> tuple[int, ...]:
-        """Return the samples of each micro-batch of a step."""
-        if isinstance(given, MicroBatches):
-            return given.sizes
         samples = samples_in(given, self._samples).size(given)
         if samples is None:
             return self.plan.micro_batch_sizes_of(self.world.rank)
         return split_evenly(samples, steps_for(samples, self.plan.micro_batch))
-
-    def _collated(self, given: Any) -> Any:
-        """Return a step's batch, or the micro-batches that are made of its samples."""
-        return samples_in(given, self._samples).collated(given, self._sizes(given))
 
     def _over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         if self.ranks is None:
@@ -437,35 +439,31 @@ class Training(AbstractContextManager["Training"]):
         no weight, the rank's heaviest one is run again without any.
         """
         self.has_split = True
-        batch = self._collated(batch)
-        self._look(batch)
-        sizes = self._sizes(batch)
+        step = self._in_micro_batches(batch)
+        self._look(step)
         if self.ranks is not None:
-            yield from self._micro_batches_of_ranks(batch, sizes, self.ranks)
+            yield from self._micro_batches_of_ranks(step, self.ranks)
             return
-        if len(sizes) == 1:
-            self._announce(is_last=True)
-            yield self.placed(next(self._cut(batch, sizes))), 1.0
-            return
-        weights = self._weights(batch, sizes)
+        weights = self._weights(step) if len(step.sizes) > 1 else [1.0]
         if not any(weights):  # the unsplit batch would have the same 0 / 0
             weights = [1.0] * len(weights)
         whole = sum(weights)
         last = max(index for index, weight in enumerate(weights) if weight)
-        for index, piece in enumerate(self._cut(batch, sizes)):
-            if weights[index]:
+        for index, (piece, weight) in enumerate(zip(step.batches, weights, strict=True)):
+            if weight:
                 self._announce(is_last=index == last)
-                yield self.placed(piece), weights[index] / whole
+                yield self.placed(piece), weight / whole
 
     def _micro_batches_of_ranks(
-        self, batch: Batch, sizes: tuple[int, ...], ranks: Ranks
+        self, step: MicroBatches, ranks: Ranks
     ) -> Iterator[tuple[Batch, float]]:
-        weights = self._weights(batch, sizes)
-        told = self._gathered(ranks, len(sizes), sum(weights))
+        weights = self._weights(step)
+        told = self._gathered(ranks, len(step.sizes), sum(weights))
         steps = round(max(each for each, _ in told))
         if any(each != steps for each, _ in told):  # seen by every rank alike
-            sizes = split_evenly(sum(sizes), steps)
-            weights = self._weights(batch, sizes)
+            assert step.divide is not None  # only those of a user's step are divided anew
+            step = step.divide(split_evenly(sum(step.sizes), steps))
+            weights = self._weights(step)
             told = self._gathered(ranks, steps, sum(weights))
         whole = sum(weight for _, weight in told)
         if not whole:  # as without ranks: the unsplit batch would have the same 0 / 0
@@ -473,20 +471,16 @@ class Training(AbstractContextManager["Training"]):
         heaviest = max(range(steps), key=weights.__getitem__)
         for index, weight in enumerate(weights):
             self._announce(is_last=index == steps - 1)
-            chosen = index if weight else heaviest
-            piece = list(self._cut(batch, sizes))[chosen]
+            piece = step.batches[index if weight else heaviest]
             yield self.placed(piece), weight * ranks.world.size / whole
 
     def _gathered(self, ranks: Ranks, *numbers: float) -> list[list[float]]:
         with self.in_host_memory():
             return ranks.gathered(numbers)
 
-    def _weights(self, batch: Batch, sizes: tuple[int, ...]) -> list[float]:
-        cut = zip(self._cut(batch, sizes), sizes, strict=True)
-        return [self.recipe.weight(piece, size) if size else 0.0 for piece, size in cut]
-
-    def _cut(self, batch: Batch, sizes: tuple[int, ...]) -> Iterator[Batch]:
-        return samples_in(batch, self._samples).divided(batch, sizes)
+    def _weights(self, step: MicroBatches) -> list[float]:
+        each = zip(step.batches, step.sizes, strict=True)
+        return [self.recipe.weight(piece, size) if size else 0.0 for piece, size in each]
 
     def _announce(self, *, is_last: bool) -> None:
         self._is_last = is_last

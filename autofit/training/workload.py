@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from autofit.training.batch import (
     batch_size,
     check_batched_dimension,
     check_target,
+    elements_of,
     resize,
     tensors_of,
 )
@@ -36,7 +37,6 @@ from autofit.training.samples import (
     Collated,
     CollateFn,
     Made,
-    MicroBatches,
     Rows,
     Samples,
     TakenSamples,
@@ -204,27 +204,48 @@ class Workload:
 
     def samples_of(self, *sizes: int) -> Any:
         """Return as many samples in the form in which they are divided: a list, or a batch."""
-        given: Any = self.longest_batch
+        return self._samples_of(self.longest_batch, sizes)
+
+    def _samples_of(self, given: Any, sizes: Sequence[int]) -> Any:
         if self.collate_fn is not None:
             return samples_in_turn(given, sizes)
-        return self.batch(sum(sizes)) if self.makes_batches else resize(given, *sizes)
+        return made_by(given, sum(sizes)) if self.makes_batches else resize(given, *sizes)
 
     def _step_of(self, given: Any, sizes: Sequence[int]) -> Any:
-        if self.training_step is not None:
-            return self.samples_of(*sizes)
-        if self.collate_fn is not None:
-            chosen = samples_in_turn(given, sizes)
-            return Collated(self.collate_fn).collated(chosen, sizes)
-        if self.makes_batches:
-            return MicroBatches(
-                tuple(map(self.batch, sizes)), tuple(sizes), lambda anew: self.step_of(*anew)
-            )
-        return resize(given, *sizes)
+        if self.training_step is None and self.makes_batches:
+            return Made().step_of(given, sizes)
+        chosen = self._samples_of(given, sizes)
+        if self.training_step is None and self.collate_fn is not None:
+            return Collated(self.collate_fn).step_of(chosen, sizes)
+        return chosen
 
     def _batch_of(self, given: Any, samples: int) -> Batch:
-        if self.collate_fn is not None:
-            return Collated(self.collate_fn).batch(samples_in_turn(given, [samples]))
-        return made_by(given, samples) if self.makes_batches else resize(given, samples)
+        chosen = self._samples_of(given, [samples])
+        return chosen if self.collate_fn is None else Collated(self.collate_fn).batch(chosen)
+
+    def whole_mix(self, samples: int) -> Iterator[tuple[float, Batch]]:
+        """Yield batches of that many samples which hold all that were given, with their shares.
+
+        Collated ones differ in padding and size, each by the samples in it. A function, or rows,
+        which are padded already, make one for each length. The last are those of the longest.
+        """
+        for share, given in self._mix:
+            if self.collate_fn is None:
+                yield share, self._batch_of(given, samples)
+                continue
+            sizes = [samples] * -(-len(given) // samples)
+            chosen = samples_in_turn(given, sizes)
+            for batch in Collated(self.collate_fn).micro_batches(chosen, sizes):
+                yield share / len(sizes), batch
+
+    def most_elements(self, samples: int) -> int | None:
+        """Return the elements of the largest batch of that many of the samples that were given.
+
+        None: they are the rows of the sample batch, whose shapes tell.
+        """
+        if self.collate_fn is None and not self.makes_batches:
+            return None
+        return max(elements_of(batch) for _, batch in self.whole_mix(samples))
 
     @property
     def recipe(self) -> Recipe:
