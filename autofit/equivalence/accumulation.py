@@ -55,8 +55,9 @@ from autofit.training.batch import (
     named_tensors,
     tensors_of,
 )
+from autofit.training.builder import TrainingBuilder
 from autofit.training.samples import Collated, Made, Rows, Samples
-from autofit.training.training import Training, TrainingBuilder
+from autofit.training.training import Training
 from autofit.training.watch import IGNORED
 from autofit.training.workload import Workload
 from autofit.units import quoted

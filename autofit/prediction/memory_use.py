@@ -23,7 +23,8 @@ from autofit.prediction.breakdown import KINDS, Labels
 from autofit.prediction.dry_run import STEPS, dry_run, traced_sizes
 from autofit.prediction.variant_lines import gpu_of
 from autofit.strategy import attributes_kept
-from autofit.training.training import Training, TrainingBuilder
+from autofit.training.builder import TrainingBuilder
+from autofit.training.training import Training
 
 if TYPE_CHECKING:
     from autofit.probing.session import Session

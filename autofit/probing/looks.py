@@ -44,12 +44,13 @@ from autofit.strategy import Phase, Strategy
 from autofit.torch_flags import computing
 from autofit.torch_private import gone_in
 from autofit.training.batch import Batch, describe
+from autofit.training.builder import TrainingBuilder
 from autofit.training.contradictions import doubtful, uncut
 from autofit.training.fingerprint import fingerprint
 from autofit.training.lengths import Tokens, tokens_of_mix
 from autofit.training.loss import LossSource
 from autofit.training.samples import Rows, rows_of
-from autofit.training.training import Training, TrainingBuilder
+from autofit.training.training import Training
 from autofit.training.workload import (
     Workload,
     compiled_part,

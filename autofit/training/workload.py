@@ -23,8 +23,9 @@ from autofit.training.batch import (
     tensors_of,
 )
 from autofit.training.contradictions import contradiction
+from autofit.training.evaluation import EvalStep, check_evaluation
 from autofit.training.lengths import Lengths
-from autofit.training.loss import EvalStep, Recipe, TrainingStep
+from autofit.training.loss import Recipe, TrainingStep
 from autofit.training.optimizers import (
     FactoryWrapper,
     OptimizerChoice,
@@ -121,7 +122,7 @@ class Workload:
             from autofit.training.loader import check_loader  # most have none
 
             check_loader(self.loader)
-        _check_evaluation(self.eval_step, self.eval_batch)
+        check_evaluation(self.eval_step, self.eval_batch)
         if self._eval_samples_given:
             object.__setattr__(self, "eval_batch", taken_from(self.eval_batch, None))
         elif self.eval_batch is not None and not tensors_of(self.eval_batch):
@@ -533,19 +534,3 @@ def compiled_part(model: torch.nn.Module) -> str | None:
 def compiled_in_place(model: torch.nn.Module) -> bool:
     """Return whether a call of the model is compiled that a pickled copy does not have."""
     return any(vars(module).get(COMPILED_CALL) is not None for module in model.modules())
-
-
-def _check_evaluation(eval_step: object, eval_batch: object) -> None:
-    """Refuse one without the other.
-
-    Raises:
-        InvalidArgument: only one is given, or the step is no function.
-    """
-    if (eval_step is None) != (eval_batch is None):
-        given, missing = ("eval_step", "eval_batch")[:: 1 if eval_batch is None else -1]
-        raise InvalidArgument(
-            f"{given} was given without {missing}: an evaluation takes both, "
-            "eval_step=(model, batch) -> anything and eval_batch= a batch, or its samples"
-        )
-    if eval_step is not None and not callable(eval_step):
-        raise InvalidArgument(f"eval_step must be a function, got {eval_step!r}")

@@ -17,7 +17,8 @@ from autofit.prediction.dry_run import dry_run
 from autofit.probing.measure import measure
 from autofit.probing.requests import ProbeRequest
 from autofit.training.batch import describe
-from autofit.training.training import Training, TrainingBuilder
+from autofit.training.builder import TrainingBuilder
+from autofit.training.training import Training
 from autofit.training.watch import BatchWatch
 from autofit.training.workload import Workload
 from autofit.units import MIB
