@@ -17,8 +17,8 @@ from autofit.training.batch import (
     Batch,
     batch_size,
     check_batched_dimension,
-    describe,
-    tensors_of,
+    elements_of,
+    named_tensors,
 )
 from autofit.training.samples import Collated, CollateFn, taken_from
 
@@ -99,7 +99,7 @@ class Lengths:
             batch, samples = given, batch_size(given)
         else:
             batch, samples = Collated(self.collate_fn).batch(list(given)), len(given)
-        return sum(tensor.numel() for tensor in tensors_of(batch)) / samples
+        return elements_of(batch) / samples
 
 
 def _is_weight(value: Any) -> bool:
@@ -121,11 +121,7 @@ def _check_alike(batches: Sequence[Batch]) -> None:
 
 def _kinds(batch: Batch) -> dict[str, tuple[str, int]]:
     """Return the type and the number of dimensions of each tensor, by name."""
-    tensors = tensors_of(batch)
-    return {
-        name: (str(tensor.dtype), tensor.dim())
-        for name, tensor in zip(describe(batch), tensors, strict=True)
-    }
+    return {name: (str(tensor.dtype), tensor.dim()) for name, tensor in named_tensors(batch)}
 
 
 @dataclass(frozen=True)
@@ -153,8 +149,7 @@ def tokens_of(batch: Batch, batched: Collection[str]) -> Tokens | None:
         batch: of the training.
         batched: names of the tensors that hold samples.
     """
-    whole = zip(describe(batch), tensors_of(batch), strict=True)
-    named = {name: tensor for name, tensor in whole if name in batched}
+    named = {name: tensor for name, tensor in named_tensors(batch) if name in batched}
     ids = next((name for name in named if _IDS in name), next(iter(named), ""))
     if ids not in named or not _is_of_tokens(named[ids]):
         return None

@@ -263,7 +263,8 @@ class Workload:
         """
         if not self.chose_size:
             return self.global_batch or _OWN_SIZE
-        return self._size_of(self.longest_batch)
+        given: Any = self.longest_batch
+        return batch_size(given) if self.collate_fn is None else len(given)
 
     @property
     def chose_size(self) -> bool:
@@ -274,9 +275,6 @@ class Workload:
     def described_size(self) -> int:
         """The samples of the batch whose shapes stand for the workload's: few, of a function."""
         return self.sample_batch_size if self.chose_size else _OWN_SIZE
-
-    def _size_of(self, given: Any) -> int:
-        return batch_size(given) if self.collate_fn is None else len(given)
 
     @cached_property
     def samples(self) -> Samples:
@@ -445,12 +443,10 @@ _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 
 def _checked(model: torch.nn.Module, what: str = "the model") -> torch.nn.Module:
-    """Return a module that can be trained: the check of every model, live or built."""
-    return _with_shapes(_on_one_device(model, what), what)
+    """Return a module that can be trained: the check of every model, live or built.
 
-
-def _on_one_device(model: torch.nn.Module, what: str) -> torch.nn.Module:
-    """Return the model; wrappers are known by name, since importing FSDP takes a second."""
+    Wrappers are known by name, since importing FSDP takes a second.
+    """
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         wrapper = next((kind for kind in _PARALLEL if kind in kinds), None)
@@ -465,10 +461,6 @@ def _on_one_device(model: torch.nn.Module, what: str) -> torch.nn.Module:
                 f"{name!r} is a DTensor, so the model is already distributed: pass the plain "
                 "model, before it is sharded"
             )
-    return model
-
-
-def _with_shapes(model: torch.nn.Module, what: str) -> torch.nn.Module:
     named = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in named if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
