@@ -34,9 +34,9 @@ from autofit.torch_private import pytree
 from autofit.training.batch import (
     Batch,
     batch_size,
-    describe,
     named_tensors,
     opened,
+    shape_words,
     tensors_of,
 )
 
@@ -133,8 +133,7 @@ class _Seen:
 
     def told(self, *names: str) -> str:
         """Return those tensors with their shapes."""
-        shapes = describe(self.batch)
-        return ", ".join(f"{name} {shapes[name]}" for name in names)
+        return ", ".join(f"{name} {shape_words(self.tensors[name])}" for name in names)
 
     @property
     def taken(self) -> str:
@@ -318,8 +317,8 @@ def _sequences(batch: Batch, name: str = "the batch") -> Iterator[tuple[str, Seq
     if isinstance(batch, (list, tuple)):
         yield name, batch
         parts = dict(enumerate(batch))
-    elif not isinstance(batch, torch.Tensor):
-        parts = opened(batch) if isinstance(opened(batch), dict) else {}
+    elif isinstance(shown := opened(batch), dict):
+        parts = shown
     for key, part in parts.items():
         if not isinstance(part, torch.Tensor):
             yield from _sequences(part, f"{'' if name == 'the batch' else name}[{key!r}]")
