@@ -421,46 +421,37 @@ class Training(AbstractContextManager["Training"]):
         self.has_split = True
         step = self._in_micro_batches(batch)
         self._look(step)
-        if self.ranks is not None:
-            yield from self._micro_batches_of_ranks(step, self.ranks)
-            return
-        weights = self._weights(step) if len(step.sizes) > 1 else [1.0]
-        if not any(weights):  # the unsplit batch would have the same 0 / 0
-            weights = [1.0] * len(weights)
-        whole = sum(weights)
-        last = max(index for index, weight in enumerate(weights) if weight)
-        for index, (piece, weight) in enumerate(zip(step.batches, weights, strict=True)):
-            if weight:
-                self._announce(is_last=index == last)
-                yield self.placed(piece), weight / whole
-
-    def _micro_batches_of_ranks(
-        self, step: MicroBatches, ranks: Ranks
-    ) -> Iterator[tuple[Batch, float]]:
-        weights = self._weights(step)
-        told = self._gathered(ranks, len(step.sizes), sum(weights))
-        steps = round(max(each for each, _ in told))
-        if any(each != steps for each, _ in told):  # seen by every rank alike
+        weights, of_ranks = self._weighed(step)
+        steps = round(max(count for count, _ in of_ranks))
+        if any(count != steps for count, _ in of_ranks):  # seen by every rank alike
             assert step.divide is not None  # only those of a user's step are divided anew
             step = step.divide(split_evenly(sum(step.sizes), steps))
-            weights = self._weights(step)
-            told = self._gathered(ranks, steps, sum(weights))
-        whole = sum(weight for _, weight in told)
-        if not whole:  # as without ranks: the unsplit batch would have the same 0 / 0
-            weights, whole = [1.0] * steps, float(steps * ranks.world.size)
+            weights, of_ranks = self._weighed(step)
+        whole = sum(weight for _, weight in of_ranks)
+        if not whole:  # the unsplit batch would have the same 0 / 0
+            weights, whole = [1.0] * steps, float(steps * len(of_ranks))
         heaviest = max(range(steps), key=weights.__getitem__)
-        for index, weight in enumerate(weights):
-            self._announce(is_last=index == steps - 1)
-            piece = step.batches[index if weight else heaviest]
-            yield self.placed(piece), weight * ranks.world.size / whole
+        runs = [
+            (index if weight else heaviest, weight)
+            for index, weight in enumerate(weights)
+            if weight or self.ranks is not None
+        ]
+        for number, (index, weight) in enumerate(runs, start=1):
+            self._announce(is_last=number == len(runs))
+            yield self.placed(step.batches[index]), weight * len(of_ranks) / whole
+
+    def _weighed(self, step: MicroBatches) -> tuple[list[float], list[list[float]]]:
+        """Return the weights of micro-batches, and of each rank how many it has and their sum."""
+        if self.ranks is None and len(step.sizes) == 1:
+            return [1.0], [[1.0, 1.0]]
+        each = zip(step.batches, step.sizes, strict=True)
+        weights = [self.recipe.weight(piece, size) if size else 0.0 for piece, size in each]
+        own = [float(len(weights)), sum(weights)]
+        return weights, [own] if self.ranks is None else self._gathered(self.ranks, *own)
 
     def _gathered(self, ranks: Ranks, *numbers: float) -> list[list[float]]:
         with self.in_host_memory():
             return ranks.gathered(numbers)
-
-    def _weights(self, step: MicroBatches) -> list[float]:
-        each = zip(step.batches, step.sizes, strict=True)
-        return [self.recipe.weight(piece, size) if size else 0.0 for piece, size in each]
 
     def _announce(self, *, is_last: bool) -> None:
         self._is_last = is_last
