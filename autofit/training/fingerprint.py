@@ -1,6 +1,6 @@
 """A workload's fingerprint: equal for trainings that cost the same, different where they may not.
 
-It covers module classes, their code, hooks and plain attributes, parameters and buffers (shape,
+It covers module classes, their code, hooks and public attributes, parameters and buffers (shape,
 dtype, requires_grad), the sample batch's shapes and dtypes, optimizer and its options, the loss
 functions' code with their defaults and what they close over, the global batch, torch, the kind of
 device, and how torch computes there (default dtype, TF32, deterministic algorithms, attention
