@@ -15,10 +15,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from itertools import accumulate
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -185,19 +186,13 @@ def pieces(batch: Batch, sizes: tuple[int, ...], places: Collection[int]) -> Ite
 
     `places` says which of `tensors_of(batch)` are cut.
     """
-    start = 0
-    for length in sizes:
-        yield map_batched(_cut(start, length), batch, places)
-        start += length
 
+    def cut(tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
+        has_views = tensor.layout is torch.strided  # a sparse tensor has none
+        return (tensor.narrow if has_views else tensor.narrow_copy)(0, start, length)
 
-def _cut(start: int, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is torch.strided:
-            return tensor[start : start + length]
-        return tensor.narrow_copy(0, start, length)  # a sparse tensor has no views
-
-    return cut
+    for end, length in zip(accumulate(sizes), sizes, strict=True):
+        yield map_batched(partial(cut, start=end - length, length=length), batch, places)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
@@ -219,9 +214,8 @@ def placed(
     """
 
     def moved(leaf: Any) -> Any:
-        if _is_record(leaf) or isinstance(leaf, _NO_CONTAINERS):
-            return None
-        if not callable(getattr(leaf, "to", None)):
+        is_container = _is_record(leaf) or isinstance(leaf, _NO_CONTAINERS)
+        if is_container or not callable(getattr(leaf, "to", None)):
             return None
         return None if device.type in _COUNTED and tensors_of(leaf) else leaf.to(device)
 
@@ -322,7 +316,7 @@ _NO_CONTAINERS = (
     ModuleType,
     FunctionType,
     MethodType,
-    functools.partial,
+    partial,
     weakref.ref,
     enum.Enum,
 )

@@ -336,17 +336,14 @@ class Training(AbstractContextManager["Training"]):
         # they are looked at as it makes them.
         self._is_looked_at = not (users and self._is_unmade(batch))
         try:
-            return self._stepped(batch)
+            self.zero_grad()
+            if self.recipe.training_step is not None:
+                return self._users_step(self.recipe.training_step, batch)
+            loss = self.accumulate(batch, then_updates=True)
+            self.optimizer_step()
+            return loss
         finally:
             self._is_looked_at = False
-
-    def _stepped(self, batch: Batch) -> torch.Tensor:
-        self.zero_grad()
-        if self.recipe.training_step is not None:
-            return self._users_step(self.recipe.training_step, batch)
-        loss = self.accumulate(batch, then_updates=True)
-        self.optimizer_step()
-        return loss
 
     def accumulate(self, batch: Batch, *, then_updates: bool = False) -> torch.Tensor:
         """Run forward and backward of every micro-batch; return their detached mean loss.
