@@ -35,8 +35,7 @@ Batch: TypeAlias = Any
 # n -> a batch of n samples.
 BatchMaker: TypeAlias = Callable[[int], Batch]
 
-_CAN_BE_CUT = (torch.strided, torch.sparse_coo)
-_ASK_FOR_MAKER = (
+ASK_FOR_SAMPLES = (
     "pass samples and Workload(collate_fn=), or a function n -> batch of n samples as the sample "
     "batch"
 )
@@ -68,55 +67,11 @@ def batch_size(batch: Batch) -> int:
     if not sized:
         raise InvalidArgument(
             f"the sample batch ({kind_of(batch)}) has no tensor with a dimension for "
-            f"samples: {_ASK_FOR_MAKER}"
+            f"samples: {ASK_FOR_SAMPLES}"
         )
     if sized[0].shape[0] == 0:
         raise InvalidArgument("the sample batch is empty: its first tensor has 0 samples")
     return sized[0].shape[0]
-
-
-def check_batched_dimension(batch: Batch) -> None:
-    """Refuse a sample batch whose samples the rule cannot tell apart.
-
-    Raises:
-        InvalidArgument: it has one sample, and of the tensors beside the first some have size 1 in
-            dimension 0 and some have not; or a tensor has a layout that torch cannot pick samples
-            out of.
-    """
-    for tensor in tensors_of(batch):
-        if tensor.is_nested or tensor.layout not in _CAN_BE_CUT:
-            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-            raise InvalidArgument(
-                f"the sample batch has a {kind} tensor, from which torch cannot select "
-                f"samples: pass a dense or sparse_coo tensor, or {_ASK_FOR_MAKER}"
-            )
-    sizes = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim() > 0]
-    if batch_size(batch) == 1 and 1 < sizes.count(1) < len(sizes):
-        raise InvalidArgument(
-            f"the sample batch has one sample, and {sizes.count(1)} of its "
-            f"{len(sizes)} tensors have size 1 in dimension 0, so it is ambiguous "
-            "which of them hold samples: pass a batch of two or more samples, or "
-            f"{_ASK_FOR_MAKER}"
-        )
-
-
-def check_target(batch: Batch) -> None:
-    """Refuse an (input, target) whose target has another number of samples.
-
-    Raises:
-        InvalidArgument: of the tensors of the target that have dimensions none has the batch's
-            samples in dimension 0, nor one sample, which may stand for all.
-    """
-    if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
-        return  # the loss says what it wants
-    samples = batch_size(batch)
-    sizes = [tensor.shape[0] for tensor in tensors_of(batch[1]) if tensor.dim() > 0]
-    if sizes and not {samples, 1} & set(sizes):
-        raise InvalidArgument(
-            "with criterion= the batch is (input, target), but dimension 0 is "
-            f"{samples} in the input and {sizes[0]} in the target, so they cannot be "
-            f"split together: pass one target for each sample, or {_ASK_FOR_MAKER}"
-        )
 
 
 def elements_of(batch: Batch) -> int:

@@ -16,7 +16,6 @@ from autofit.errors import InvalidArgument
 from autofit.training.batch import (
     Batch,
     batch_size,
-    check_batched_dimension,
     elements_of,
     named_tensors,
 )
@@ -56,7 +55,7 @@ class Lengths:
                 f"Lengths takes a list of batches, one of each length, got {str(self.batches)[:80]}"
             )
         if self.collate_fn is None and not all(isinstance(each, list) for each in self.batches):
-            self.check_rows()
+            self.check_alike()
         for batch in self.batches if self.collate_fn is not None else ():
             taken_from(batch, None)  # refuses what is no list of samples
         count = len(self.batches)
@@ -69,15 +68,21 @@ class Lengths:
         object.__setattr__(self, "batches", tuple(self.batches))
         object.__setattr__(self, "weights", tuple(weights))
 
-    def check_rows(self) -> None:
+    def check_alike(self) -> None:
         """Refuse batches of tensors that differ in more than their lengths.
 
         Raises:
-            InvalidArgument: they do, or one is no batch of rows.
+            InvalidArgument: they do.
         """
-        for batch in self.batches:
-            check_batched_dimension(batch)
-        _check_alike(self.batches)
+        first, *others = map(_kinds, self.batches)
+        for place, kinds in enumerate(others, start=1):
+            if kinds != first:
+                unlike = sorted({*first.items()} ^ {*kinds.items()})
+                told = ", ".join(dict.fromkeys(name for name, _ in unlike))
+                raise InvalidArgument(
+                    f"the batches of Lengths must have the same tensors, but batch {place} differs "
+                    f"from the first in {told}: give batches that differ in their lengths alone"
+                )
 
     @property
     def longest(self) -> Batch:
@@ -105,18 +110,6 @@ class Lengths:
 def _is_weight(value: Any) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and 0 <= value < math.inf
-
-
-def _check_alike(batches: Sequence[Batch]) -> None:
-    first, *others = (_kinds(batch) for batch in batches)
-    for place, kinds in enumerate(others, start=1):
-        if kinds != first:
-            unlike = sorted({*first.items()} ^ {*kinds.items()})
-            told = ", ".join(dict.fromkeys(name for name, _ in unlike))
-            raise InvalidArgument(
-                f"the batches of Lengths must have the same tensors, but batch {place} differs "
-                f"from the first in {told}: give batches that differ in their lengths alone"
-            )
 
 
 def _kinds(batch: Batch) -> dict[str, tuple[str, int]]:

@@ -16,13 +16,11 @@ from autofit.training.batch import (
     Batch,
     BatchMaker,
     batch_size,
-    check_batched_dimension,
-    check_target,
     elements_of,
     resize,
     tensors_of,
 )
-from autofit.training.contradictions import contradiction
+from autofit.training.contradictions import check_rows
 from autofit.training.evaluation import EvalStep, check_evaluation
 from autofit.training.lengths import Lengths
 from autofit.training.loss import Recipe, TrainingStep
@@ -52,10 +50,6 @@ from autofit.units import kind_of, shortened
 if TYPE_CHECKING:
     from autofit.training.loader import Loader
 
-_WAYS = (
-    "Pass samples and collate_fn= to the Workload, or a function n -> batch of n samples as the "
-    "sample batch"
-)
 # Micro-batch of a baseline that nobody chose.
 _OWN_SIZE = 2
 
@@ -146,13 +140,9 @@ class Workload:
                     "as next(iter(loader)), or the data set's samples and their collate_fn="
                 )
             if isinstance(given, Lengths):
-                given.check_rows()
-            for _, batch in self._mix:
-                check_batched_dimension(batch)
-                if self.criterion is not None:
-                    check_target(batch)
-                if found := contradiction(batch):
-                    raise InvalidArgument(f"the sample batch contradicts itself: {found}. {_WAYS}")
+                given.check_alike()
+            for batch in given.batches if isinstance(given, Lengths) else [given]:
+                check_rows(batch, has_criterion=self.criterion is not None)
 
     def _take_samples(self, collate_fn: CollateFn) -> None:
         if not callable(collate_fn):
