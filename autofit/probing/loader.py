@@ -67,7 +67,7 @@ def deliver(session: Workplace, *, settings: LoaderSettings, plan: Plan) -> Deli
     watch = BatchWatch(
         plan,
         describe(workload.batch(workload.described_size)),
-        micro_batch_elements=workload.most_elements(plan.micro_batch),
+        micro_batch_shapes=workload.largest_batch(plan.micro_batch),
     )
     with _batches_of(session, settings) as (made, batches):
         batch = next(batches)

@@ -87,7 +87,7 @@ def apply(
         watch=BatchWatch(
             record.plan_to_rerun.of_rank(world.rank),
             record.workload["sample_shapes"] if has_rows else {},
-            micro_batch_elements=record.workload.get("micro_batch_elements"),
+            micro_batch_shapes=record.workload.get("micro_batch_shapes"),
             samples=samples,
             weighs_samples=recipe.loss_weight is None
             and recipe.training_step is None

@@ -46,7 +46,7 @@ def described(
     survey: Survey,
     strategies: tuple[Strategy, ...],
     workload: Workload,
-    most_elements: int | None = None,
+    largest: Mapping[str, str] | None = None,
 ) -> Record:
     """Return the record that a report shows.
 
@@ -56,7 +56,7 @@ def described(
         survey: of the workload, with the notes of prediction.
         strategies: that the search was given.
         workload: that was searched.
-        most_elements: see `most_elements_of`.
+        largest: see `largest_micro_batch`.
     """
     environment = asdict(survey.environment)
     if survey.world_size > 1:
@@ -67,7 +67,7 @@ def described(
     return replace(
         record,
         environment=environment,
-        workload=_workload_facts(workload, survey, most_elements),
+        workload=_workload_facts(workload, survey, largest),
         search=replace(record.search, busy=survey.busy),
         paste=lines_of_trials(
             record.trials, spec.space, strategies, has_loss_weight=has_loss_weight
@@ -83,7 +83,7 @@ def described(
 
 
 def _workload_facts(
-    workload: Workload, survey: Survey, most_elements: int | None
+    workload: Workload, survey: Survey, largest: Mapping[str, str] | None
 ) -> dict[str, Any]:
     model = workload.model
     return {
@@ -102,7 +102,7 @@ def _workload_facts(
         "sample_shapes": dict(survey.sample_shapes),
         "samples": survey.samples.value,
         "described_size": survey.described_size,
-        **({} if most_elements is None else {"micro_batch_elements": most_elements}),
+        **({} if largest is None else {"micro_batch_shapes": dict(largest)}),
         **({"batched": survey.batched} if survey.batched is not None else {}),
         **({"tokens": asdict(survey.tokens)} if survey.tokens else {}),
     }
@@ -142,8 +142,8 @@ def _of_lengths(workload: Workload, best: Trial) -> Iterator[str]:
         yield f"The first step of another length took up to {seconds} more than later ones"
 
 
-def most_elements_of(prober: Prober, survey: Survey, record: Record) -> int | None:
-    """Return the elements of the largest micro-batch that a training by the plan is to expect.
+def largest_micro_batch(prober: Prober, survey: Survey, record: Record) -> Mapping[str, str] | None:
+    """Describe the largest micro-batch of the recommended plan that the given samples make.
 
     None: the rows of the sample batch tell, or nobody could look.
     """
@@ -151,14 +151,14 @@ def most_elements_of(prober: Prober, survey: Survey, record: Record) -> int | No
         return None
     try:
         size = record.recommended.plan.micro_batch
-        return prober.run(partial(_most_elements, samples=size))
+        return prober.run(partial(_largest_batch, samples=size))
     except (Exception, SystemExit):  # as of `memory_of`
         return None
 
 
-def _most_elements(session: Session, samples: int) -> int | None:
+def _largest_batch(session: Session, samples: int) -> Mapping[str, str] | None:
     """Look at a copy of the workload: its functions may hold generators of random numbers."""
-    return session.builder.fresh_workload().most_elements(samples)
+    return session.builder.fresh_workload().largest_batch(samples)
 
 
 def memory_of(prober: Prober, spec: SearchSpec, record: Record) -> Mapping[str, Any]:

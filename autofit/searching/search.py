@@ -33,9 +33,9 @@ from autofit.searching.faithful import judged
 from autofit.searching.findings import (
     SHARE_FOR_LOADER,
     described,
+    largest_micro_batch,
     look_for_findings,
     memory_of,
-    most_elements_of,
 )
 from autofit.searching.options import SearchArguments, SearchOptions
 from autofit.searching.runner import Places, open_runner
@@ -430,9 +430,9 @@ class _SearchRun:
         if survey.environment.gpu is None:
             now = load_of_others(own=os.cpu_count() or 1)
             survey = replace(survey, busy=_busy_words(survey.busy, now))
-        elements = None
+        largest = None
         try:
-            elements = most_elements_of(prober, survey, record)
+            largest = largest_micro_batch(prober, survey, record)
             if record.may_probe and record.recommended.plan != record.baseline.plan:
                 self._on_stage("comparing the answer's gradients with the baseline's")
                 record = judged(prober, spec, record)
@@ -441,7 +441,7 @@ class _SearchRun:
         except KeyboardInterrupt:
             record = _interrupted(record)
         strategies = tuple(prober.strategies)
-        record = described(record, spec, survey, strategies, self.workload, elements)
+        record = described(record, spec, survey, strategies, self.workload, largest)
         self.record = record
         if record.may_probe and is_alone:
             findings: dict[str, Any] = {}

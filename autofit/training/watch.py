@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
@@ -33,8 +34,8 @@ class BatchWatch:
     Args:
         plan: the plan that is trained.
         sample_shapes: of the sample batch of the search, as `describe` returns them.
-        micro_batch_elements: of the largest micro-batch of the plan's size, of samples that the
-            search was given; None: the rows of a training are at most as long as `sample_shapes`.
+        micro_batch_shapes: likewise, of the largest micro-batch of the plan's size that the samples
+            of the search make; None: a training's rows are to be as long as `sample_shapes` says.
         samples: how a step's batch becomes micro-batches.
         weighs_samples: whether micro-batches are weighted by their samples, and the user has not
             allowed that where it differs from the whole batch.
@@ -46,13 +47,13 @@ class BatchWatch:
         plan: Plan,
         sample_shapes: Mapping[str, str],
         *,
-        micro_batch_elements: int | None = None,
+        micro_batch_shapes: Mapping[str, str] | None = None,
         samples: Samples | None = None,
         weighs_samples: bool = False,
         keeps_split: bool = False,
     ) -> None:
         self._plan, self._sample_shapes = plan, sample_shapes
-        self._micro_batch_elements, self._samples = micro_batch_elements, samples
+        self._micro_batch_shapes, self._samples = micro_batch_shapes, samples
         self._keeps_split = keeps_split
         self._looks_left = _MOST_LOOKED_INTO if weighs_samples else 0
         self._has_looked = False
@@ -101,7 +102,7 @@ class BatchWatch:
         named = dict(named_tensors(step.batches[0])) if step.batches else {}
         if steps > 1 and isinstance(self._samples, Rows):
             self._refuse_growing(named, self._samples)
-        is_of_rows = self._micro_batch_elements is None
+        is_of_rows = self._micro_batch_shapes is None
         if longer := self._longer(named, step.sizes[0]) if is_of_rows else self._larger(step):
             self._warn("shape", longer, stacklevel + 1)
 
@@ -134,15 +135,16 @@ class BatchWatch:
 
         One of fewer samples is as one of the plan's: it holds constants too.
         """
-        size, before = self._plan.micro_batch, self._micro_batch_elements or 0
+        size, shapes = self._plan.micro_batch, (self._micro_batch_shapes or {}).values()
+        before = sum(math.prod(_shape_in(shape)) for shape in shapes) / size
         each = zip(step.batches, step.sizes, strict=False)
         told = (elements_of(batch) / max(samples, size) for batch, samples in each)
         now = max(told, default=0.0)
-        if now <= MOST_ABOVE_THE_MEAN * before / size:
+        if now <= MOST_ABOVE_THE_MEAN * before:
             return None
         return (
             f"a micro-batch of a training step has {now:.4g} elements a sample, but the sample "
-            f"batch had {before / size:.4g}: the plan may not fit larger samples, or may not be "
+            f"batch had {before:.4g}: the plan may not fit larger samples, or may not be "
             "the fastest for them. Search again with the largest samples"
         )
 

@@ -16,6 +16,7 @@ from autofit.training.batch import (
     Batch,
     BatchMaker,
     batch_size,
+    describe,
     elements_of,
     resize,
     tensors_of,
@@ -229,14 +230,15 @@ class Workload:
             for batch in Collated(self.collate_fn).micro_batches(chosen, sizes):
                 yield share / len(sizes), batch
 
-    def most_elements(self, samples: int) -> int | None:
-        """Return the elements of the largest batch of that many of the samples that were given.
+    def largest_batch(self, samples: int) -> dict[str, str] | None:
+        """Describe the largest batch of that many of the samples that were given.
 
         None: they are the rows of the sample batch, whose shapes tell.
         """
         if self.collate_fn is None and not self.makes_batches:
             return None
-        return max(elements_of(batch) for _, batch in self.whole_mix(samples))
+        batches = (batch for _, batch in self.whole_mix(samples))
+        return describe(max(batches, key=elements_of))
 
     @property
     def recipe(self) -> Recipe:

@@ -141,12 +141,13 @@ def test_a_step_of_each_length_has_that_length(training_step: Any) -> None:
 def test_the_largest_batch_of_a_size_is_of_all_samples_that_were_given() -> None:
     samples = texts(2, 3, 2, 5, 1)
     workload = Workload(build, samples, collate_fn=collate, loss_fn=mean)
-    assert [workload.most_elements(size) for size in (1, 2, 3, 7)] == [5, 10, 15, 35]
+    batches = [workload.largest_batch(size) for size in (1, 2, 3, 7)]
+    assert batches == [{"batch": f"float32[{size}, 5]"} for size in (1, 2, 3, 7)]
     shapes = [tuple(batch.shape) for _, batch in workload.whole_mix(2)]
     assert shapes == [(2, 3), (2, 5), (2, 2)]  # the last sample, and the first again
     made = Workload(build, lambda n: collate(samples[:n]), loss_fn=mean)
-    assert [made.most_elements(size) for size in (2, 4)] == [6, 20]
-    assert Workload(build, collate(samples), loss_fn=mean).most_elements(2) is None
+    assert made.largest_batch(4) == {"batch": "float32[4, 5]"}
+    assert Workload(build, collate(samples), loss_fn=mean).largest_batch(2) is None
 
 
 def test_evaluations_are_collated() -> None:

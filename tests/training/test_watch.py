@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autofit.plan import Plan
-from autofit.training.batch import elements_of
+from autofit.training.batch import describe
 from autofit.training.samples import MicroBatches
 from autofit.training.watch import BatchWatch
 
@@ -22,7 +22,7 @@ def collated(samples: int, length: int = LENGTH) -> dict[str, Any]:
 
 def warned_of(*steps: tuple[int, int]) -> list[str]:
     """What is said of steps of (samples, length), where the plan and the search had 16 of 8."""
-    watch = BatchWatch(Plan(16), {}, micro_batch_elements=elements_of(collated(16)))
+    watch = BatchWatch(Plan(16), {}, micro_batch_shapes=describe(collated(16)))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for samples, length in steps:
