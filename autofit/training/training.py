@@ -375,7 +375,8 @@ class Training(AbstractContextManager["Training"]):
             return
         if not isinstance(given, MicroBatches):  # how a training_step divides it is not known yet
             known = () if self._is_unmade(given) else (given,)
-            given = MicroBatches(known, (sum(self._sizes(given)),))
+            samples = samples_in(given, self._samples).size(given)
+            given = MicroBatches(known, (sum(self._sizes(samples)),))
         gathered = None if self.ranks is None else partial(self._gathered, self.ranks)
         self._watch.look(given, stacklevel=3, gathered=gathered)
 
@@ -383,10 +384,10 @@ class Training(AbstractContextManager["Training"]):
         """Return what a step is given in micro-batches of the plan."""
         if isinstance(given, MicroBatches):
             return given
-        return samples_in(given, self._samples).step_of(given, self._sizes(given))
+        samples = samples_in(given, self._samples)
+        return samples.step_of(given, self._sizes(samples.size(given)))
 
-    def _sizes(self, given: Any) -> tuple[int, ...]:
-        samples = samples_in(given, self._samples).size(given)
+    def _sizes(self, samples: int | None) -> tuple[int, ...]:
         if samples is None:
             return self.plan.micro_batch_sizes_of(self.world.rank)
         return split_evenly(samples, steps_for(samples, self.plan.micro_batch))
