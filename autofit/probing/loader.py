@@ -20,7 +20,6 @@ from autofit.probing.requests import Workplace
 from autofit.training.batch import (
     Batch,
     batch_size,
-    describe,
     tensors_of,
 )
 from autofit.training.loader import (
@@ -66,7 +65,7 @@ def deliver(session: Workplace, *, settings: LoaderSettings, plan: Plan) -> Deli
     workload = session.builder.fresh_workload()
     watch = BatchWatch(
         plan,
-        describe(workload.batch(workload.described_size)),
+        workload.sample_shapes(),
         micro_batch_shapes=workload.largest_batch(plan.micro_batch),
     )
     with _batches_of(session, settings) as (made, batches):

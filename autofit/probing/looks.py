@@ -192,7 +192,7 @@ def _first_survey(session: Workplace, builder: TrainingBuilder, model: torch.nn.
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         loss=loss,
         sample_batch_size=workload.sample_batch_size,
-        sample_shapes=describe(workload.batch(workload.described_size)),
+        sample_shapes=workload.sample_shapes(),
         samples=workload.samples.kind,
         batched=None if rows is None else sorted(rows.batched),
         described_size=workload.described_size,

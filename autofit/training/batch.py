@@ -218,9 +218,10 @@ def describe(batch: Batch) -> dict[str, str]:
     return {name: shape_words(tensor) for name, tensor in named_tensors(batch)}
 
 
-def shape_words(tensor: torch.Tensor) -> str:
-    """Return dtype and shape, as in "int64[4, 64]"."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{shape_of(tensor)}"
+def shape_words(tensor: torch.Tensor, *others: list[int]) -> str:
+    """Return dtype and shape, as in "int64[4, 64]", or the largest sizes of several shapes."""
+    sizes = [max(each) for each in zip(shape_of(tensor), *others, strict=True)]
+    return f"{str(tensor.dtype).removeprefix('torch.')}{sizes}"
 
 
 def shape_of(tensor: torch.Tensor) -> list[int]:

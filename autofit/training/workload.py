@@ -18,7 +18,10 @@ from autofit.training.batch import (
     batch_size,
     describe,
     elements_of,
+    named_tensors,
     resize,
+    shape_of,
+    shape_words,
     tensors_of,
 )
 from autofit.training.contradictions import check_rows
@@ -214,6 +217,21 @@ class Workload:
     def _batch_of(self, given: Any, samples: int) -> Batch:
         chosen = self._samples_of(given, [samples])
         return chosen if self.collate_fn is None else Collated(self.collate_fn).batch(chosen)
+
+    def sample_shapes(self) -> dict[str, str]:
+        """Describe the batch that stands for the workload's; see `described_size`.
+
+        Rows of several lengths are as long as any of theirs: where inputs are long, targets need
+        not be.
+        """
+        batches = [batch for _, batch in self.mix(self.described_size)]
+        if self.collate_fn is not None:
+            return describe(batches[-1])
+        each = [dict(named_tensors(batch)) for batch in batches]
+        return {
+            name: shape_words(tensor, *(shape_of(other[name]) for other in each))
+            for name, tensor in each[-1].items()
+        }
 
     def whole_mix(self, samples: int) -> Iterator[tuple[float, Batch]]:
         """Yield batches of that many samples which hold all that were given, with their shares.
