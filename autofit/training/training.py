@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
@@ -41,6 +41,13 @@ if TYPE_CHECKING:
 
 StepWrapper = Callable[[Callable[[], None]], None]
 ForwardContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
+_Item = TypeVar("_Item")
+
+
+def _added(held: list[_Item], item: _Item) -> Callable[[], None]:
+    """Add it; return the function that removes it."""
+    held.append(item)
+    return lambda: held.remove(item)
 
 
 class ForwardContexts:
@@ -55,9 +62,7 @@ class ForwardContexts:
 
     def add(self, context: ForwardContext, *, also_recomputation: bool) -> Callable[[], None]:
         """Add one; return the function that removes it. See `TrainingView.wrap_forward`."""
-        entry = (context, also_recomputation)
-        self._added.append(entry)
-        return lambda: self._added.remove(entry)
+        return _added(self._added, (context, also_recomputation))
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -271,8 +276,7 @@ class Training(AbstractContextManager["Training"]):
 
     def wrap_optimizer_step(self, wrapper: StepWrapper) -> Callable[[], None]:
         """Call `wrapper(step)` in place of the update; return a function that undoes this."""
-        self._step_wrappers.append(wrapper)
-        return lambda: self._step_wrappers.remove(wrapper)
+        return _added(self._step_wrappers, wrapper)
 
     def update_in_backward(
         self, parameter: torch.Tensor, update: Callable[[], None]
@@ -289,18 +293,15 @@ class Training(AbstractContextManager["Training"]):
 
     def wrap_optimizer_factory(self, wrapper: FactoryWrapper) -> Callable[[], None]:
         """Make optimizers by `wrapper(factory)`; return a function that undoes this."""
-        self._factory_wrappers.append(wrapper)
-        return lambda: self._factory_wrappers.remove(wrapper)
+        return _added(self._factory_wrappers, wrapper)
 
     def before_micro_batch(self, notify: Callable[[bool], None]) -> Callable[[], None]:
         """Call `notify(is_last)` before each micro-batch; return a function that undoes this."""
-        self._micro_batch_observers.append(notify)
-        return lambda: self._micro_batch_observers.remove(notify)
+        return _added(self._micro_batch_observers, notify)
 
     def add_notes(self, notes: Callable[[], Iterable[str]]) -> Callable[[], None]:
         """Add what `notes()` returns to `notes`; return a function that undoes this."""
-        self._notes.append(notes)
-        return lambda: self._notes.remove(notes)
+        return _added(self._notes, notes)
 
     def notes(self) -> tuple[str, ...]:
         """Return the notes of the active strategies on the steps so far."""
