@@ -39,7 +39,8 @@ from autofit.registry import collect_dimensions, load_strategies, resolve
 from autofit.space import Space
 from autofit.strategy import Comparison
 from autofit.testing import PlainContext
-from autofit.training.training import Training, TrainingBuilder
+from autofit.training.builder import TrainingBuilder
+from autofit.training.training import Training
 from autofit.training.workload import Workload
 from benchmarks.library_models import (
     MakeBatch,

@@ -27,7 +27,7 @@ from autofit.memory.tracer import MemoryTracer
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import collect_dimensions, load_strategies
 from autofit.strategy import World
-from autofit.training.training import TrainingBuilder
+from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
 from autofit.units import GIB
 

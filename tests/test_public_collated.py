@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import Dataset
 
 import autofit
 from tests.workloads.collated import CASES
@@ -70,3 +73,68 @@ def test_a_function_begins_with_the_global_batch_in_one_micro_batch() -> None:
     model = case.build()
     with report.apply(model, torch.optim.SGD(model.parameters(), 0.1)) as training:
         assert torch.isfinite(training.step(case.collate(case.samples(4))))
+
+
+class Texts(Dataset[torch.Tensor]):
+    """Of 12 tokens, and each fifth of 20, but not the first ones."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return torch.full((20 if at % 5 == 4 else 12,), at % 32)
+
+
+def padded(texts: list[torch.Tensor]) -> torch.Tensor:
+    return nn.utils.rnn.pad_sequence(texts, batch_first=True)
+
+
+def embedding() -> nn.Module:
+    return nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 4))
+
+
+def mean(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).square().mean()
+    return loss
+
+
+TEXTS = Texts()
+GIVEN: dict[str, Any] = {
+    "data set": {"sample_batch": TEXTS, "collate_fn": padded},
+    "list": {"sample_batch": [TEXTS[at] for at in range(10)], "collate_fn": padded},
+    "lengths": {
+        "sample_batch": autofit.Lengths([[TEXTS[4], TEXTS[3]], [TEXTS[0]] * 8]),
+        "collate_fn": padded,
+    },
+    "function": {"sample_batch": lambda n: padded([TEXTS[at] for at in range(n)])},
+}
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_the_padding_of_a_micro_batch_is_no_reason_to_warn(kind: str, tmp_path: Path) -> None:
+    """The samples are those of the search; only the first of them are shorter."""
+    workload = autofit.Workload(embedding, loss_fn=mean, global_batch=8, **GIVEN[kind])
+    report = autofit.search(workload, **HERE)
+    report.save(tmp_path / "report.json")
+    functions = {"loss_fn": mean, **{k: v for k, v in GIVEN[kind].items() if k == "collate_fn"}}
+    samples = [[TEXTS[at] for at in range(first, first + 8)] for first in (0, 8, 16)]
+    is_made_of_samples = "collate_fn" in functions
+    for again, given in ((report, {}), (autofit.load(tmp_path / "report.json"), functions)):
+        model = embedding()
+        with again.apply(model, torch.optim.SGD(model.parameters(), 0.1), **given) as training:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                for step in samples:
+                    training.step(padded(step))  # as a loader's processes make it
+                    if is_made_of_samples:
+                        training.step(step)
+            longer = [text.repeat(2) for text in samples[0]]
+            with pytest.warns(UserWarning, match="search again|Search again"):
+                training.step(longer if is_made_of_samples else padded(longer))
+
+
+def test_tokens_of_a_sample_are_those_of_all_that_were_given() -> None:
+    workload = autofit.Workload(embedding, TEXTS, collate_fn=padded, loss_fn=mean, global_batch=4)
+    tokens = autofit.search(workload, **HERE).record.workload["tokens"]
+    padded_to = [max(len(TEXTS[at]) for at in range(first, first + 4)) for first in range(0, 32, 4)]
+    assert tokens["per_sample"] == round(sum(padded_to) / len(padded_to))

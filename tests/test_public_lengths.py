@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,34 @@ def test_a_plan_found_with_three_lengths_holds_the_longest(tmp_path: Path) -> No
     model = Tagger(tmp_path / "own")
     with report.apply(model, torch.optim.SGD(model.parameters())) as training:
         training.step(tokens(32, report.plan.samples_per_step))
+
+
+def test_rows_are_as_long_as_any_of_the_lengths(tmp_path: Path) -> None:
+    """The longest batch has the longest sources, and shorter targets than another one."""
+
+    def batch(source: int, target: int) -> dict[str, torch.Tensor]:
+        return {"source": tokens(source), "target": tokens(target)}
+
+    def mean(model: nn.Module, pair: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = sum(
+            (model(ids).square().mean() for ids in pair.values()), torch.zeros(())
+        )
+        return loss
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 4))
+
+    lengths = autofit.Lengths([batch(16, 4), batch(4, 8)])
+    given = autofit.Workload(build, lengths, loss_fn=mean)
+    assert given.sample_shapes() == {"['source']": "int64[4, 16]", "['target']": "int64[4, 8]"}
+    report = autofit.search(given, max_probes=1, **HERE)
+    model = build()
+    with report.apply(model, torch.optim.SGD(model.parameters())) as training:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            training.step(batch(4, 8))
+        with pytest.warns(UserWarning, match=r"target.*int64\[4, 9\].*int64\[4, 8\]"):
+            training.step(batch(4, 9))
 
 
 def test_a_prediction_is_of_the_longest() -> None:

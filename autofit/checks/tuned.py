@@ -11,7 +11,6 @@ from autofit.errors import InvalidArgument
 from autofit.plan import Plan
 from autofit.report.record import Record
 from autofit.report.report import Report
-from autofit.training.batch import describe
 from autofit.training.fingerprint import differing_parts
 from autofit.training.samples import Made
 from autofit.training.workload import Workload, check_arguments
@@ -102,7 +101,7 @@ class AskedPlan:
             return
         samples = None  # a function's batches may have other shapes each time
         if not isinstance(workload.samples, Made):
-            samples = describe(workload.batch(workload.described_size))
+            samples = workload.sample_shapes()
         if differs := _differences(self.record, parameters=parameters, samples=samples):
             raise InvalidArgument(
                 f"the report is of another workload: {differs}. Pass the workload of "

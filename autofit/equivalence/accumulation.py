@@ -50,8 +50,8 @@ from autofit.training.batch import (
     map_batched,
     tensors_of,
 )
+from autofit.training.builder import TrainingBuilder
 from autofit.training.samples import Collated, Made, Rows, Samples
-from autofit.training.training import TrainingBuilder
 from autofit.training.workload import Workload
 from autofit.units import quoted
 

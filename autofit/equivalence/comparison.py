@@ -26,8 +26,9 @@ from autofit.plan import Plan, ResolvedPlan
 from autofit.strategy import Comparison, attributes_kept, calls_watched
 from autofit.torch_private import InstanceNorm, NormBase
 from autofit.training.batch import Batch, tensors_of
+from autofit.training.builder import TrainingBuilder
 from autofit.training.evaluation import modes_kept
-from autofit.training.training import Training, TrainingBuilder
+from autofit.training.training import Training
 
 LOSS, GRADIENT = "the loss", "the gradient of "
 """Names in `StepTrace.values`; those of gradients begin with GRADIENT."""

@@ -39,9 +39,10 @@ from autofit.plan import (
 )
 from autofit.strategy import Comparison, Phase, Strategy
 from autofit.training.batch import Batch
+from autofit.training.builder import TrainingBuilder
 from autofit.training.evaluation import modes_kept
 from autofit.training.ranks import Ranks
-from autofit.training.training import Training, TrainingBuilder
+from autofit.training.training import Training
 from autofit.training.workload import Workload
 from autofit.units import quoted
 

@@ -42,7 +42,8 @@ from autofit.strategy import (
     undone,
 )
 from autofit.torch_private import gone_in, pytree
-from autofit.training.training import Training, TrainingBuilder
+from autofit.training.builder import TrainingBuilder
+from autofit.training.training import Training
 from autofit.training.workload import Workload
 
 Apply: TypeAlias = Callable[[Training], AbstractContextManager[Any]]

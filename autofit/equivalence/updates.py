@@ -14,7 +14,7 @@ import torch
 
 from autofit.equivalence.comparison import distance
 from autofit.plan import ResolvedPlan
-from autofit.training.training import TrainingBuilder
+from autofit.training.builder import TrainingBuilder
 
 MOST_STEPS = 20
 """Without any change, before none is expected: float16 leaves some out until its scale fits."""

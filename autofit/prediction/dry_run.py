@@ -58,10 +58,11 @@ from autofit.space import Space
 from autofit.strategy import Capabilities, Strategy, World
 from autofit.torch_private import gone_in
 from autofit.training.batch import Batch, map_tensors, tensors_of
+from autofit.training.builder import TrainingBuilder
 from autofit.training.evaluation import evaluate, unchanged
 from autofit.training.lengths import Lengths
 from autofit.training.loss import LossSource
-from autofit.training.training import Training, TrainingBuilder
+from autofit.training.training import Training
 from autofit.training.workload import Workload, compiled_part
 from autofit.units import GIB
 

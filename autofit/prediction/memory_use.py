@@ -17,7 +17,7 @@ from autofit.errors import PredictionUnavailable
 from autofit.plan import ResolvedPlan
 from autofit.prediction.breakdown import Labels
 from autofit.prediction.dry_run import STEPS, dry_run, traced_sizes
-from autofit.training.training import TrainingBuilder
+from autofit.training.builder import TrainingBuilder
 
 if TYPE_CHECKING:
     from autofit.probing.session import Session

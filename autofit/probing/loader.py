@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from autofit.errors import InvalidArgument, collect_garbage
-from autofit.plan import Plan
+from autofit.plan import Plan, split_evenly, steps_for
 from autofit.probing.requests import Workplace
 from autofit.training.batch import (
     Batch,
     batch_size,
-    describe,
     tensors_of,
 )
 from autofit.training.loader import (
@@ -30,7 +29,7 @@ from autofit.training.loader import (
     is_stream,
     make_loader,
 )
-from autofit.training.samples import Rows
+from autofit.training.samples import Collated, MicroBatches, Rows, samples_in
 from autofit.training.watch import BatchWatch
 from autofit.training.workload import Workload
 from autofit.units import kind_of
@@ -64,14 +63,18 @@ def deliver(session: Workplace, *, settings: LoaderSettings, plan: Plan) -> Deli
         Exception: what the user's code raised.
     """
     workload = session.builder.fresh_workload()
-    watch = BatchWatch(plan, describe(workload.batch(workload.described_size)))
+    watch = BatchWatch(
+        plan,
+        workload.sample_shapes(),
+        micro_batch_shapes=workload.largest_batch(plan.micro_batch),
+    )
     with _batches_of(session, settings) as (made, batches):
         batch = next(batches)
         batch_bytes = sum(tensor.nbytes for tensor in tensors_of(batch))
         samples = _samples_in(batch, workload, settings)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            watch.look(batch, samples, stacklevel=1)
+            watch.look(_as_trained(batch, samples, workload, plan), stacklevel=1)
         warned = [str(each.message) for each in caught]
         del batch
         round_of = max(1, settings.num_workers)
@@ -83,13 +86,21 @@ def deliver(session: Workplace, *, settings: LoaderSettings, plan: Plan) -> Deli
     return Delivery(samples / elapsed, batch_bytes, is_stream(made), warned)
 
 
+def _as_trained(batch: Batch, samples: int, workload: Workload, plan: Plan) -> MicroBatches:
+    """Return a loader's batch as a training would run it; one that is collated is whole."""
+    how = samples_in(batch, workload.samples)
+    if isinstance(batch, list) and isinstance(how, Collated):
+        return how.step_of(batch, split_evenly(samples, steps_for(samples, plan.micro_batch)))
+    return MicroBatches((batch,), (samples,))
+
+
 def _samples_in(batch: Batch, workload: Workload, settings: LoaderSettings) -> int:
     """Return the samples of a loader's batch: as many as were asked for, where rows do not tell.
 
     Raises:
         InvalidArgument: no tensor of a batch of rows has a dimension for samples.
     """
-    if not isinstance(workload.samples, Rows):
+    if not isinstance(samples_in(batch, workload.samples), Rows):
         return len(batch) if isinstance(batch, list) else settings.batch_size
     try:
         return batch_size(batch)

@@ -45,12 +45,13 @@ from autofit.strategy import Phase, Strategy
 from autofit.torch_flags import computing
 from autofit.torch_private import gone_in
 from autofit.training.batch import Batch, describe
+from autofit.training.builder import TrainingBuilder
 from autofit.training.contradictions import doubtful, uncut
 from autofit.training.fingerprint import fingerprint
 from autofit.training.lengths import Tokens, tokens_of_mix
 from autofit.training.loss import LossSource
 from autofit.training.samples import Rows, rows_of
-from autofit.training.training import Training, TrainingBuilder
+from autofit.training.training import Training
 from autofit.training.workload import (
     Workload,
     compiled_part,
@@ -142,7 +143,11 @@ def _tokens(workload: Workload) -> Tokens | None:
     size = workload.described_size
     mix = workload.mix(size)
     rows = rows_of(workload.samples) or Rows.of_size(mix[-1][1], size)
-    return tokens_of_mix(mix, rows.batched)
+    tokens = tokens_of_mix(mix, rows.batched)
+    if tokens is None or workload.chose_size or workload.makes_batches:
+        return tokens
+    # Of a data set, whose first samples may be shorter than others
+    return tokens_of_mix(workload.whole_mix(workload.sample_batch_size), rows.batched)
 
 
 @dataclass(frozen=True)
@@ -188,7 +193,7 @@ def _first_survey(session: Workplace, builder: TrainingBuilder, model: torch.nn.
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         loss=loss,
         sample_batch_size=workload.sample_batch_size,
-        sample_shapes=describe(workload.batch(workload.described_size)),
+        sample_shapes=workload.sample_shapes(),
         samples=workload.samples.kind,
         batched=None if rows is None else sorted(rows.batched),
         described_size=workload.described_size,

@@ -27,8 +27,9 @@ from autofit.probing.compiler_cache import CacheUse
 from autofit.probing.faults import has_moved, spilled
 from autofit.probing.requests import ProbeRequest
 from autofit.training.batch import Batch, map_tensors
+from autofit.training.builder import TrainingBuilder
 from autofit.training.evaluation import evaluate, unchanged
-from autofit.training.training import Training, TrainingBuilder
+from autofit.training.training import Training
 from autofit.training.workload import Workload
 from autofit.units import counted, format_bytes
 

@@ -20,7 +20,7 @@ from autofit.probing.fork_server import QUIET, import_path
 from autofit.strategy import ALONE, Strategy, World
 
 if TYPE_CHECKING:
-    from autofit.training.training import TrainingBuilder
+    from autofit.training.builder import TrainingBuilder
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from autofit.probing.faults import (
 from autofit.probing.measure import measure
 from autofit.probing.requests import Call, OnStage, ProbeRequest, Reply, ignore_stage
 from autofit.strategy import ALONE, Strategy, World
-from autofit.training.training import TrainingBuilder
+from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
 
 # More than this still allocated after a probe was cleaned up: the next one needs a new worker.

@@ -51,6 +51,7 @@ def apply(
         given: functions that replace those of the search, by name; None: the one of the search.
         remembered: the strategies of the search; the installed ones are used for other names.
     """
+    from autofit.training.samples import SamplesKind
     from autofit.training.training import Training
     from autofit.training.watch import BatchWatch
     from autofit.training.workload import check_has_values
@@ -62,6 +63,7 @@ def apply(
             f"the search was given no loss and took {record.workload['loss']}, which is nothing to "
             "train by: give report.apply loss_fn= or criterion="
         )
+    has_rows = record.workload.get("samples", SamplesKind.ROWS) == SamplesKind.ROWS
     recipe = _recipe(record, workload, functions)
     device = _device_of(model)
     _warn_of_another_size(record, model)
@@ -84,8 +86,8 @@ def apply(
         samples=samples,
         watch=BatchWatch(
             record.plan_to_rerun.of_rank(world.rank),
-            record.workload["sample_shapes"],
-            sample_size=record.workload.get("described_size"),
+            record.workload["sample_shapes"] if has_rows else {},
+            micro_batch_shapes=record.workload.get("micro_batch_shapes"),
             samples=samples,
             weighs_samples=recipe.loss_weight is None
             and recipe.training_step is None

@@ -491,6 +491,7 @@ class _Workload(TypedDict):
     lacks_loss: NotRequired[bool]
     samples: NotRequired[SamplesName]
     described_size: NotRequired[Count]
+    micro_batch_shapes: NotRequired[dict[str, DescribedTensor]]
     batched: NotRequired[list[str]]
     tokens: NotRequired[_Tokens]
     given: NotRequired[list[_Function]]

@@ -449,8 +449,10 @@ def held_by_ranks(ranks: Sequence[RankUse]) -> str:
 def validity(record: Record) -> Iterator[str]:
     """Yield which samples the answer holds for, and how equal the gradients are."""
     shapes: Mapping[str, str] = record.workload["sample_shapes"]
-    whole = {name: f"{_shown_name(name)}{shape}" for name, shape in shapes.items()}
     size = record.workload.get("described_size")
+    if (made := record.workload.get("micro_batch_shapes")) is not None:
+        shapes, size = made, record.recommended.plan.micro_batch
+    whole = {name: f"{_shown_name(name)}{shape}" for name, shape in shapes.items()}
     if how := _BATCHES.get(record.workload.get("samples", "")):
         shown = shortened(list(whole.values()), _MOST_SHAPES)
         yield f"For batches as those of {size} samples: {shown}"

@@ -27,6 +27,7 @@ from autofit.strategy import Strategy
 from autofit.training.batch import describe
 from autofit.training.lengths import Lengths
 from autofit.training.loss import LossSource
+from autofit.training.samples import SamplesKind
 from autofit.training.workload import Workload
 from autofit.units import format_seconds
 
@@ -45,6 +46,7 @@ def described(
     survey: Survey,
     strategies: tuple[Strategy, ...],
     workload: Workload,
+    largest: Mapping[str, str] | None = None,
 ) -> Record:
     """Return the record that a report shows.
 
@@ -54,6 +56,7 @@ def described(
         survey: of the workload, with the notes of prediction.
         strategies: that the search was given.
         workload: that was searched.
+        largest: see `largest_micro_batch`.
     """
     environment = asdict(survey.environment)
     if survey.world_size > 1:
@@ -64,7 +67,7 @@ def described(
     return replace(
         record,
         environment=environment,
-        workload=_workload_facts(workload, survey),
+        workload=_workload_facts(workload, survey, largest),
         search=replace(record.search, busy=survey.busy),
         paste=lines_of_trials(
             record.trials, spec.space, strategies, has_loss_weight=has_loss_weight
@@ -79,7 +82,9 @@ def described(
     )
 
 
-def _workload_facts(workload: Workload, survey: Survey) -> dict[str, Any]:
+def _workload_facts(
+    workload: Workload, survey: Survey, largest: Mapping[str, str] | None
+) -> dict[str, Any]:
     model = workload.model
     return {
         "model": str(getattr(model, "__name__", type(model).__name__)),
@@ -97,6 +102,7 @@ def _workload_facts(workload: Workload, survey: Survey) -> dict[str, Any]:
         "sample_shapes": dict(survey.sample_shapes),
         "samples": survey.samples.value,
         "described_size": survey.described_size,
+        **({} if largest is None else {"micro_batch_shapes": dict(largest)}),
         **({"batched": survey.batched} if survey.batched is not None else {}),
         **({"tokens": asdict(survey.tokens)} if survey.tokens else {}),
     }
@@ -134,6 +140,25 @@ def _of_lengths(workload: Workload, best: Trial) -> Iterator[str]:
     if new_shape_s := best.measurement.new_shape_s:
         seconds = format_seconds(max(new_shape_s))
         yield f"The first step of another length took up to {seconds} more than later ones"
+
+
+def largest_micro_batch(prober: Prober, survey: Survey, record: Record) -> Mapping[str, str] | None:
+    """Describe the largest micro-batch of the recommended plan that the given samples make.
+
+    None: the rows of the sample batch tell, or nobody could look.
+    """
+    if not record.may_probe or (survey.chose_size and survey.samples is SamplesKind.ROWS):
+        return None
+    try:
+        size = record.recommended.plan.micro_batch
+        return prober.run(partial(_largest_batch, samples=size))
+    except (Exception, SystemExit):  # as of `memory_of`
+        return None
+
+
+def _largest_batch(session: Session, samples: int) -> Mapping[str, str] | None:
+    """Look at a copy of the workload: its functions may hold generators of random numbers."""
+    return session.builder.fresh_workload().largest_batch(samples)
 
 
 def memory_of(prober: Prober, spec: SearchSpec, record: Record) -> Mapping[str, Any]:

@@ -33,6 +33,7 @@ from autofit.searching.faithful import judged
 from autofit.searching.findings import (
     SHARE_FOR_LOADER,
     described,
+    largest_micro_batch,
     look_for_findings,
     memory_of,
 )
@@ -429,7 +430,9 @@ class _SearchRun:
         if survey.environment.gpu is None:
             now = load_of_others(own=os.cpu_count() or 1)
             survey = replace(survey, busy=_busy_words(survey.busy, now))
+        largest = None
         try:
+            largest = largest_micro_batch(prober, survey, record)
             if record.may_probe and record.recommended.plan != record.baseline.plan:
                 self._on_stage("comparing the answer's gradients with the baseline's")
                 record = judged(prober, spec, record)
@@ -437,7 +440,8 @@ class _SearchRun:
                 record = replace(record, memory=memory_of(prober, spec, record))
         except KeyboardInterrupt:
             record = _interrupted(record)
-        record = described(record, spec, survey, tuple(prober.strategies), self.workload)
+        strategies = tuple(prober.strategies)
+        record = described(record, spec, survey, strategies, self.workload, largest)
         self.record = record
         if record.may_probe and is_alone:
             findings: dict[str, Any] = {}

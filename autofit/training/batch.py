@@ -15,9 +15,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-import functools
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from itertools import accumulate
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -33,8 +35,7 @@ Batch: TypeAlias = Any
 # n -> a batch of n samples.
 BatchMaker: TypeAlias = Callable[[int], Batch]
 
-_CAN_BE_CUT = (torch.strided, torch.sparse_coo)
-_ASK_FOR_MAKER = (
+ASK_FOR_SAMPLES = (
     "pass samples and Workload(collate_fn=), or a function n -> batch of n samples as the sample "
     "batch"
 )
@@ -66,55 +67,16 @@ def batch_size(batch: Batch) -> int:
     if not sized:
         raise InvalidArgument(
             f"the sample batch ({kind_of(batch)}) has no tensor with a dimension for "
-            f"samples: {_ASK_FOR_MAKER}"
+            f"samples: {ASK_FOR_SAMPLES}"
         )
     if sized[0].shape[0] == 0:
         raise InvalidArgument("the sample batch is empty: its first tensor has 0 samples")
     return sized[0].shape[0]
 
 
-def check_batched_dimension(batch: Batch) -> None:
-    """Refuse a sample batch whose samples the rule cannot tell apart.
-
-    Raises:
-        InvalidArgument: it has one sample, and of the tensors beside the first some have size 1 in
-            dimension 0 and some have not; or a tensor has a layout that torch cannot pick samples
-            out of.
-    """
-    for tensor in tensors_of(batch):
-        if tensor.is_nested or tensor.layout not in _CAN_BE_CUT:
-            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-            raise InvalidArgument(
-                f"the sample batch has a {kind} tensor, from which torch cannot select "
-                f"samples: pass a dense or sparse_coo tensor, or {_ASK_FOR_MAKER}"
-            )
-    sizes = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim() > 0]
-    if batch_size(batch) == 1 and 1 < sizes.count(1) < len(sizes):
-        raise InvalidArgument(
-            f"the sample batch has one sample, and {sizes.count(1)} of its "
-            f"{len(sizes)} tensors have size 1 in dimension 0, so it is ambiguous "
-            "which of them hold samples: pass a batch of two or more samples, or "
-            f"{_ASK_FOR_MAKER}"
-        )
-
-
-def check_target(batch: Batch) -> None:
-    """Refuse an (input, target) whose target has another number of samples.
-
-    Raises:
-        InvalidArgument: of the tensors of the target that have dimensions none has the batch's
-            samples in dimension 0, nor one sample, which may stand for all.
-    """
-    if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
-        return  # the loss says what it wants
-    samples = batch_size(batch)
-    sizes = [tensor.shape[0] for tensor in tensors_of(batch[1]) if tensor.dim() > 0]
-    if sizes and not {samples, 1} & set(sizes):
-        raise InvalidArgument(
-            "with criterion= the batch is (input, target), but dimension 0 is "
-            f"{samples} in the input and {sizes[0]} in the target, so they cannot be "
-            f"split together: pass one target for each sample, or {_ASK_FOR_MAKER}"
-        )
+def elements_of(batch: Batch) -> int:
+    """The elements of all tensors in the batch."""
+    return sum(math.prod(shape_of(tensor)) for tensor in tensors_of(batch))
 
 
 def named_tensors(batch: Batch) -> list[tuple[str, torch.Tensor]]:
@@ -151,31 +113,27 @@ def _index_in_turn(count: int, sizes: Collection[int], device: torch.device) -> 
     return torch.cat(parts)
 
 
-def resize(batch: Batch, *sizes: int, places: Collection[int] | None = None) -> Batch:
+def resize(batch: Batch, *sizes: int) -> Batch:
     """A batch for micro-batches of these sizes, made of this batch's own samples in turn.
 
     Batched tensors of shape [n, ...] become [sum(sizes), ...]; the rest is the same object.
-
-    Args:
-        places: which of `tensors_of(batch)` hold samples; None: those with as many as the first.
     """
     size = batch_size(batch)
     if sum(sizes) == size:
         return batch
-    if places is None:
-        named = enumerate(tensors_of(batch))
-        places = frozenset(at for at, t in named if t.dim() > 0 and t.shape[0] == size)
     chosen: dict[torch.device, torch.Tensor] = {}
 
     def grow(tensor: torch.Tensor) -> torch.Tensor:
         device = tensor.device
+        if not tensor.dim() or tensor.shape[0] != size:
+            return tensor
         if device not in chosen:
             chosen[device] = _index_in_turn(size, sizes, device)
         # A leaf again where it was one: a graph that begins before the batch serves one backward
         grown = tensor.detach().index_select(0, chosen[device])
         return grown.requires_grad_(tensor.requires_grad)
 
-    return map_batched(grow, batch, places)
+    return map_tensors(grow, batch)
 
 
 def pieces(batch: Batch, sizes: tuple[int, ...], places: Collection[int]) -> Iterator[Batch]:
@@ -183,19 +141,13 @@ def pieces(batch: Batch, sizes: tuple[int, ...], places: Collection[int]) -> Ite
 
     `places` says which of `tensors_of(batch)` are cut.
     """
-    start = 0
-    for length in sizes:
-        yield map_batched(_cut(start, length), batch, places)
-        start += length
 
+    def cut(tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
+        has_views = tensor.layout is torch.strided  # a sparse tensor has none
+        return (tensor.narrow if has_views else tensor.narrow_copy)(0, start, length)
 
-def _cut(start: int, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is torch.strided:
-            return tensor[start : start + length]
-        return tensor.narrow_copy(0, start, length)  # a sparse tensor has no views
-
-    return cut
+    for end, length in zip(accumulate(sizes), sizes, strict=True):
+        yield map_batched(partial(cut, start=end - length, length=length), batch, places)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
@@ -217,9 +169,8 @@ def placed(
     """
 
     def moved(leaf: Any) -> Any:
-        if _is_record(leaf) or isinstance(leaf, _NO_CONTAINERS):
-            return None
-        if not callable(getattr(leaf, "to", None)):
+        is_container = _is_record(leaf) or isinstance(leaf, _NO_CONTAINERS)
+        if is_container or not callable(getattr(leaf, "to", None)):
             return None
         return None if device.type in _COUNTED and tensors_of(leaf) else leaf.to(device)
 
@@ -264,10 +215,13 @@ def _mapped(
 
 def describe(batch: Batch) -> dict[str, str]:
     """Where each tensor stands in the batch -> its dtype and shape, as text."""
-    return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')}{shape_of(tensor)}"
-        for name, tensor in named_tensors(batch)
-    }
+    return {name: shape_words(tensor) for name, tensor in named_tensors(batch)}
+
+
+def shape_words(tensor: torch.Tensor, *others: list[int]) -> str:
+    """Return dtype and shape, as in "int64[4, 64]", or the largest sizes of several shapes."""
+    sizes = [max(each) for each in zip(shape_of(tensor), *others, strict=True)]
+    return f"{str(tensor.dtype).removeprefix('torch.')}{sizes}"
 
 
 def shape_of(tensor: torch.Tensor) -> list[int]:
@@ -318,7 +272,7 @@ _NO_CONTAINERS = (
     ModuleType,
     FunctionType,
     MethodType,
-    functools.partial,
+    partial,
     weakref.ref,
     enum.Enum,
 )

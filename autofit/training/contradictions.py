@@ -14,7 +14,10 @@ contradict it, so the batch is refused:
 5. two candidates: nothing but the first tensor has n, and others agree on another number, or the
    first is a vector beside a table of other rows, or another has the size of its dimension 1 (time
    first) without counting its places, as position ids do;
-6. token ids in several tensors, one of which has a multiple of n.
+6. token ids in several tensors, one of which has a multiple of n;
+7. with a criterion, a target without n in dimension 0, nor 1, which may stand for all;
+8. one sample, where only some of the other tensors have 1 in dimension 0; or a tensor with a layout
+   that torch cannot pick samples out of.
 
 A size that is explained by a length of a sample (the positions of token ids), or a square mask, is
 none of these. A floating-point tensor that stays whole without such an explanation is no
@@ -30,13 +33,15 @@ from typing import Any
 
 import torch
 
+from autofit.errors import InvalidArgument
 from autofit.torch_private import pytree
 from autofit.training.batch import (
+    ASK_FOR_SAMPLES,
     Batch,
     batch_size,
-    describe,
     named_tensors,
     opened,
+    shape_words,
     tensors_of,
 )
 
@@ -47,13 +52,23 @@ _CHANNELS = (1, 3, 4)
 _MOST_READ = 10_000_000
 
 
-def contradiction(batch: Batch) -> str | None:
-    """Return which tensors contradict the number of samples, in words; None: none does."""
-    seen = _Seen(batch)
-    for rule in (_lists, _targets, _indices, _sums, _candidates, _token_ids):
+def check_rows(batch: Batch, *, has_criterion: bool = False) -> None:
+    """Refuse a sample batch whose samples cannot be told apart, or not as the rule does.
+
+    Args:
+        batch: of tensors.
+        has_criterion: whether it is (input, target).
+
+    Raises:
+        InvalidArgument: a tensor has a layout that torch cannot pick samples out of; the rule finds
+            no samples; or one of the contradictions above.
+    """
+    seen = _Seen(batch, has_criterion)
+    for rule in _RULES:
         for found in rule(seen):
-            return found
-    return None
+            raise InvalidArgument(
+                f"the sample batch cannot be cut into samples: {found}; {ASK_FOR_SAMPLES}"
+            )
 
 
 def doubtful(batch: Batch) -> list[str]:
@@ -96,6 +111,7 @@ class _Seen:
     """A batch, whose tensors with dimensions are looked at by name."""
 
     batch: Batch
+    has_criterion: bool = False
 
     @cached_property
     def samples(self) -> int:
@@ -133,13 +149,39 @@ class _Seen:
 
     def told(self, *names: str) -> str:
         """Return those tensors with their shapes."""
-        shapes = describe(self.batch)
-        return ", ".join(f"{name} {shapes[name]}" for name in names)
+        return ", ".join(f"{name} {shape_words(self.tensors[name])}" for name in names)
 
     @property
     def taken(self) -> str:
         name = next(iter(self.tensors))
         return f"{self.samples} samples were taken from {self.told(name)}"
+
+
+def _layouts(seen: _Seen) -> Iterator[str]:
+    for tensor in tensors_of(seen.batch):
+        if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            yield f"torch selects none from a {kind} tensor, but from dense and sparse_coo ones"
+
+
+def _one_sample(seen: _Seen) -> Iterator[str]:
+    count, ones = len(seen.tensors), len(seen.batched)
+    if seen.samples == 1 and 1 < ones < count:
+        yield (
+            f"{ones} of its {count} tensors have size 1 in dimension 0, so it is ambiguous which "
+            "of them hold the one sample, as it is not in a batch of two or more"
+        )
+
+
+def _other_target(seen: _Seen) -> Iterator[str]:
+    """Dimension 0 of a target is the samples, or 1, which may stand for all, in some tensor."""
+    if seen.has_criterion and isinstance(seen.batch, tuple | list) and len(seen.batch) == 2:
+        sizes = [tensor.shape[0] for tensor in tensors_of(seen.batch[1]) if tensor.dim() > 0]
+        if sizes and not {seen.samples, 1} & set(sizes):
+            yield (
+                "with criterion= the batch is (input, target), but dimension 0 is "
+                f"{seen.samples} in the input and {sizes[0]} in the target"
+            )
 
 
 def _lists(seen: _Seen) -> Iterator[str]:
@@ -318,8 +360,21 @@ def _sequences(batch: Batch, name: str = "the batch") -> Iterator[tuple[str, Seq
     if isinstance(batch, (list, tuple)):
         yield name, batch
         parts = dict(enumerate(batch))
-    elif not isinstance(batch, torch.Tensor):
-        parts = opened(batch) if isinstance(opened(batch), dict) else {}
+    elif isinstance(shown := opened(batch), dict):
+        parts = shown
     for key, part in parts.items():
         if not isinstance(part, torch.Tensor):
             yield from _sequences(part, f"{'' if name == 'the batch' else name}[{key!r}]")
+
+
+_RULES = (
+    _layouts,
+    _one_sample,
+    _other_target,
+    _lists,
+    _targets,
+    _indices,
+    _sums,
+    _candidates,
+    _token_ids,
+)

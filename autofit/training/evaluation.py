@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from autofit.errors import InvalidArgument
 from autofit.measurement import IN_EVALUATION
 from autofit.training.batch import Batch
-from autofit.training.loss import EvalStep
-from autofit.training.training import Training
 from autofit.units import counted, quoted
+
+if TYPE_CHECKING:
+    from autofit.training.training import Training
+
+# (model, batch on the device) -> anything, which is dropped.
+EvalStep: TypeAlias = Callable[[torch.nn.Module, Batch], Any]
 
 # Bytes of an element -> the type of whole numbers of that size.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_evaluation(eval_step: object, eval_batch: object) -> None:
+    """Refuse one without the other.
+
+    Raises:
+        InvalidArgument: only one is given, or the step is no function.
+    """
+    if (eval_step is None) != (eval_batch is None):
+        given, missing = ("eval_step", "eval_batch")[:: 1 if eval_batch is None else -1]
+        raise InvalidArgument(
+            f"{given} was given without {missing}: an evaluation takes both, "
+            "eval_step=(model, batch) -> anything and eval_batch= a batch, or its samples"
+        )
+    if eval_step is not None and not callable(eval_step):
+        raise InvalidArgument(f"eval_step must be a function, got {eval_step!r}")
 
 
 def evaluate(training: Training, eval_step: EvalStep, batch: Batch, samples: int) -> None:

@@ -1,6 +1,6 @@
 """A workload's fingerprint: equal for trainings that cost the same, different where they may not.
 
-It covers module classes, their code, hooks and plain attributes, parameters and buffers (shape,
+It covers module classes, their code, hooks and public attributes, parameters and buffers (shape,
 dtype, requires_grad), the sample batch's shapes and dtypes, optimizer and its options, the loss
 functions' code with their defaults and what they close over, the global batch, torch, the kind of
 device, and how torch computes there (default dtype, TF32, deterministic algorithms, attention
@@ -19,6 +19,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
 from types import BuiltinFunctionType, CellType, CodeType
 from typing import Any
 
@@ -31,7 +32,7 @@ from autofit.training.samples import Made
 from autofit.training.workload import Workload
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
-_NOT_ABOUT_COST = {"params", "lr", "initial_lr"}
+_NOT_ABOUT_COST = {"lr", "initial_lr"}
 _PLAIN = (bool, int, str, type(None), torch.dtype)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _ONLY_ON_THE_CPU = {"torch.num_threads"}
@@ -45,6 +46,15 @@ _ABOUT_COST = (
     "NVIDIA_TF32_OVERRIDE",
 )
 _MOST_DEEP = 4
+_FUNCTIONS = (
+    "loss_fn",
+    "criterion",
+    "loss_weight",
+    "before_step",
+    "training_step",
+    "collate_fn",
+    "eval_step",
+)
 
 
 def fingerprint(
@@ -103,129 +113,92 @@ def _flag_lines(kind: str, computing: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _function_lines(workload: Workload) -> Iterator[str]:
-    recipe = workload.recipe
-    for name in ("loss_fn", "criterion", "loss_weight", "before_step", "training_step"):
-        yield f"{name} {_describe(getattr(recipe, name))}"
-    yield f"collate_fn {_describe(workload.collate_fn)}"
-    yield f"clip {recipe.clip_grad_norm is not None}"
+    for name in _FUNCTIONS:
+        yield f"{name} {_describe(getattr(workload, name))}"
+    yield f"clip {workload.clip_grad_norm is not None}"
     if workload.eval_samples is not None:
-        evaluated = describe(workload.evaluation_batch(workload.eval_samples))
-        yield f"eval_step {_describe(workload.eval_step)} {evaluated}"
+        yield str(describe(workload.evaluation_batch(workload.eval_samples)))
 
 
-def _model_lines(model: torch.nn.Module) -> Iterator[str]:
-    yield from _structure_lines(model)
-    for module in model.modules():  # instance attributes that override the class
-        yield f"forward {_describe(vars(module).get('forward'))}"
-        for hooks in _HOOKS:
-            yield f"hooks {[_describe(hook) for hook in vars(module).get(hooks, {}).values()]}"
-
-
-def _structure_lines(model: torch.nn.Module, deep: int = 0) -> Iterator[str]:
-    for kind in dict.fromkeys(type(module) for module in model.modules()):
-        yield from _class_lines(kind, deep)
+def _model_lines(model: torch.nn.Module, deep: int = 0) -> Iterator[str]:
+    yield _ADDRESS.sub("", repr(model))  # the modules, with what each shows of itself
+    yield from (_describe(kind, deep) for kind in dict.fromkeys(map(type, model.modules())))
     for name, module in model.named_modules():
-        yield f"module {name} {_name(type(module))} {_ADDRESS.sub('', module.extra_repr())}"
-        plain = {key: _describe_plain(value) for key, value in sorted(vars(module).items())}
-        public = {key: text for key, text in plain.items() if text and not key.startswith("_")}
-        yield f"attributes {public}"
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield f"parameter {name} {_describe_tensor(parameter)} {parameter.requires_grad}"
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        yield f"buffer {name} {_describe_tensor(buffer)}"
-    shared: dict[int, int] = {}
-    order = [
-        shared.setdefault(id(parameter), len(shared))
-        for _, parameter in model.named_parameters(remove_duplicate=False)
-    ]
-    yield f"shared {order}"
-
-
-def _class_lines(kind: type, deep: int) -> Iterator[str]:
-    """Yield the code of a class and its bases, up to torch's own."""
-    for each in kind.__mro__:
-        if each.__module__.partition(".")[0] in ("torch", "builtins"):
-            break
-        for name, member in sorted(vars(each).items()):
-            function = getattr(member, "__func__", getattr(member, "fget", member))
-            if isinstance(getattr(function, "__code__", None), CodeType):
-                yield f"method {each.__qualname__}.{name} {_describe(function, deep)}"
-
-
-def _describe_plain(value: Any) -> str | None:
-    """Return a plain value as text (a float only as zero or not); None: it is not plain."""
-    if isinstance(value, float):
-        return "some float" if value else "0.0"
-    if isinstance(value, (tuple, list)):
-        parts = [_describe_plain(part) for part in value]
-        return None if None in parts else repr(parts)
-    return repr(value) if isinstance(value, _PLAIN) else None
+        own = vars(module)  # with a forward of its own, if it has one
+        public = {key: own[key] for key in sorted(own) if not key.startswith("_")}
+        hooks = [list(own.get(each, {}).values()) for each in _HOOKS]
+        yield f"module {name} {_describe(public, max(deep, 1))} {_describe(hooks, deep)}"
+    order: dict[int, int] = {}  # tells which are shared
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            place = order.setdefault(id(tensor), len(order))
+            yield f"tensor {place} {name} {_describe(tensor)} {tensor.requires_grad}"
 
 
 def _optimizer_lines(optimizer: Optimizers) -> Iterator[str]:
     for name, one in by_name(optimizer).items():
-        yield from _class_lines(type(one), 0)
+        yield f"optimizer {name} {_describe(type(one))}"
         for group in one.param_groups:
-            options = {key: _describe(group[key]) for key in sorted(set(group) - _NOT_ABOUT_COST)}
-            sizes = [_describe_tensor(parameter) for parameter in group["params"]]
-            yield f"optimizer {name} {_name(type(one))} {options} {sizes}"
+            about_cost = {key: group[key] for key in sorted(group.keys() - _NOT_ABOUT_COST)}
+            yield _describe(about_cost)
 
 
-def _describe_tensor(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
+def _is_torchs(kind: Any) -> bool:
+    return str(kind.__module__ or "builtins").partition(".")[0] in ("torch", "builtins")
 
 
 def _name(kind: Any) -> str:
     """Return the name of a class or function, with its module where that is torch."""
-    home = getattr(kind, "__module__", None) or "builtins"
-    own = home.partition(".")[0] in ("torch", "builtins")
-    return f"{home}.{kind.__qualname__}" if own else str(kind.__qualname__)
+    return f"{kind.__module__}.{kind.__qualname__}" if _is_torchs(kind) else kind.__qualname__
 
 
 def _describe(value: Any, deep: int = 0) -> str:
     """Describe a function by code, defaults and closure, a container by parts, else the class."""
-    if (plain := _describe_plain(value)) is not None:
-        return plain
+    if isinstance(value, float):
+        return "some float" if value else "0.0"
+    if isinstance(value, _PLAIN):
+        return repr(value)
     if isinstance(value, torch.Tensor):
-        return _describe_tensor(value)
-    if isinstance(value, type | BuiltinFunctionType):
-        return _name(value)
-    parts = None if deep == _MOST_DEEP else _parts(value, deep + 1)
-    return _name(type(value)) if parts is None else f"{_name(type(value))} {list(parts)}"
+        return f"{value.dtype} {tuple(value.shape)} {value.layout}"
+    parts = [] if deep == _MOST_DEEP else list(_parts(value, deep + 1))
+    is_named = isinstance(value, type | BuiltinFunctionType)
+    return f"{_name(value if is_named else type(value))} {parts}"
 
 
-def _parts(value: Any, deep: int) -> Iterable[str] | None:
-    """Describe the parts of a value; None: it is described by its class alone."""
+def _parts(value: Any, deep: int) -> Iterator[str]:
+    """Describe the parts of a value; it has none where its class alone describes it."""
+    opened: Iterable[Any] = ()
     if isinstance(value, torch.nn.Module):
-        return _structure_lines(value, deep)
-    if isinstance(value, functools.partial):
-        return _described([value.func, *value.args, value.keywords], deep)
-    if isinstance(value, (tuple, list)):
-        return _described(value, deep)
-    if isinstance(value, dict):
-        return _described([*value, *value.values()], deep)
-    if isinstance(code := getattr(value, "__code__", None), CodeType):
-        beside = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        filled = [cell for cell in value.__closure__ or () if cell != CellType()]
-        beside += [cell.cell_contents for cell in filled]
-        return [value.__qualname__, *_code_parts(code), *_described(beside, deep)]
-    if callable(value):
-        attributes = dict(getattr(value, "__dict__", {}))
-        return [*_class_lines(type(value), deep), _describe(attributes, deep)]
-    return None
+        yield from _model_lines(value, deep)
+    elif isinstance(value, functools.partial):
+        opened = (value.func, value.args, value.keywords)
+    elif isinstance(value, dict):
+        opened = (*value, *value.values())
+    elif isinstance(value, (tuple, list)):
+        opened = value
+    elif isinstance(value, type):  # its code and that of its bases, up to torch's own
+        for each in takewhile(lambda kind: not _is_torchs(kind), value.__mro__):
+            for name, member in sorted(vars(each).items()):
+                function = getattr(member, "__func__", getattr(member, "fget", member))
+                if hasattr(function, "__code__"):
+                    yield f"method {each.__qualname__}.{name} {_describe(function, deep)}"
+    elif isinstance(code := getattr(value, "__code__", None), CodeType):
+        yield f"{value.__qualname__} {_code(code)}"
+        held = zip(code.co_freevars, value.__closure__ or (), strict=False)
+        cells = [cell for name, cell in held if name != "__class__" and cell != CellType()]
+        opened = (value.__defaults__, value.__kwdefaults__, *(c.cell_contents for c in cells))
+    elif callable(value):
+        opened = (type(value), dict(getattr(value, "__dict__", {})))
+    yield from (_describe(each, deep) for each in opened)
 
 
-def _described(values: Iterable[Any], deep: int) -> list[str]:
-    return [_describe(value, deep) for value in values]
+def _code(code: CodeType) -> str:
+    """Return a digest of what code does, not of where it stands."""
 
+    def constant(value: Any) -> str:
+        if isinstance(value, CodeType):
+            return _code(value)
+        is_set = isinstance(value, frozenset)  # whose order changes from process to process
+        return repr(sorted(map(repr, value)) if is_set else value)
 
-def _code_parts(code: CodeType) -> Iterator[str]:
-    yield hashlib.sha256(code.co_code).hexdigest()[:16]
-    yield repr(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _code_parts(constant)
-        elif isinstance(constant, frozenset):  # a set's order changes from process to process
-            yield repr(sorted(map(repr, constant)))
-        else:
-            yield repr(constant)
+    return _digest([code.co_code.hex(), repr(code.co_names), *map(constant, code.co_consts)])

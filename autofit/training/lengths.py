@@ -6,7 +6,7 @@ Of several lengths memory is that of the longest, speed that of the mix.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,8 @@ from autofit.errors import InvalidArgument
 from autofit.training.batch import (
     Batch,
     batch_size,
-    check_batched_dimension,
-    describe,
-    tensors_of,
+    elements_of,
+    named_tensors,
 )
 from autofit.training.samples import Collated, CollateFn, taken_from
 
@@ -56,7 +55,7 @@ class Lengths:
                 f"Lengths takes a list of batches, one of each length, got {str(self.batches)[:80]}"
             )
         if self.collate_fn is None and not all(isinstance(each, list) for each in self.batches):
-            self.check_rows()
+            self.check_alike()
         for batch in self.batches if self.collate_fn is not None else ():
             taken_from(batch, None)  # refuses what is no list of samples
         count = len(self.batches)
@@ -69,15 +68,21 @@ class Lengths:
         object.__setattr__(self, "batches", tuple(self.batches))
         object.__setattr__(self, "weights", tuple(weights))
 
-    def check_rows(self) -> None:
+    def check_alike(self) -> None:
         """Refuse batches of tensors that differ in more than their lengths.
 
         Raises:
-            InvalidArgument: they do, or one is no batch of rows.
+            InvalidArgument: they do.
         """
-        for batch in self.batches:
-            check_batched_dimension(batch)
-        _check_alike(self.batches)
+        first, *others = map(_kinds, self.batches)
+        for place, kinds in enumerate(others, start=1):
+            if kinds != first:
+                unlike = sorted({*first.items()} ^ {*kinds.items()})
+                told = ", ".join(dict.fromkeys(name for name, _ in unlike))
+                raise InvalidArgument(
+                    f"the batches of Lengths must have the same tensors, but batch {place} differs "
+                    f"from the first in {told}: give batches that differ in their lengths alone"
+                )
 
     @property
     def longest(self) -> Batch:
@@ -99,7 +104,7 @@ class Lengths:
             batch, samples = given, batch_size(given)
         else:
             batch, samples = Collated(self.collate_fn).batch(list(given)), len(given)
-        return sum(tensor.numel() for tensor in tensors_of(batch)) / samples
+        return elements_of(batch) / samples
 
 
 def _is_weight(value: Any) -> bool:
@@ -107,25 +112,9 @@ def _is_weight(value: Any) -> bool:
     return number and 0 <= value < math.inf
 
 
-def _check_alike(batches: Sequence[Batch]) -> None:
-    first, *others = (_kinds(batch) for batch in batches)
-    for place, kinds in enumerate(others, start=1):
-        if kinds != first:
-            unlike = sorted({*first.items()} ^ {*kinds.items()})
-            told = ", ".join(dict.fromkeys(name for name, _ in unlike))
-            raise InvalidArgument(
-                f"the batches of Lengths must have the same tensors, but batch {place} differs "
-                f"from the first in {told}: give batches that differ in their lengths alone"
-            )
-
-
 def _kinds(batch: Batch) -> dict[str, tuple[str, int]]:
     """Return the type and the number of dimensions of each tensor, by name."""
-    tensors = tensors_of(batch)
-    return {
-        name: (str(tensor.dtype), tensor.dim())
-        for name, tensor in zip(describe(batch), tensors, strict=True)
-    }
+    return {name: (str(tensor.dtype), tensor.dim()) for name, tensor in named_tensors(batch)}
 
 
 @dataclass(frozen=True)
@@ -153,8 +142,7 @@ def tokens_of(batch: Batch, batched: Collection[str]) -> Tokens | None:
         batch: of the training.
         batched: names of the tensors that hold samples.
     """
-    whole = zip(describe(batch), tensors_of(batch), strict=True)
-    named = {name: tensor for name, tensor in whole if name in batched}
+    named = {name: tensor for name, tensor in named_tensors(batch) if name in batched}
     ids = next((name for name in named if _IDS in name), next(iter(named), ""))
     if ids not in named or not _is_of_tokens(named[ids]):
         return None
@@ -167,7 +155,7 @@ def tokens_of(batch: Batch, batched: Collection[str]) -> Tokens | None:
     return Tokens(ids, named[ids].shape[1], padding)
 
 
-def tokens_of_mix(mix: Sequence[tuple[float, Batch]], batched: Collection[str]) -> Tokens | None:
+def tokens_of_mix(mix: Iterable[tuple[float, Batch]], batched: Collection[str]) -> Tokens | None:
     """Return the mean tokens of a sample over several lengths; None: one of them has none.
 
     Args:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import Any, TypeAlias
 
 import torch
@@ -153,28 +154,22 @@ def batches_without_end(loader: Iterable[Batch]) -> Generator[Batch, None, None]
         Exception: what the user's code raised.
     """
     end = object()
-    epochs = 0
-    while True:
-        has_any = False
+    for epoch_number in count():
         with users_code():
             epoch = iter(loader)
             batch = next(epoch, end)
-        while batch is not end:
-            has_any = True
-            yield batch
-            with users_code():
-                batch = next(epoch, end)
-        if not has_any and epochs:
+        if batch is end:
             raise InvalidArgument(
                 "the loader can only be iterated once, like a generator: return a "
                 "DataLoader, or something that makes its batches anew on each iteration"
-            )
-        epochs += 1
-        if not has_any:
-            raise InvalidArgument(
-                "the loader yields no batch: does its dataset have fewer samples than one "
+                if epoch_number
+                else "the loader yields no batch: does its dataset have fewer samples than one "
                 "batch, with drop_last=True?"
             )
+        while batch is not end:
+            yield batch
+            with users_code():
+                batch = next(epoch, end)
 
 
 @contextmanager
@@ -204,14 +199,11 @@ def _made_again(loader: DataLoader[Any], given: Mapping[str, Any]) -> DataLoader
         kept["persistent_workers"] = loader.persistent_workers
     else:
         kept |= {"timeout": 0, "multiprocessing_context": None}  # both are of workers alone
-    if _is_batched_by_torch(loader):
-        kept["drop_last"] = loader.drop_last
-        if not isinstance(loader.dataset, IterableDataset):
-            kept["sampler"] = loader.sampler
-    elif loader.batch_sampler is not None:
+    is_batched = _is_batched_by_torch(loader)
+    if loader.batch_sampler is not None and not is_batched:
         kept["batch_sampler"] = loader.batch_sampler
-    else:
-        kept["batch_size"] = None  # its dataset makes whole batches
+    else:  # without a size its dataset makes whole batches
+        kept |= {"drop_last": loader.drop_last} if is_batched else {"batch_size": None}
         if not isinstance(loader.dataset, IterableDataset):
             kept["sampler"] = loader.sampler
     return DataLoader(loader.dataset, **kept, **given)

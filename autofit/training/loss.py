@@ -18,10 +18,8 @@ from autofit.errors import InvalidArgument
 from autofit.training.batch import Batch, tensors_of
 from autofit.units import kind_of
 
-# (training, batch) -> loss, and (model, batch) -> anything, which is dropped. Batches lie on the
-# device. `Training` is made of these functions, so they cannot name it.
+# (training, batch on the device) -> loss. `Training` is made of such functions, so this names none.
 TrainingStep: TypeAlias = Callable[[Any, Batch], torch.Tensor]
-EvalStep: TypeAlias = Callable[[torch.nn.Module, Batch], Any]
 
 _UNPACKED = (
     "the batch was passed as model(*batch): if it is (input, target), pass "

@@ -100,8 +100,12 @@ def build_optimizer(
             no parameters.
         Unsupported: a live optimizer would have to be wrapped.
     """
+    entries: Mapping[str, Any] = by_name(chosen)
     try:
-        return _built(chosen, model, place, wrappers)
+        built = {
+            name: _optimizer_for(entry, _submodule(model, name, entry), place, wrappers)
+            for name, entry in entries.items()
+        }
     except ValueError as error:
         if isinstance(error, InvalidArgument) or any(True for _ in model.parameters()):
             raise
@@ -109,20 +113,7 @@ def build_optimizer(
             f"{type(model).__name__} has no parameters, so there is nothing to train ({error}): "
             "pass the model that holds them"
         ) from error
-
-
-def _built(
-    chosen: OptimizerChoice,
-    model: torch.nn.Module,
-    place: Place | None,
-    wrappers: Sequence[FactoryWrapper],
-) -> Optimizers:
-    if isinstance(chosen, Mapping):
-        return {
-            name: _optimizer_for(entry, _submodule(model, name, entry), place, wrappers)
-            for name, entry in chosen.items()
-        }
-    return _optimizer_for(chosen, model, place, wrappers)
+    return built if isinstance(chosen, Mapping) else built[""]
 
 
 def check_steps_alone(optimizer: Optimizers) -> None:

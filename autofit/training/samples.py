@@ -52,13 +52,13 @@ class MicroBatches:
     Attributes:
         batches: in the order in which they run.
         sizes: the samples of each.
-        made_anew: sizes -> the same samples in micro-batches of those sizes; None: they cannot be
+        divide: sizes -> the same samples in micro-batches of those sizes; None: they cannot be
             divided otherwise.
     """
 
     batches: tuple[Batch, ...]
     sizes: tuple[int, ...]
-    made_anew: Callable[[tuple[int, ...]], MicroBatches] | None = None
+    divide: Callable[[tuple[int, ...]], MicroBatches] | None = None
 
 
 class Samples(ABC):
@@ -86,11 +86,11 @@ class Samples(ABC):
         """Yield a batch for each of these sizes, in order."""
         yield from self.divided(given, sizes)
 
-    def collated(self, given: Any, sizes: Sequence[int]) -> Any:
-        """Return what a step is given in a form whose tensors can be seen: rows are one already."""
+    def step_of(self, given: Any, sizes: Sequence[int]) -> MicroBatches:
+        """Return what a step is given in micro-batches of these sizes."""
         sizes = tuple(sizes)
         made = tuple(self.micro_batches(given, sizes))
-        return MicroBatches(made, sizes, partial(self.collated, given))
+        return MicroBatches(made, sizes, partial(self.step_of, given))
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,6 @@ class Rows(Samples):
             yield given
         else:
             yield from pieces(given, tuple(sizes), self.places(given))
-
-    def collated(self, given: Batch, sizes: Sequence[int]) -> Batch:
-        return given
 
 
 @dataclass(frozen=True)
@@ -277,23 +274,6 @@ class Made(Samples):
             yield made_by(given, size)
 
 
-@dataclass(frozen=True)
-class Ready(Samples):
-    """Micro-batches that were made already."""
-
-    def size(self, given: MicroBatches) -> int:
-        return sum(given.sizes)
-
-    def divided(self, given: MicroBatches, sizes: Sequence[int]) -> Iterator[Batch]:
-        if tuple(sizes) != given.sizes:  # another rank has more
-            assert given.made_anew is not None  # only those of a user's step are divided anew
-            given = given.made_anew(tuple(sizes))
-        yield from given.batches
-
-    def collated(self, given: MicroBatches, sizes: Sequence[int]) -> MicroBatches:
-        return given
-
-
 class TakenSamples(tuple[Any, ...]):
     """The first samples of a data set, which has no batch size of its own."""
 
@@ -373,8 +353,6 @@ def samples_in(given: Any, samples: Samples | None) -> Samples:
         given: to the step.
         samples: of the training; None: rows, told by their sizes.
     """
-    if isinstance(given, MicroBatches):
-        return Ready()
     if is_maker(given) and not isinstance(samples, Collated):
         return Made()
     if isinstance(samples, Collated) and samples.rows is not None and samples.is_batch(given):

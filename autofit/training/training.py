@@ -3,32 +3,21 @@
 The same class runs in a probe, on the meta device for a prediction, and in the user's own process
 after `Report.apply`, so a strategy is written once. A training changes the model and the optimizer
 only through the strategies it applies, and `undo` reverts those changes.
-
-A `TrainingBuilder` makes trainings of a workload on a device, one at a time. A caller drops one
-before it builds the next: a model that fills more than half of the device must still be surveyed,
-compared and probed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
-from autofit.devices.base import Device, host_memory
+from autofit.devices.base import host_memory
 from autofit.devices.cpu import fix_malloc_thresholds
-from autofit.errors import (
-    InvalidArgument,
-    Unsupported,
-    collect_garbage,
-    mark_users,
-    release_exception,
-)
-from autofit.plan import Plan, ResolvedPlan, split_evenly, steps_for
+from autofit.errors import InvalidArgument, Unsupported, mark_users
+from autofit.plan import ResolvedPlan, split_evenly, steps_for
 from autofit.strategy import ALONE, Phase, World
 from autofit.training.autocast import Autocast, Leave, left_beside_forwards
 from autofit.training.batch import Batch, placed
@@ -42,17 +31,8 @@ from autofit.training.optimizers import (
     has_step_hooks,
     holds_any,
 )
-from autofit.training.samples import (
-    Collated,
-    Made,
-    MicroBatches,
-    Rows,
-    Samples,
-    is_maker,
-    samples_in,
-)
+from autofit.training.samples import Collated, MicroBatches, Samples, is_maker, samples_in
 from autofit.training.watch import BatchWatch
-from autofit.training.workload import Workload, check_has_values
 from autofit.units import kind_of
 
 if TYPE_CHECKING:
@@ -61,6 +41,13 @@ if TYPE_CHECKING:
 
 StepWrapper = Callable[[Callable[[], None]], None]
 ForwardContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
+_Item = TypeVar("_Item")
+
+
+def _added(held: list[_Item], item: _Item) -> Callable[[], None]:
+    """Add it; return the function that removes it."""
+    held.append(item)
+    return lambda: held.remove(item)
 
 
 class ForwardContexts:
@@ -75,9 +62,7 @@ class ForwardContexts:
 
     def add(self, context: ForwardContext, *, also_recomputation: bool) -> Callable[[], None]:
         """Add one; return the function that removes it. See `TrainingView.wrap_forward`."""
-        entry = (context, also_recomputation)
-        self._added.append(entry)
-        return lambda: self._added.remove(entry)
+        return _added(self._added, (context, also_recomputation))
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -291,8 +276,7 @@ class Training(AbstractContextManager["Training"]):
 
     def wrap_optimizer_step(self, wrapper: StepWrapper) -> Callable[[], None]:
         """Call `wrapper(step)` in place of the update; return a function that undoes this."""
-        self._step_wrappers.append(wrapper)
-        return lambda: self._step_wrappers.remove(wrapper)
+        return _added(self._step_wrappers, wrapper)
 
     def update_in_backward(
         self, parameter: torch.Tensor, update: Callable[[], None]
@@ -309,18 +293,15 @@ class Training(AbstractContextManager["Training"]):
 
     def wrap_optimizer_factory(self, wrapper: FactoryWrapper) -> Callable[[], None]:
         """Make optimizers by `wrapper(factory)`; return a function that undoes this."""
-        self._factory_wrappers.append(wrapper)
-        return lambda: self._factory_wrappers.remove(wrapper)
+        return _added(self._factory_wrappers, wrapper)
 
     def before_micro_batch(self, notify: Callable[[bool], None]) -> Callable[[], None]:
         """Call `notify(is_last)` before each micro-batch; return a function that undoes this."""
-        self._micro_batch_observers.append(notify)
-        return lambda: self._micro_batch_observers.remove(notify)
+        return _added(self._micro_batch_observers, notify)
 
     def add_notes(self, notes: Callable[[], Iterable[str]]) -> Callable[[], None]:
         """Add what `notes()` returns to `notes`; return a function that undoes this."""
-        self._notes.append(notes)
-        return lambda: self._notes.remove(notes)
+        return _added(self._notes, notes)
 
     def notes(self) -> tuple[str, ...]:
         """Return the notes of the active strategies on the steps so far."""
@@ -350,23 +331,20 @@ class Training(AbstractContextManager["Training"]):
         if self._ended:
             raise InvalidArgument("this training has ended: call report.apply(...) again")
         users = self.recipe.training_step is not None
-        # Of what a training_step makes batches, they are looked at as it makes them.
-        is_unmade = users and self._is_unmade(batch)
-        batch = batch if users else self._collated(batch)
+        batch = batch if users else self._in_micro_batches(batch)
         self._look(batch)
-        self._is_looked_at = not is_unmade  # by no other part: ranks gather for each look
+        # By no other part, since ranks gather for each look. Of what a training_step makes batches,
+        # they are looked at as it makes them.
+        self._is_looked_at = not (users and self._is_unmade(batch))
         try:
-            return self._stepped(batch)
+            self.zero_grad()
+            if self.recipe.training_step is not None:
+                return self._users_step(self.recipe.training_step, batch)
+            loss = self.accumulate(batch, then_updates=True)
+            self.optimizer_step()
+            return loss
         finally:
             self._is_looked_at = False
-
-    def _stepped(self, batch: Batch) -> torch.Tensor:
-        self.zero_grad()
-        if self.recipe.training_step is not None:
-            return self._users_step(self.recipe.training_step, batch)
-        loss = self.accumulate(batch, then_updates=True)
-        self.optimizer_step()
-        return loss
 
     def accumulate(self, batch: Batch, *, then_updates: bool = False) -> torch.Tensor:
         """Run forward and backward of every micro-batch; return their detached mean loss.
@@ -394,23 +372,26 @@ class Training(AbstractContextManager["Training"]):
         return self._over_ranks(total)
 
     def _look(self, given: Any) -> None:
-        if self._watch is not None and not self._is_looked_at:
-            gathered = None if self.ranks is None else partial(self._gathered, self.ranks)
-            samples = sum(self._sizes(given))
-            self._watch.look(given, samples, stacklevel=3, gathered=gathered)
+        if self._watch is None or self._is_looked_at:
+            return
+        if not isinstance(given, MicroBatches):  # how a training_step divides it is not known yet
+            known = () if self._is_unmade(given) else (given,)
+            samples = samples_in(given, self._samples).size(given)
+            given = MicroBatches(known, (sum(self._sizes(samples)),))
+        gathered = None if self.ranks is None else partial(self._gathered, self.ranks)
+        self._watch.look(given, stacklevel=3, gathered=gathered)
 
-    def _sizes(self, given: Any) -> tuple[int, ...]:
-        """Return the samples of each micro-batch of a step."""
+    def _in_micro_batches(self, given: Any) -> MicroBatches:
+        """Return what a step is given in micro-batches of the plan."""
         if isinstance(given, MicroBatches):
-            return given.sizes
-        samples = samples_in(given, self._samples).size(given)
+            return given
+        samples = samples_in(given, self._samples)
+        return samples.step_of(given, self._sizes(samples.size(given)))
+
+    def _sizes(self, samples: int | None) -> tuple[int, ...]:
         if samples is None:
             return self.plan.micro_batch_sizes_of(self.world.rank)
         return split_evenly(samples, steps_for(samples, self.plan.micro_batch))
-
-    def _collated(self, given: Any) -> Any:
-        """Return a step's batch, or the micro-batches that are made of its samples."""
-        return samples_in(given, self._samples).collated(given, self._sizes(given))
 
     def _over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         if self.ranks is None:
@@ -437,56 +418,39 @@ class Training(AbstractContextManager["Training"]):
         no weight, the rank's heaviest one is run again without any.
         """
         self.has_split = True
-        batch = self._collated(batch)
-        self._look(batch)
-        sizes = self._sizes(batch)
-        if self.ranks is not None:
-            yield from self._micro_batches_of_ranks(batch, sizes, self.ranks)
-            return
-        if len(sizes) == 1:
-            self._announce(is_last=True)
-            yield self.placed(next(self._cut(batch, sizes))), 1.0
-            return
-        weights = self._weights(batch, sizes)
-        if not any(weights):  # the unsplit batch would have the same 0 / 0
-            weights = [1.0] * len(weights)
-        whole = sum(weights)
-        last = max(index for index, weight in enumerate(weights) if weight)
-        for index, piece in enumerate(self._cut(batch, sizes)):
-            if weights[index]:
-                self._announce(is_last=index == last)
-                yield self.placed(piece), weights[index] / whole
-
-    def _micro_batches_of_ranks(
-        self, batch: Batch, sizes: tuple[int, ...], ranks: Ranks
-    ) -> Iterator[tuple[Batch, float]]:
-        weights = self._weights(batch, sizes)
-        told = self._gathered(ranks, len(sizes), sum(weights))
-        steps = round(max(each for each, _ in told))
-        if any(each != steps for each, _ in told):  # seen by every rank alike
-            sizes = split_evenly(sum(sizes), steps)
-            weights = self._weights(batch, sizes)
-            told = self._gathered(ranks, steps, sum(weights))
-        whole = sum(weight for _, weight in told)
-        if not whole:  # as without ranks: the unsplit batch would have the same 0 / 0
-            weights, whole = [1.0] * steps, float(steps * ranks.world.size)
+        step = self._in_micro_batches(batch)
+        self._look(step)
+        weights, of_ranks = self._weighed(step)
+        steps = round(max(count for count, _ in of_ranks))
+        if any(count != steps for count, _ in of_ranks):  # seen by every rank alike
+            assert step.divide is not None  # only those of a user's step are divided anew
+            step = step.divide(split_evenly(sum(step.sizes), steps))
+            weights, of_ranks = self._weighed(step)
+        whole = sum(weight for _, weight in of_ranks)
+        if not whole:  # the unsplit batch would have the same 0 / 0
+            weights, whole = [1.0] * steps, float(steps * len(of_ranks))
         heaviest = max(range(steps), key=weights.__getitem__)
-        for index, weight in enumerate(weights):
-            self._announce(is_last=index == steps - 1)
-            chosen = index if weight else heaviest
-            piece = list(self._cut(batch, sizes))[chosen]
-            yield self.placed(piece), weight * ranks.world.size / whole
+        runs = [
+            (index if weight else heaviest, weight)
+            for index, weight in enumerate(weights)
+            if weight or self.ranks is not None
+        ]
+        for number, (index, weight) in enumerate(runs, start=1):
+            self._announce(is_last=number == len(runs))
+            yield self.placed(step.batches[index]), weight * len(of_ranks) / whole
+
+    def _weighed(self, step: MicroBatches) -> tuple[list[float], list[list[float]]]:
+        """Return the weights of micro-batches, and of each rank how many it has and their sum."""
+        if self.ranks is None and len(step.sizes) == 1:
+            return [1.0], [[1.0, 1.0]]
+        each = zip(step.batches, step.sizes, strict=True)
+        weights = [self.recipe.weight(piece, size) if size else 0.0 for piece, size in each]
+        own = [float(len(weights)), sum(weights)]
+        return weights, [own] if self.ranks is None else self._gathered(self.ranks, *own)
 
     def _gathered(self, ranks: Ranks, *numbers: float) -> list[list[float]]:
         with self.in_host_memory():
             return ranks.gathered(numbers)
-
-    def _weights(self, batch: Batch, sizes: tuple[int, ...]) -> list[float]:
-        cut = zip(self._cut(batch, sizes), sizes, strict=True)
-        return [self.recipe.weight(piece, size) if size else 0.0 for piece, size in cut]
-
-    def _cut(self, batch: Batch, sizes: tuple[int, ...]) -> Iterator[Batch]:
-        return samples_in(batch, self._samples).divided(batch, sizes)
 
     def _announce(self, *, is_last: bool) -> None:
         self._is_last = is_last
@@ -615,98 +579,3 @@ class Training(AbstractContextManager["Training"]):
 
 def _to_device(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
-
-
-@dataclass(frozen=True)
-class TrainingBuilder:
-    """A workload and the device that it trains on.
-
-    Attributes:
-        fresh_workload: returns a copy of the workload that may be trained and dropped.
-        device: held by this process.
-        seed: of initial weights, dropout and other random numbers.
-        world: the ranks that train together, of which this process is one.
-    """
-
-    fresh_workload: Callable[[], Workload]
-    device: Device
-    seed: int
-    world: World = ALONE
-
-    def training(
-        self, workload: Workload, resolved: ResolvedPlan, samples: Samples | None = None
-    ) -> Training:
-        """Move the workload to the device and return a training of it.
-
-        Args:
-            workload, resolved: what is trained, and how.
-            samples: how what its steps are given becomes micro-batches; None: as the workload says.
-        """
-        torch.manual_seed(self.seed)
-        model = workload.build_model()
-        if not self._is_dry:
-            check_has_values(model)
-        model.zero_grad(set_to_none=True)  # else the user's gradients move to the device too
-        training = Training(
-            model,
-            partial(workload.build_optimizer, place=self.device.place),
-            self._placed(workload.recipe),
-            resolved,
-            device=self.device.torch_device,
-            place=self.device.place if self._is_dry else self._placed_with_values,
-            samples=samples or workload.samples,
-            in_host_memory=self.device.in_host_memory,
-            place_model=self.device.place_model,
-            world=self.world,
-        )
-        if training.ranks is not None:  # the same weights, and dropout of each rank's own
-            torch.manual_seed(self.seed + self.world.rank)
-        return training
-
-    def with_training(self, run: Callable[[Training, Any], Any], micro_batch: int) -> Any:
-        """Return `run(training, batch)` for a training of one micro-batch, all at its default."""
-        workload = self.fresh_workload()
-        with self.training_of_one(workload, micro_batch) as training:
-            ((batch, _),) = training.micro_batches(workload.batch(micro_batch))
-            return run(training, batch)
-
-    def training_of_one(self, workload: Workload, micro_batch: int) -> Training:
-        """Return a training whose steps take a batch of one micro-batch, made already."""
-        samples = workload.samples
-        whole = samples if isinstance(samples, Rows) else Made()
-        return self.training(workload, ResolvedPlan(Plan(micro_batch)), whole)
-
-    @property
-    def _is_dry(self) -> bool:
-        """Whether a prediction runs the training, which needs no values."""
-        return self.device.torch_device.type == "meta"
-
-    def _placed_with_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta:
-            raise InvalidArgument(
-                f"a tensor of the batch, {list(tensor.shape)}, is on the meta device, without "
-                'values to train with: make batches outside torch.device("meta")'
-            )
-        return self.device.place(tensor)
-
-    def _placed(self, recipe: Recipe) -> Recipe:
-        """Move losses that are modules: they may hold tensors such as class weights."""
-        modules: dict[str, Any] = {
-            name: self.device.place_model(function)
-            for name in ("loss_fn", "criterion")
-            if isinstance(function := getattr(recipe, name), torch.nn.Module)
-        }
-        return replace(recipe, **modules)
-
-    def reclaim(self) -> None:
-        """Collect garbage and return cached memory to the device."""
-        collect_garbage()
-        self.device.synchronize()
-        self.device.release_cache()
-
-    def reclaim_or_not(self) -> None:
-        """Reclaim; ignore errors, since a health check reports a broken device better."""
-        try:
-            self.reclaim()
-        except Exception as error:
-            release_exception(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,14 +16,18 @@ from autofit.training.batch import (
     Batch,
     BatchMaker,
     batch_size,
-    check_batched_dimension,
-    check_target,
+    describe,
+    elements_of,
+    named_tensors,
     resize,
+    shape_of,
+    shape_words,
     tensors_of,
 )
-from autofit.training.contradictions import contradiction
+from autofit.training.contradictions import check_rows
+from autofit.training.evaluation import EvalStep, check_evaluation
 from autofit.training.lengths import Lengths
-from autofit.training.loss import EvalStep, Recipe, TrainingStep
+from autofit.training.loss import Recipe, TrainingStep
 from autofit.training.optimizers import (
     FactoryWrapper,
     OptimizerChoice,
@@ -36,7 +40,6 @@ from autofit.training.samples import (
     Collated,
     CollateFn,
     Made,
-    MicroBatches,
     Rows,
     Samples,
     TakenSamples,
@@ -51,10 +54,6 @@ from autofit.units import kind_of, shortened
 if TYPE_CHECKING:
     from autofit.training.loader import Loader
 
-_WAYS = (
-    "Pass samples and collate_fn= to the Workload, or a function n -> batch of n samples as the "
-    "sample batch"
-)
 # Micro-batch of a baseline that nobody chose.
 _OWN_SIZE = 2
 
@@ -121,7 +120,7 @@ class Workload:
             from autofit.training.loader import check_loader  # most have none
 
             check_loader(self.loader)
-        _check_evaluation(self.eval_step, self.eval_batch)
+        check_evaluation(self.eval_step, self.eval_batch)
         if self._eval_samples_given:
             object.__setattr__(self, "eval_batch", taken_from(self.eval_batch, None))
         elif self.eval_batch is not None and not tensors_of(self.eval_batch):
@@ -145,13 +144,9 @@ class Workload:
                     "as next(iter(loader)), or the data set's samples and their collate_fn="
                 )
             if isinstance(given, Lengths):
-                given.check_rows()
-            for _, batch in self._mix:
-                check_batched_dimension(batch)
-                if self.criterion is not None:
-                    check_target(batch)
-                if found := contradiction(batch):
-                    raise InvalidArgument(f"the sample batch contradicts itself: {found}. {_WAYS}")
+                given.check_alike()
+            for batch in given.batches if isinstance(given, Lengths) else [given]:
+                check_rows(batch, has_criterion=self.criterion is not None)
 
     def _take_samples(self, collate_fn: CollateFn) -> None:
         if not callable(collate_fn):
@@ -204,27 +199,64 @@ class Workload:
 
     def samples_of(self, *sizes: int) -> Any:
         """Return as many samples in the form in which they are divided: a list, or a batch."""
-        given: Any = self.longest_batch
+        return self._samples_of(self.longest_batch, sizes)
+
+    def _samples_of(self, given: Any, sizes: Sequence[int]) -> Any:
         if self.collate_fn is not None:
             return samples_in_turn(given, sizes)
-        return self.batch(sum(sizes)) if self.makes_batches else resize(given, *sizes)
+        return made_by(given, sum(sizes)) if self.makes_batches else resize(given, *sizes)
 
     def _step_of(self, given: Any, sizes: Sequence[int]) -> Any:
-        if self.training_step is not None:
-            return self.samples_of(*sizes)
-        if self.collate_fn is not None:
-            chosen = samples_in_turn(given, sizes)
-            return Collated(self.collate_fn).collated(chosen, sizes)
-        if self.makes_batches:
-            return MicroBatches(
-                tuple(map(self.batch, sizes)), tuple(sizes), lambda anew: self.step_of(*anew)
-            )
-        return resize(given, *sizes)
+        if self.training_step is None and self.makes_batches:
+            return Made().step_of(given, sizes)
+        chosen = self._samples_of(given, sizes)
+        if self.training_step is None and self.collate_fn is not None:
+            return Collated(self.collate_fn).step_of(chosen, sizes)
+        return chosen
 
     def _batch_of(self, given: Any, samples: int) -> Batch:
+        chosen = self._samples_of(given, [samples])
+        return chosen if self.collate_fn is None else Collated(self.collate_fn).batch(chosen)
+
+    def sample_shapes(self) -> dict[str, str]:
+        """Describe the batch that stands for the workload's; see `described_size`.
+
+        Rows of several lengths are as long as any of theirs: where inputs are long, targets need
+        not be.
+        """
+        batches = [batch for _, batch in self.mix(self.described_size)]
         if self.collate_fn is not None:
-            return Collated(self.collate_fn).batch(samples_in_turn(given, [samples]))
-        return made_by(given, samples) if self.makes_batches else resize(given, samples)
+            return describe(batches[-1])
+        each = [dict(named_tensors(batch)) for batch in batches]
+        return {
+            name: shape_words(tensor, *(shape_of(other[name]) for other in each))
+            for name, tensor in each[-1].items()
+        }
+
+    def whole_mix(self, samples: int) -> Iterator[tuple[float, Batch]]:
+        """Yield batches of that many samples which hold all that were given, with their shares.
+
+        Collated ones differ in padding and size, each by the samples in it. A function, or rows,
+        which are padded already, make one for each length. The last are those of the longest.
+        """
+        for share, given in self._mix:
+            if self.collate_fn is None:
+                yield share, self._batch_of(given, samples)
+                continue
+            sizes = [samples] * -(-len(given) // samples)
+            chosen = samples_in_turn(given, sizes)
+            for batch in Collated(self.collate_fn).micro_batches(chosen, sizes):
+                yield share / len(sizes), batch
+
+    def largest_batch(self, samples: int) -> dict[str, str] | None:
+        """Describe the largest batch of that many of the samples that were given.
+
+        None: they are the rows of the sample batch, whose shapes tell.
+        """
+        if self.collate_fn is None and not self.makes_batches:
+            return None
+        batches = (batch for _, batch in self.whole_mix(samples))
+        return describe(max(batches, key=elements_of))
 
     @property
     def recipe(self) -> Recipe:
@@ -241,7 +273,8 @@ class Workload:
         """
         if not self.chose_size:
             return self.global_batch or _OWN_SIZE
-        return self._size_of(self.longest_batch)
+        given: Any = self.longest_batch
+        return batch_size(given) if self.collate_fn is None else len(given)
 
     @property
     def chose_size(self) -> bool:
@@ -252,9 +285,6 @@ class Workload:
     def described_size(self) -> int:
         """The samples of the batch whose shapes stand for the workload's: few, of a function."""
         return self.sample_batch_size if self.chose_size else _OWN_SIZE
-
-    def _size_of(self, given: Any) -> int:
-        return batch_size(given) if self.collate_fn is None else len(given)
 
     @cached_property
     def samples(self) -> Samples:
@@ -423,12 +453,10 @@ _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 
 def _checked(model: torch.nn.Module, what: str = "the model") -> torch.nn.Module:
-    """Return a module that can be trained: the check of every model, live or built."""
-    return _with_shapes(_on_one_device(model, what), what)
+    """Return a module that can be trained: the check of every model, live or built.
 
-
-def _on_one_device(model: torch.nn.Module, what: str) -> torch.nn.Module:
-    """Return the model; wrappers are known by name, since importing FSDP takes a second."""
+    Wrappers are known by name, since importing FSDP takes a second.
+    """
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         wrapper = next((kind for kind in _PARALLEL if kind in kinds), None)
@@ -443,10 +471,6 @@ def _on_one_device(model: torch.nn.Module, what: str) -> torch.nn.Module:
                 f"{name!r} is a DTensor, so the model is already distributed: pass the plain "
                 "model, before it is sharded"
             )
-    return model
-
-
-def _with_shapes(model: torch.nn.Module, what: str) -> torch.nn.Module:
     named = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in named if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
@@ -512,19 +536,3 @@ def compiled_part(model: torch.nn.Module) -> str | None:
 def compiled_in_place(model: torch.nn.Module) -> bool:
     """Return whether a call of the model is compiled that a pickled copy does not have."""
     return any(vars(module).get(COMPILED_CALL) is not None for module in model.modules())
-
-
-def _check_evaluation(eval_step: object, eval_batch: object) -> None:
-    """Refuse one without the other.
-
-    Raises:
-        InvalidArgument: only one is given, or the step is no function.
-    """
-    if (eval_step is None) != (eval_batch is None):
-        given, missing = ("eval_step", "eval_batch")[:: 1 if eval_batch is None else -1]
-        raise InvalidArgument(
-            f"{given} was given without {missing}: an evaluation takes both, "
-            "eval_step=(model, batch) -> anything and eval_batch= a batch, or its samples"
-        )
-    if eval_step is not None and not callable(eval_step):
-        raise InvalidArgument(f"eval_step must be a function, got {eval_step!r}")

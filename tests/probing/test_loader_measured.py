@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from autofit.errors import InvalidArgument, WorkerFailed
 from autofit.plan import Plan
@@ -189,3 +189,52 @@ def test_batches_that_the_search_did_not_see_are_told(tmp_path: Path) -> None:
         (warning,) = delivered(prober).warnings
     assert "float32[8, 6]" in warning
     assert "float32[8, 4]" in warning
+
+
+class Texts(Dataset[torch.Tensor]):
+    """Of 4 numbers, each third of 9, and from the `longer`th on of 30."""
+
+    def __init__(self, longer: int) -> None:
+        self.longer = longer
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return torch.ones(30 if at >= self.longer else 9 if at % 3 == 2 else 4)
+
+
+def padded(texts: list[torch.Tensor]) -> torch.Tensor:
+    return nn.utils.rnn.pad_sequence(texts, batch_first=True)
+
+
+def as_they_are(texts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return texts
+
+
+@pytest.mark.parametrize("collate_fn", [padded, as_they_are])
+def test_a_collated_batch_is_compared_with_one_of_its_size(collate_fn: Any) -> None:
+    def mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch.mean(1, keepdim=True)).mean()
+
+    for longer, warned in ((64, 0), (0, 1)):
+        loader = functools.partial(DataLoader, Texts(longer), collate_fn=collate_fn)
+        trained = Workload(
+            nn.Linear(1, 1), Texts(64), collate_fn=padded, loss_fn=mean, loader=loader
+        )
+        with open_prober(trained, (), Target("cpu", "64MiB")) as prober:
+            assert len(delivered(prober).warnings) == warned
+
+
+def test_a_list_that_collating_made_is_one_batch(tmp_path: Path) -> None:
+    """Torch's own collate makes a list of two tensors of pairs."""
+    rows = Rows(tmp_path, quick)
+    trained = Workload(
+        nn.Linear(4, 3),
+        [rows[at] for at in range(BATCH)],
+        collate_fn=default_collate,
+        criterion=nn.CrossEntropyLoss(),
+        loader=functools.partial(DataLoader, rows),
+    )
+    with open_prober(trained, (), Target("cpu", "64MiB")) as prober:
+        assert not delivered(prober).warnings

@@ -28,7 +28,7 @@ from autofit.probing.measure import (
 )
 from autofit.probing.requests import ProbeRequest
 from autofit.registry import load_strategies
-from autofit.training.training import TrainingBuilder
+from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
 from autofit.units import GIB, MIB, format_bytes
 

@@ -21,7 +21,7 @@ from autofit.probing.requests import Call, ProbeRequest, Reply
 from autofit.probing.session import Session
 from autofit.registry import load_strategies
 from autofit.strategy import Comparison
-from autofit.training.training import TrainingBuilder
+from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
 from benchmarks.workloads import tiny_gpt
 from tests.classifier import CROSS_ENTROPY, classifier, labelled, session_of

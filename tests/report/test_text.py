@@ -306,6 +306,9 @@ def test_shapes_of_batches_that_are_made_are_whole(record: Record, samples: str)
     made = {"sample_shapes": shapes, "samples": samples, "described_size": 2}
     (line, *_) = validity(replace(record, workload={**record.workload, **made}))
     assert line.endswith("of 2 samples: x float32[50, 2, 16], packed int64[1, 95]")
+    made["micro_batch_shapes"] = {"['x']": "float32[60, 16, 16]"}  # of the plan that is shown
+    (line, *_) = validity(replace(record, workload={**record.workload, **made}))
+    assert line.endswith("of 16 samples: x float32[60, 16, 16]")
 
 
 def test_the_lines_of_python_run_where_they_are_printed(

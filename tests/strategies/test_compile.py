@@ -25,8 +25,9 @@ from autofit.registry import load_strategies
 from autofit.space import Space
 from autofit.strategy import World
 from autofit.testing import PlainContext
+from autofit.training.builder import TrainingBuilder
 from autofit.training.loss import Recipe
-from autofit.training.training import Training, TrainingBuilder
+from autofit.training.training import Training
 from autofit.training.workload import Workload
 from autofit.units import MIB
 

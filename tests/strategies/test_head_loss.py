@@ -681,7 +681,7 @@ from autofit.devices.cpu import CpuDevice
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import collect_dimensions, load_strategies
 from autofit.strategy import World
-from autofit.training.training import TrainingBuilder
+from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
 
 rank = int(os.environ["RANK"])

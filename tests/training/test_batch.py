@@ -14,12 +14,11 @@ from torch import nn
 from autofit.errors import InvalidArgument
 from autofit.training.batch import (
     batch_size,
-    check_batched_dimension,
-    check_target,
     pieces,
     resize,
     tensors_of,
 )
+from autofit.training.contradictions import check_rows
 from autofit.training.lengths import Tokens, tokens_of
 from autofit.training.samples import Rows
 from autofit.training.workload import Workload
@@ -131,15 +130,15 @@ def test_a_tensor_of_another_size_stays_whole_also_where_a_grown_batch_reaches_i
 
 
 def test_a_shared_row_beside_several_samples_is_no_sample() -> None:
-    check_batched_dimension((torch.zeros(1, 3), torch.tensor(0.0), torch.zeros(7)))
-    check_batched_dimension((torch.zeros(2, 3), torch.zeros(1)))
+    check_rows((torch.zeros(1, 3), torch.tensor(0.0), torch.zeros(7)))
+    check_rows((torch.zeros(2, 3), torch.zeros(1)))
 
 
 def test_a_target_of_other_samples_is_for_a_loss_of_the_users_own() -> None:
     inputs, targets = torch.zeros(8, 3), torch.zeros(6)
     Workload(nn.Linear(3, 1), (inputs, targets), loss_fn=lambda model, batch: model(batch[0]).sum())
     for fits in (torch.zeros(8), torch.tensor(0.0), torch.zeros(1), {"a": inputs, "b": targets}):
-        check_target((inputs, fits))
+        check_rows((inputs, fits), has_criterion=True)
 
 
 DESCRIBED = Rows.of({"x": torch.ones(4, 3), "y": torch.ones(4)})
@@ -157,12 +156,12 @@ DESCRIBED = Rows.of({"x": torch.ones(4, 3), "y": torch.ones(4)})
         (batch_size, torch.empty(0, 3), "0 samples"),
         # one sample cannot be distinguished from a row that all share
         (
-            check_batched_dimension,
+            check_rows,
             (torch.zeros(1, 3), torch.zeros(1), torch.zeros(7)),
             "2 of its 3 tensors",
         ),
         *(
-            (check_batched_dimension, {"x": torch.ones(4, 2), "other": other}, "n -> batch")
+            (check_rows, {"x": torch.ones(4, 2), "other": other}, "n -> batch")
             for other in (
                 torch.eye(4).to_sparse_csr(),
                 torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
@@ -191,7 +190,7 @@ def test_what_is_no_batch_is_refused_with_the_way_out(use: Any, batch: Any, word
 def test_where_every_tensor_has_size_1_it_is_one_sample() -> None:
     row = torch.ones(1, 16, dtype=torch.int64)
     batch = {"input_ids": row, "attention_mask": row, "labels": row, "scale": torch.tensor(2.0)}
-    check_batched_dimension(batch)
+    check_rows(batch)
     assert Rows.of(batch).places(batch) == {0, 1, 2}
     assert resize(batch, 3)["labels"].shape == (3, 16)
 

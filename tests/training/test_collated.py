@@ -17,7 +17,8 @@ from autofit.prediction.dry_run import dry_run
 from autofit.probing.measure import measure
 from autofit.probing.requests import ProbeRequest
 from autofit.training.batch import describe
-from autofit.training.training import Training, TrainingBuilder
+from autofit.training.builder import TrainingBuilder
+from autofit.training.training import Training
 from autofit.training.watch import BatchWatch
 from autofit.training.workload import Workload
 from autofit.units import MIB
@@ -143,7 +144,7 @@ def test_nested_tensors_are_trained_as_the_whole_batch(layout: torch.layout) -> 
     assert found.why_kept is None, found.notes
     model, optimizer = _model_of(case)
     whole = _of_parts(model, collate(samples)).detach()
-    watch = BatchWatch(Plan.split(7, 3), shapes, sample_size=7, samples=given.samples)
+    watch = BatchWatch(Plan.split(7, 3), shapes, samples=given.samples)
     with _training(given, model, optimizer, watch) as training:
         torch.testing.assert_close(training.step(samples), whole)
 

@@ -116,6 +116,11 @@ CHANGES: dict[str, Callable[[], Workload]] = {
     "hook": lambda: _workload(
         _prepared(lambda m: m.second.register_forward_hook(lambda module, given, out: out + 1))
     ),
+    "activation": lambda: _workload(_prepared(lambda m: setattr(m, "act", torch.relu))),
+    "another activation": lambda: _workload(_prepared(lambda m: setattr(m, "act", torch.tanh))),
+    "sizes": lambda: _workload(_prepared(lambda m: setattr(m, "sizes", ((1, 2), (3,))))),
+    "other sizes": lambda: _workload(_prepared(lambda m: setattr(m, "sizes", ((1, 2), (4,))))),
+    "shared": lambda: _workload(_prepared(lambda m: setattr(m.first, "bias", m.second.bias))),
     "part of another class": lambda: _workload(
         _prepared(lambda m: setattr(m, "second", nn.Sequential(nn.Linear(8, 8), nn.GELU())))
     ),

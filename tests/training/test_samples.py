@@ -130,6 +130,26 @@ def test_lengths_are_of_samples_too() -> None:
         ]
 
 
+@pytest.mark.parametrize("training_step", [None, lambda training, batch: batch])
+def test_a_step_of_each_length_has_that_length(training_step: Any) -> None:
+    rows = Lengths([torch.ones(2, 5), torch.ones(2, 3)])
+    workload = Workload(build, rows, loss_fn=mean, training_step=training_step)
+    shapes = [tuple(step.shape) for _, step in workload.mix_of_steps([2, 2])]
+    assert shapes == [(4, 3), (4, 5)]
+
+
+def test_the_largest_batch_of_a_size_is_of_all_samples_that_were_given() -> None:
+    samples = texts(2, 3, 2, 5, 1)
+    workload = Workload(build, samples, collate_fn=collate, loss_fn=mean)
+    batches = [workload.largest_batch(size) for size in (1, 2, 3, 7)]
+    assert batches == [{"batch": f"float32[{size}, 5]"} for size in (1, 2, 3, 7)]
+    shapes = [tuple(batch.shape) for _, batch in workload.whole_mix(2)]
+    assert shapes == [(2, 3), (2, 5), (2, 2)]  # the last sample, and the first again
+    made = Workload(build, lambda n: collate(samples[:n]), loss_fn=mean)
+    assert made.largest_batch(4) == {"batch": "float32[4, 5]"}
+    assert Workload(build, collate(samples), loss_fn=mean).largest_batch(2) is None
+
+
 def test_evaluations_are_collated() -> None:
     given: dict[str, Any] = {"collate_fn": collate, "eval_step": lambda model, batch: None}
     workload = Workload(build, texts(5, 3), **given, eval_batch=texts(7, 6, 1))

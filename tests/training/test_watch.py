@@ -22,12 +22,12 @@ def collated(samples: int, length: int = LENGTH) -> dict[str, Any]:
 
 def warned_of(*steps: tuple[int, int]) -> list[str]:
     """What is said of steps of (samples, length), where the plan and the search had 16 of 8."""
-    watch = BatchWatch(Plan(16), describe(collated(16)), sample_size=16)
+    watch = BatchWatch(Plan(16), {}, micro_batch_shapes=describe(collated(16)))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for samples, length in steps:
             made = MicroBatches((collated(samples, length),), (samples,))
-            watch.look(made, samples, stacklevel=1)
+            watch.look(made, stacklevel=1)
     return [str(each.message) for each in warned]
 
 
@@ -42,5 +42,28 @@ def test_fewer_samples_beside_a_constant_are_not_larger_samples(samples: int) ->
 def test_larger_samples_are_said_with_their_own_elements() -> None:
     (larger,) = warned_of((16, LENGTH), (16, 8 * LENGTH))
     assert "has 96 elements a sample, but the sample batch had 40" in larger
-    _, larger = warned_of((2, 2 * LENGTH))
-    assert "has 16 elements a sample, but the sample batch had 8" in larger
+
+
+def test_fewer_samples_that_are_larger_take_no_more_than_the_plan_does() -> None:
+    (about_size,) = warned_of((2, 2 * LENGTH))
+    assert "got 2 samples" in about_size
+
+
+def test_ignored_targets_are_counted_beside_each_micro_batchs_own_padding() -> None:
+    """Half of the targets are ignored in both, and a sample has 4 valid ones or 2."""
+
+    def targets(length: int) -> torch.Tensor:
+        ids = torch.zeros(2, length, dtype=torch.int64)
+        ids[:, length // 2 :] = -100
+        return ids
+
+    def said(*lengths: int) -> list[str]:
+        watch = BatchWatch(Plan(2, accumulation_steps=2), {}, weighs_samples=True)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            watch.look(MicroBatches(tuple(map(targets, lengths)), (2, 2)), stacklevel=1)
+        return [str(each.message) for each in warned]
+
+    assert said(8, 8) == []
+    (unequal,) = said(8, 4)
+    assert "loss_weight" in unequal
