@@ -8,26 +8,31 @@ Modules are compared as in evaluation, where random numbers do not hide a differ
 forward leaves what the next one reads (codebooks that follow the features, running normalizers) is
 looked at apart, as modules train: such a forward sees other numbers in each micro-batch.
 
-Equal gradients on a sample batch whose masks leave nothing out say nothing of batches with padding,
-over which many losses take the mean of what is valid. So such masks are altered, too: the training
-has masks to leave something out. Of targets that are ignored, a plan's user is warned where a batch
-has them: see `autofit.training.watch`.
+Equal gradients on the sample batch say nothing of batches with padding, over which many losses take
+the mean of what is valid. So what could be padding is tried too: masks of the sample batch that
+leave nothing out are altered, and targets of cross entropy that are several for a sample are
+ignored. Where a mask matters, the count stays: the training has masks to leave something out.
+Targets may never be ignored in the training, so there a note says for what equality was shown.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from autofit.equivalence.comparison import (
     GRADIENT,
     ROOM,
     SAMPLES_OF_A_COMPARISON,
+    Around,
     StepTrace,
     Tolerance,
     accumulated,
@@ -43,15 +48,18 @@ from autofit.equivalence.steps import state_of
 from autofit.errors import release_exception, with_type
 from autofit.measurement import ACT
 from autofit.plan import Plan, ResolvedPlan
-from autofit.strategy import Comparison
+from autofit.strategy import Comparison, undone
 from autofit.training.batch import (
     Batch,
     describe,
     map_batched,
+    named_tensors,
     tensors_of,
 )
 from autofit.training.builder import TrainingBuilder
 from autofit.training.samples import Collated, Made, Rows, Samples
+from autofit.training.training import Training
+from autofit.training.watch import IGNORED
 from autofit.training.workload import Workload
 from autofit.units import quoted
 
@@ -201,22 +209,35 @@ def _compared(first: StepTrace, second: StepTrace, repeated: Repeated) -> _Compa
     return _Compared(found, apart)
 
 
-def _split_against_whole(builder: TrainingBuilder, batch: Batch) -> _Compared:
+def _split_against_whole(
+    builder: TrainingBuilder, batch: Batch, around: Around = nullcontext
+) -> _Compared:
     samples, seed = SAMPLES_OF_A_COMPARISON, builder.seed
     sizes = samples, -(-samples // 2)
     whole, split = (ResolvedPlan(Plan.split(samples, size)) for size in sizes)
-    first, second = run_passes(builder, ((whole, seed), (split, seed)), batch)
+    first, second = run_passes(builder, ((whole, seed), (split, seed)), batch, around)
 
     def repeated() -> Iterator[StepTrace]:
-        yield from run_passes(builder, ((whole, seed + 1),), batch)
+        yield from run_passes(builder, ((whole, seed + 1),), batch, around)
         for draw in range(2):
-            moved = partial(perturbed, by=first.rounding, seed=draw)
+            moved = _both(around, partial(perturbed, by=first.rounding, seed=draw))
             yield from run_passes(builder, ((whole, seed),), batch, moved)
 
     found = _compared(first, second, repeated)
     if found.equal:
         return found
-    return replace(found, noise=moved_by_seed(builder, first, batch, samples))
+    return replace(found, noise=moved_by_seed(builder, first, batch, samples, around))
+
+
+def _both(outer: Around, inner: Around) -> Around:
+    @contextmanager
+    def entered(training: Training) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(outer(training))
+            stack.enter_context(inner(training))
+            yield
+
+    return entered
 
 
 def _second_against_first(builder: TrainingBuilder, batch: Batch) -> _Compared | None:
@@ -291,30 +312,44 @@ def _with_padding(
 ) -> SplitGradients:
     """Return the decision where split and whole gradients of the sample batch are equal.
 
-    Samples that are collated have the padding that they have in the training. A model may refuse
-    samples that are altered.
+    Samples that are collated have the padding that they have in the training.
     """
     equal = SplitGradients(None, comparison)
     if not isinstance(samples, Rows):
         return equal
-    masks, masked = _masks_altered(batch, samples.places(batch))
-    if not masks:
+    places = samples.places(batch)
+    masks, masked = _masks_altered(batch, places)
+    if masks and (found := _tried(builder, masked)) is not None and not found.equal:
+        why = (
+            f"split gradients equal whole ones on the sample batch, whose masks "
+            f"({', '.join(masks)}) leave nothing out, and differ by {found.by()} where they do"
+        )
+        way_out = f"loss_weight (what the masks leave), or {_FREE}"
+        return _kept(why, found.comparison, way_out=way_out, is_of_batch=False)
+    if builder.fresh_workload().loss_weight is not None:
         return equal
+    found = _tried(builder, batch, _targets_ignored)
+    if found is None or found.equal:
+        return equal
+    mark = ACT if _has_ignored(batch, places) else ""
+    note = (
+        f"{mark}Padded targets (-100) would change gradients by {found.by()} when "
+        "accumulating: pass loss_weight="
+    )
+    return replace(equal, notes=(note,))
+
+
+def _tried(
+    builder: TrainingBuilder, batch: Batch, around: Around = nullcontext
+) -> _Compared | None:
+    """Return how split and whole compare on altered samples; None: the model refuses those."""
     try:
-        found = _split_against_whole(builder, masked)
+        return _split_against_whole(builder, batch, around)
     except Exception as error:
         release_exception(error)
-        return equal
+        return None
     finally:
         builder.reclaim_or_not()
-    if found.equal:
-        return equal
-    why = (
-        f"split gradients equal whole ones on the sample batch, whose masks "
-        f"({', '.join(masks)}) leave nothing out, and differ by {found.by()} where they do"
-    )
-    way_out = f"loss_weight (what the masks leave), or {_FREE}"
-    return _kept(why, found.comparison, way_out=way_out, is_of_batch=False)
 
 
 def _varied(batch: Batch, places: Collection[int]) -> Batch:
@@ -393,8 +428,74 @@ def _masks_altered(batch: Batch, places: Collection[int]) -> tuple[list[str], Ba
             return tensor
         masks.append(name)
         altered = tensor.clone()
-        for sample, share in zip(altered, cycle(_KEPT), strict=False):
-            sample[..., max(1, round(tensor.shape[-1] * share)) :] = not value
+        for at, sample in enumerate(altered):
+            sample[..., _length(tensor.shape[-1], at) :] = not value
         return altered
 
     return masks, map_batched(alter, batch, places)
+
+
+def _length(whole: int, sample: int) -> int:
+    return max(1, round(whole * _KEPT[sample % len(_KEPT)]))
+
+
+def _has_ignored(batch: Batch, places: Collection[int]) -> bool:
+    """Return whether targets of the batch are ignored, or a mask of it leaves something out."""
+    named = named_tensors(batch)
+    for name, tensor in (named[place] for place in places):
+        if tensor.layout != torch.strided or tensor.dim() < 2 or tensor.is_floating_point():
+            continue
+        if bool((tensor == IGNORED).any()):
+            return True
+        if "mask" in name and tensor.numel() and bool((tensor != tensor.flatten()[0]).any()):
+            return True
+    return False
+
+
+@contextmanager
+def _targets_ignored(training: Training) -> Iterator[None]:
+    """Ignore some targets of each sample in cross entropies, in every micro-batch alike."""
+    mode = _IgnoredTargets(training.plan.micro_batch_sizes)
+    with undone(training.wrap_forward(mode.micro_batch, also_recomputation=False)):
+        yield
+
+
+class _IgnoredTargets(TorchFunctionMode):
+    """Replaces targets of cross entropies by their `ignore_index`, which every kernel takes.
+
+    Args:
+        sizes: samples of each micro-batch, in the order of their forwards.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self._sizes, self._begun = sizes, 0
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Enter the forward and loss of the next micro-batch."""
+        self._begun += 1
+        with self:
+            yield
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (functional.cross_entropy, functional.nll_loss):
+            bound = inspect.signature(func).bind(*args, **kwargs or {})
+            bound.apply_defaults()
+            given = bound.arguments
+            given["target"] = self._with_ignored(given["target"], given["ignore_index"])
+            return func(*bound.args, **bound.kwargs)
+        return func(*args, **kwargs or {})
+
+    def _with_ignored(self, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+        first = sum(self._sizes[: self._begun - 1])
+        samples = self._sizes[self._begun - 1]
+        each, rest = divmod(target.numel(), samples)
+        if rest or each < 2 or target.is_floating_point():
+            return target  # one target a sample, which no training ignores; or probabilities
+        ignored = target.reshape(samples, each).clone()
+        for at, sample in enumerate(ignored, first):
+            sample[_length(each, at) :] = ignore_index
+        return ignored.reshape(target.shape)

@@ -223,7 +223,16 @@ def state_of(model: nn.Module, *, updated: bool) -> Iterator[tuple[str, Any]]:
 def _visible(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and random generators in a value or container; plain values together."""
     others: list[tuple[str, object]] = []
-    for path, leaf in pytree.tree_flatten_with_path(value, _is_leaf)[0]:
+    opened: set[int] = set()
+
+    def is_leaf(part: object) -> bool:
+        """Return whether it is no container, or one that was opened: some hold themselves."""
+        if type(part) not in _CONTAINERS or id(part) in opened:
+            return True
+        opened.add(id(part))
+        return False
+
+    for path, leaf in pytree.tree_leaves_with_path(value, is_leaf):
         part = pytree.keystr(path)
         if isinstance(leaf, torch.Tensor):
             yield name + part, leaf.detach().clone()
@@ -237,10 +246,6 @@ def _visible(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             others.append((part, repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf)))
     if others:
         yield name, others
-
-
-def _is_leaf(value: object) -> bool:
-    return type(value) not in _CONTAINERS
 
 
 def _random_states() -> dict[str, Any]:

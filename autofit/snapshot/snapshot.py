@@ -17,7 +17,7 @@ import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -55,14 +55,15 @@ class Snapshot:
         self._process = process.take()
 
     def restore(self) -> None:
-        """Put everything back in place.
+        """Put everything back in place, and the rest where a part cannot be put back.
 
         Raises:
-            Exception: what cannot be put back, as on a device that died.
+            Exception: of a part that cannot be put back, as on a device that died.
         """
-        process.restore(self._process)
-        for put_back in self._records:
-            put_back()
+        with ExitStack() as stack:
+            stack.callback(process.restore, self._process)
+            for put_back in reversed(self._records):
+                stack.callback(put_back)
 
 
 @contextmanager

@@ -121,12 +121,12 @@ def _function_lines(workload: Workload) -> Iterator[str]:
 
 
 def _model_lines(model: torch.nn.Module, deep: int = 0) -> Iterator[str]:
-    yield _ADDRESS.sub("", repr(model))  # the modules, with what each shows of itself
     yield from (_describe(kind, deep) for kind in dict.fromkeys(map(type, model.modules())))
     for name, module in model.named_modules():
         own = vars(module)  # with a forward of its own, if it has one
         public = {key: own[key] for key in sorted(own) if not key.startswith("_")}
         hooks = [list(own.get(each, {}).values()) for each in _HOOKS]
+        yield f"{_name(type(module))} {_ADDRESS.sub('', module.extra_repr())}"
         yield f"module {name} {_describe(public, max(deep, 1))} {_describe(hooks, deep)}"
     order: dict[int, int] = {}  # tells which are shared
     for named in (model.named_parameters, model.named_buffers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -114,7 +114,8 @@ class BatchWatch:
     def _ignored_unequally(self, step: MicroBatches, gathered: Gathered | None) -> str | None:
         if len(step.sizes) == 1 and gathered is None:
             return None
-        found = _valid_targets(step, is_first=self._looks_left == _MOST_LOOKED_INTO)
+        batched = self._samples.batched if isinstance(self._samples, Rows) else None
+        found = _valid_targets(step, batched, is_first=self._looks_left == _MOST_LOOKED_INTO)
         self._looks_left -= 1
         name, *own = max(
             found, key=lambda each: (each[3], each[2] - each[1]), default=("a batch", 0, 0, False)
@@ -197,17 +198,19 @@ def _shape_in(described: str) -> list[int]:
 
 
 def _valid_targets(
-    step: MicroBatches, *, is_first: bool
+    step: MicroBatches, batched: Collection[str] | None, *, is_first: bool
 ) -> Iterator[tuple[str, float, float, bool]]:
     """Yield names of tensors that may be targets, and whether any value of theirs is ignored.
 
-    Between them, the fewest and the most values a sample of a micro-batch that are valid.
+    Between them, the fewest and the most values a sample of a micro-batch that are valid. Only
+    tensors that are cut into micro-batches may be, where their names are known.
     """
     valid: dict[str, list[float]] = {}
     ignoring: set[str] = set()
     for batch, size in zip(step.batches, step.sizes, strict=False):
         for name, tensor in named_tensors(batch):
-            if tensor.dtype not in (torch.int64, torch.int32) or tensor.is_nested:
+            is_cut = batched is None or name in batched
+            if not is_cut or tensor.dtype not in (torch.int64, torch.int32) or tensor.is_nested:
                 continue
             if tensor.layout is not torch.strided or not (is_first or tensor.device.type == "cpu"):
                 continue  # reading values off a GPU waits for it

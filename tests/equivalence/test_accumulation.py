@@ -263,15 +263,26 @@ def _over_tokens(model: nn.Module, batch: Any) -> torch.Tensor:
 IDS = torch.arange(16 * 6).reshape(16, 6) % 20
 
 
+@pytest.mark.parametrize("ignored", [0, 2])
+def test_padding_that_is_only_possible_is_a_note_and_no_warning(ignored: int) -> None:
+    targets = IDS % 4
+    targets[:, 6 - ignored :] = -100  # the same share of each sample, so that splits agree
+    found = decided(_tagger, (IDS, targets), criterion=None, loss_fn=_over_tokens)
+    assert found.why_kept is None
+    (note,) = found.notes
+    assert "-100" in note
+    assert note.startswith(ACT) == bool(ignored)
+
+
 @pytest.mark.parametrize("equal", [True, False])
-def test_padding_of_the_batch_itself_is_compared_and_no_other(equal: bool) -> None:
+def test_padding_of_the_batch_itself_is_compared(equal: bool) -> None:
     targets = IDS % 4
     for sample, valid in zip(targets, cycle([4] if equal else [6, 1]), strict=False):
         sample[valid:] = -100
     given: dict[str, Any] = {"criterion": None, "loss_fn": _over_tokens}
     found = decided(_tagger, (IDS, targets), **given)
     assert (found.why_kept is None) is equal
-    assert len(found.notes) == (not equal)
+    assert len(found.notes) == 1
     given["loss_weight"] = lambda batch: float((batch[1] != -100).sum())
     assert decided(_tagger, (IDS, targets), **given).notes == ()
 

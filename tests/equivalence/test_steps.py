@@ -89,6 +89,27 @@ def test_differences_are_named_loss_and_gradients_first() -> None:
     assert set(found.modules) <= {"inner", "norm", "out"}
 
 
+def test_containers_that_hold_themselves_are_compared() -> None:
+    class Tree(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 2)
+            self.root: dict[str, Any] = {"children": [{"seen": 0}]}
+            self.root["children"][0]["parent"] = self.root
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).mean()
+
+    @contextmanager
+    def changing(training: Training) -> Iterator[None]:
+        model: Any = training.model
+        model.root["children"][0]["seen"] = 1
+        yield
+
+    comparer = _comparer(Tree())
+    assert _compare(comparer).equal
+    assert _compare(comparer, changing).differences == ("attribute root",)
+
+
 @pytest.mark.parametrize("held", ["number", "items", "inner", "names", "noise"])
 def test_what_a_module_holds_is_compared_and_nan_equals_itself(held: str) -> None:
     class Holding(nn.Linear):

@@ -110,6 +110,19 @@ def _tokens(samples: int = 4, **more: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"inputs": inputs, "targets": torch.randint(4, (samples, 8)), **more}
 
 
+def _mean_over_tokens(model: nn.Module, batch: Any) -> torch.Tensor:
+    return CROSS_ENTROPY(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
+
+
+def test_a_sample_without_padding_is_said_to_show_nothing_of_batches_with_it() -> None:
+    survey = _surveyed(sample_batch=_tokens(), criterion=None, loss_fn=_mean_over_tokens)
+    assert survey.may_change_accumulation
+    (note,) = survey.notes
+    differs: Any = re.search(r"targets .*change gradients by ([\d.]+)%", note)
+    assert float(differs[1]) > 1
+    assert "loss_weight" in note
+
+
 @pytest.mark.parametrize("mask", [torch.ones(4, 8).long(), torch.ones(4, 8), torch.ones(4, 8) > 0])
 def test_a_mask_that_leaves_nothing_out_is_tried_with_some_left_out(mask: torch.Tensor) -> None:
     def mean_over_valid(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -235,6 +235,24 @@ def test_restores_when_the_body_raises(net: Net) -> None:
     assert differences(before, digest({"model": net})) == []
 
 
+def test_the_rest_is_put_back_where_a_part_cannot_be(
+    net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    before = digest({"model": net})
+    snapshot = Snapshot({"model": net})
+    monkeypatch.chdir(tmp_path)
+    gone.rmdir()
+    with torch.no_grad():
+        net.cache[0].add_(1)
+    net.eval()
+    with pytest.raises(ExceptionGroup):
+        snapshot.restore()
+    (other_folder,) = differences(before, digest({"model": net}))
+    assert other_folder.startswith("cwd")
+
+
 def set_precision(backend: str, operation: str, precision: str) -> None:
     getattr(getattr(torch.backends, backend), operation).fp32_precision = precision
 

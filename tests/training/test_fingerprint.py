@@ -208,6 +208,15 @@ def test_a_model_whose_own_code_reaches_it_is_described_all_the_same() -> None:
     assert _digest(_workload(model)) == _digest(_workload(model))
 
 
+def test_a_model_whose_own_text_raises_or_shows_its_state_is_described_all_the_same() -> None:
+    class Shown(Net):
+        def __repr__(self) -> str:
+            raise RuntimeError(f"no text, {next(counted)}")
+
+    counted = iter(range(9))
+    assert _digest(_workload(Shown)) == _digest(_workload(Shown))
+
+
 def test_the_same_workload_has_it_in_every_process(
     run_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:

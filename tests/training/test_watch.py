@@ -10,7 +10,7 @@ import torch
 
 from autofit.plan import Plan
 from autofit.training.batch import describe
-from autofit.training.samples import MicroBatches
+from autofit.training.samples import MicroBatches, Rows
 from autofit.training.watch import BatchWatch
 
 LENGTH = 8
@@ -67,3 +67,16 @@ def test_ignored_targets_are_counted_beside_each_micro_batchs_own_padding() -> N
     assert said(8, 8) == []
     (unequal,) = said(8, 4)
     assert "loss_weight" in unequal
+
+
+def test_values_that_all_micro_batches_get_whole_are_no_targets() -> None:
+    rows = Rows(frozenset({"ids"}), frozenset({"places"}))
+    watch = BatchWatch(Plan(3, accumulation_steps=2), {}, samples=rows, weighs_samples=True)
+    places = torch.tensor([0, 1, -100])
+    given = tuple(
+        {"ids": torch.zeros(size, 4, dtype=torch.int64), "places": places} for size in (3, 2)
+    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        watch.look(MicroBatches(given, (3, 2)), stacklevel=1)
+    assert [str(each.message) for each in warned if "loss_weight" in str(each.message)] == []
