@@ -115,6 +115,7 @@ def _samples(
     Raises:
         InvalidArgument: the search had a collate_fn that is not given again; or as of `_rows`.
     """
+    from autofit.training.batch import shape_in
     from autofit.training.samples import Collated, Made, Rows, SamplesKind
 
     kind = record.workload.get("samples", SamplesKind.ROWS)
@@ -122,7 +123,10 @@ def _samples(
         collate_fn = workload.collate_fn
     knows_rows = batched is not None or "batched" in record.workload
     if collate_fn is not None:
-        return Collated(collate_fn, Rows(*_rows(record, batched)) if knows_rows else None)
+        shapes = record.workload["sample_shapes"].items()
+        dimensions = {name: len(shape_in(shape)) for name, shape in shapes}
+        rows = Rows(*_rows(record, batched)) if knows_rows else None
+        return Collated(collate_fn, rows, dimensions)
     if not knows_rows and kind == SamplesKind.COLLATED:
         raise InvalidArgument(
             "the search used collate_fn, and a loaded report holds no functions: pass "

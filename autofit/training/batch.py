@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import json
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -222,6 +223,12 @@ def shape_words(tensor: torch.Tensor, *others: list[int]) -> str:
     """Return dtype and shape, as in "int64[4, 64]", or the largest sizes of several shapes."""
     sizes = [max(each) for each in zip(shape_of(tensor), *others, strict=True)]
     return f"{str(tensor.dtype).removeprefix('torch.')}{sizes}"
+
+
+def shape_in(described: str) -> list[int]:
+    """ "int64[4, 64]" -> [4, 64]."""
+    shape: list[int] = json.loads(described[described.index("[") :])
+    return shape
 
 
 def shape_of(tensor: torch.Tensor) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from itertools import accumulate
@@ -190,12 +190,15 @@ class Collated(Samples):
     Attributes:
         collate_fn: of the user, as a `DataLoader` takes it.
         rows: how a batch that it made, which a step may be given too, is cut; None: it cannot be.
+        dimensions: of the tensors of such a batch, by name. A list of two samples may have tensors
+            of the same names.
     """
 
     kind = SamplesKind.COLLATED
 
     collate_fn: CollateFn
     rows: Rows | None = None
+    dimensions: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, collate_fn: CollateFn, sample: Any) -> Collated:
@@ -207,16 +210,15 @@ class Collated(Samples):
         try:
             if isinstance(sample, torch.Tensor) and isinstance(collate_fn([sample]), (list, tuple)):
                 return cls(collate_fn)
-            return cls(collate_fn, Rows.made_by(lambda samples: collate_fn([sample] * samples)))
+            rows = Rows.made_by(lambda samples: collate_fn([sample] * samples))
+            return cls(collate_fn, rows, _dimensions(collate_fn([sample] * 2)))
         except Exception as error:  # of the user's function, which steps will name
             release_exception(error)
             return cls(collate_fn)
 
     def is_batch(self, given: Any) -> bool:
-        """Return whether this is a batch that the function made, by the names of its tensors."""
-        if self.rows is None:
-            return False
-        return {name for name, _ in named_tensors(given)} == self.rows.batched | self.rows.whole
+        """Return whether this is a batch that the function made, by its tensors."""
+        return self.rows is not None and _dimensions(given) == self.dimensions
 
     def size(self, given: Any) -> int:
         if not is_sample_sequence(given):
@@ -335,6 +337,10 @@ def made_by(maker: BatchMaker, samples: int) -> Batch:
     with users_code():
         made = maker(samples)
     return _with_tensors(made, "the sample batch function")
+
+
+def _dimensions(batch: Any) -> dict[str, int]:
+    return {name: tensor.dim() for name, tensor in named_tensors(batch)}
 
 
 def _with_tensors(made: Any, by: str) -> Batch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -12,7 +11,7 @@ import torch
 
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan, steps_for
-from autofit.training.batch import elements_of, named_tensors, shape_of, shape_words
+from autofit.training.batch import named_tensors, shape_in, shape_of, shape_words
 from autofit.training.samples import MicroBatches, Rows, Samples
 from autofit.units import counted
 
@@ -132,27 +131,28 @@ class BatchWatch:
         )
 
     def _larger(self, step: MicroBatches) -> str | None:
-        """Say so where a micro-batch has more elements than any of the search's.
+        """Say so where a tensor of a micro-batch has more elements than in any of the search's.
 
         One of fewer samples is as one of the plan's: it holds constants too.
         """
-        size, shapes = self._plan.micro_batch, (self._micro_batch_shapes or {}).values()
-        before = sum(math.prod(_shape_in(shape)) for shape in shapes) / size
-        each = zip(step.batches, step.sizes, strict=False)
-        told = (elements_of(batch) / max(samples, size) for batch, samples in each)
-        now = max(told, default=0.0)
-        if now <= MOST_ABOVE_THE_MEAN * before:
-            return None
-        return (
-            f"a micro-batch of a training step has {now:.4g} elements a sample, but the sample "
-            f"batch had {before:.4g}: the plan may not fit larger samples, or may not be "
-            "the fastest for them. Search again with the largest samples"
-        )
+        size, shapes = self._plan.micro_batch, self._micro_batch_shapes or {}
+        for batch, samples in zip(step.batches, step.sizes, strict=False):
+            for name, tensor in named_tensors(batch):
+                before = math.prod(shape_in(shapes[name])) / size if name in shapes else math.inf
+                now = math.prod(shape_of(tensor)) / max(samples, size)
+                if now > MOST_ABOVE_THE_MEAN * before:
+                    return (
+                        f"{name} has {now:.4g} elements a sample in a micro-batch of a training "
+                        f"step, but {before:.4g} at most in the search's: the plan may not fit "
+                        "larger samples, or may not be the fastest for them. Search again with the "
+                        "largest samples"
+                    )
+        return None
 
     def _longer(self, named: Mapping[str, torch.Tensor], samples: int) -> str | None:
         """Say so where rows are longer than those of the search."""
         for name in named.keys() & self._sample_shapes.keys():
-            ours, theirs = shape_of(named[name]), _shape_in(self._sample_shapes[name])
+            ours, theirs = shape_of(named[name]), shape_in(self._sample_shapes[name])
             first = 1 if ours[:1] == [samples] else 0
             if len(ours) == len(theirs) and any(
                 one > other for one, other in zip(ours[first:], theirs[first:], strict=True)
@@ -176,7 +176,7 @@ class BatchWatch:
         """
         lengths = {size for name in rows.batched & named.keys() for size in named[name].shape[1:]}
         for name in sorted(rows.whole & named.keys() & self._sample_shapes.keys()):
-            now, before = list(named[name].shape[:1]), _shape_in(self._sample_shapes[name])[:1]
+            now, before = list(named[name].shape[:1]), shape_in(self._sample_shapes[name])[:1]
             if now != before and not lengths.intersection(now):
                 raise InvalidArgument(
                     f"{name} of a training step is {shape_words(named[name])}, but was "
@@ -189,12 +189,6 @@ class BatchWatch:
         if reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(text, stacklevel=stacklevel + 1)
-
-
-def _shape_in(described: str) -> list[int]:
-    """ "int64[4, 64]" -> [4, 64]."""
-    shape: list[int] = json.loads(described[described.index("[") :])
-    return shape
 
 
 def _valid_targets(

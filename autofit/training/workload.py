@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
@@ -17,7 +18,6 @@ from autofit.training.batch import (
     BatchMaker,
     batch_size,
     describe,
-    elements_of,
     named_tensors,
     resize,
     shape_of,
@@ -25,7 +25,6 @@ from autofit.training.batch import (
     tensors_of,
 )
 from autofit.training.contradictions import check_rows
-from autofit.training.evaluation import EvalStep, check_evaluation
 from autofit.training.lengths import Lengths
 from autofit.training.loss import Recipe, TrainingStep
 from autofit.training.optimizers import (
@@ -52,6 +51,7 @@ from autofit.training.samples import (
 from autofit.units import kind_of, shortened
 
 if TYPE_CHECKING:
+    from autofit.training.evaluation import EvalStep
     from autofit.training.loader import Loader
 
 # Micro-batch of a baseline that nobody chose.
@@ -120,7 +120,10 @@ class Workload:
             from autofit.training.loader import check_loader  # most have none
 
             check_loader(self.loader)
-        check_evaluation(self.eval_step, self.eval_batch)
+        if self.eval_step is not None or self.eval_batch is not None:
+            from autofit.training.evaluation import check_evaluation  # where one is given
+
+            check_evaluation(self.eval_step, self.eval_batch)
         if self._eval_samples_given:
             object.__setattr__(self, "eval_batch", taken_from(self.eval_batch, None))
         elif self.eval_batch is not None and not tensors_of(self.eval_batch):
@@ -249,14 +252,18 @@ class Workload:
                 yield share / len(sizes), batch
 
     def largest_batch(self, samples: int) -> dict[str, str] | None:
-        """Describe the largest batch of that many of the samples that were given.
+        """Describe each tensor where it is largest in batches of that many of the given samples.
 
         None: they are the rows of the sample batch, whose shapes tell.
         """
         if self.collate_fn is None and not self.makes_batches:
             return None
-        batches = (batch for _, batch in self.whole_mix(samples))
-        return describe(max(batches, key=elements_of))
+        largest: dict[str, tuple[int, str]] = {}
+        for _, batch in self.whole_mix(samples):
+            for name, tensor in named_tensors(batch):
+                here = math.prod(shape_of(tensor)), shape_words(tensor)
+                largest[name] = max(largest.get(name, here), here)
+        return {name: shape for name, (_, shape) in largest.items()}
 
     @property
     def recipe(self) -> Recipe:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import Subset
 
 from autofit.devices.cpu import CpuDevice
@@ -18,6 +19,7 @@ from autofit.probing.measure import measure
 from autofit.probing.requests import ProbeRequest
 from autofit.training.batch import describe
 from autofit.training.builder import TrainingBuilder
+from autofit.training.samples import Collated
 from autofit.training.training import Training
 from autofit.training.watch import BatchWatch
 from autofit.training.workload import Workload
@@ -170,3 +172,15 @@ def _model_of(case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = case.build()
     return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def test_two_samples_whose_tensors_have_the_names_of_a_batchs_are_samples() -> None:
+    def collate(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+        return (x, torch.ones_like(x)), (y, torch.ones_like(y))
+
+    pairs = [(torch.randn(6), torch.randn(6)) for _ in range(4)]
+    samples = Workload(nn.Linear(6, 6), pairs, collate_fn=collate).samples
+    assert isinstance(samples, Collated)
+    assert not samples.is_batch(pairs[:2])
+    assert samples.is_batch(collate(pairs[:2]))

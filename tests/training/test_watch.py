@@ -41,7 +41,16 @@ def test_fewer_samples_beside_a_constant_are_not_larger_samples(samples: int) ->
 
 def test_larger_samples_are_said_with_their_own_elements() -> None:
     (larger,) = warned_of((16, LENGTH), (16, 8 * LENGTH))
-    assert "has 96 elements a sample, but the sample batch had 40" in larger
+    assert "64 elements a sample" in larger
+    assert "8 at most" in larger
+
+
+def test_a_tensor_that_is_larger_beside_a_larger_one_is_said() -> None:
+    shapes = {"['image']": "float32[4, 3072]", "['ids']": "int64[4, 10]"}
+    watch = BatchWatch(Plan(4), {}, micro_batch_shapes=shapes)
+    given = {"image": torch.zeros(4, 3072), "ids": torch.zeros(4, 500, dtype=torch.int64)}
+    with pytest.warns(UserWarning, match="ids.* has 500 elements a sample"):
+        watch.look(MicroBatches((given,), (4,)), stacklevel=1)
 
 
 def test_fewer_samples_that_are_larger_take_no_more_than_the_plan_does() -> None:
