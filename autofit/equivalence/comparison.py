@@ -303,6 +303,23 @@ def compare_plans(
     return compare(one, replace(other, tolerance=explained))
 
 
+def compare_as_trained(
+    builder: TrainingBuilder, first: ResolvedPlan, second: ResolvedPlan, samples: int
+) -> Comparison | None:
+    """Return how the second plan differs from the first with every module in its own mode.
+
+    Both draw from the same seed, so that dropout that is left out shows. None: the first differs
+    from itself by as much as roundings do not explain.
+
+    Raises:
+        Exception: whatever the model or the device raises.
+    """
+    batch = builder.fresh_workload().batch(samples)
+    plans = first, first, second
+    one, again, other = (run_pass(builder, p, builder.seed, batch, calm=False) for p in plans)
+    return compare(one, other) if compare(one, again).equal else None
+
+
 @contextmanager
 def perturbed(training: Training, *, by: float, seed: int = 0) -> Iterator[None]:
     """Train weights each of which is moved at random by up to this share of it, as by rounding.

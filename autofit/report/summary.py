@@ -288,12 +288,20 @@ def written(settings: Settings) -> str:
 
 
 def next_best(record: Record) -> Trial | None:
-    """Return the fastest plan but the best, by the final comparison if it was in it."""
-    best = record.best.plan
-    compared = [plan for plan in record.finalists if plan != best] if record.is_confirmed else []
+    """Return the fastest plan but the best, by the final comparison if it was in it.
+
+    None that was left out since it does not train as the baseline does.
+    """
+
+    def is_other(plan: Plan) -> bool:
+        left_out = (skipped.settings.items() <= plan.settings.items() for skipped in record.skipped)
+        return plan != record.best.plan and not any(left_out)
+
+    compared = list(filter(is_other, record.finalists)) if record.is_confirmed else []
     if compared:
         return record.turns(compared[0])[-1]
-    ran = [t for t in probes_of(record.trials) if t.plan != best and t.ok and t.samples_per_second]
+    probes = probes_of(record.trials)
+    ran = [t for t in probes if is_other(t.plan) and t.ok and t.samples_per_second]
     return max(ran, key=lambda t: record.searched_speed(t.plan) or 0.0, default=None)
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from autofit.errors import SearchTimedOut
 from autofit.measurement import ACT
@@ -19,13 +19,17 @@ from autofit.plan import Plan, Scalar, unlike
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.confirmation import answer_of
 from autofit.probing.prober import Prober
-from autofit.registry import resolve
+from autofit.registry import numerics_of, resolve
 from autofit.report.record import Record, Skipped, Undecided
+from autofit.strategy import Numerics
 
 if TYPE_CHECKING:
     from autofit.plan import ResolvedPlan
     from autofit.planning.search_spec import SearchSpec
     from autofit.probing.session import Session
+    from autofit.strategy import Comparison
+
+    Pair: TypeAlias = tuple[ResolvedPlan, ResolvedPlan]
 
 # Gradients in bfloat16 were seen to differ by 2.5 to 3.3 %, where the tolerance is 3.1 %; a cast
 # that was out of date, by 24 %.
@@ -107,27 +111,52 @@ def _is_over(difference: Mapping[str, Any]) -> bool:
 def _fault_of(
     prober: Prober, spec: SearchSpec, record: Record, plain: Plan, plan: Plan, *, gradients: bool
 ) -> str | None:
-    """Return how a plan differs from the plain one of the same split; None: not, or unknown."""
-    space, budget = spec.space, spec.vram_budget_bytes
+    """Return how a plan differs from the plain one of the same split; None: not, or unknown.
+
+    What fails only now is no reason to leave out what ran; a training_step hides its gradients.
+    """
     samples = min(record.baseline.plan.samples_per_step, plan.samples_per_step)
-    try:
-        first, second = (resolve(each, space, prober.strategies) for each in (plain, plan))
-        if gradients:
-            found = prober.compare(first, second, samples, budget).to_dict()
-            if math.isfinite(found["gradient"]) and _is_over(found):
-                return (
-                    f"its gradients differ from plain training's by {found['gradient']:.0%}, where "
-                    f"roundings explain {found['tolerance']:.1%}"
-                )
-    except SearchTimedOut:
+    own = {strategy.name: strategy for strategy in prober.strategies}
+    changed = unlike(plan.settings, plain.settings)
+    levels = (numerics_of(own[name.partition(".")[0]], name) for name in changed)
+    looks = [_by_gradients] if gradients else []
+    if all(level is Numerics.EXACT for level in levels):
+        looks.append(_by_training)
+    for look in (*looks, _by_updates):
+        try:
+            first, second = (resolve(p, spec.space, prober.strategies) for p in (plain, plan))
+            if why := look(prober, (first, second), samples, spec.vram_budget_bytes):
+                return why
+        except SearchTimedOut:
+            return None
+        except (Exception, SystemExit):
+            continue
+    return None
+
+
+def _by_gradients(prober: Prober, pair: Pair, samples: int, budget_bytes: int) -> str | None:
+    found = prober.compare(*pair, samples, budget_bytes).to_dict()
+    if not math.isfinite(found["gradient"]) or not _is_over(found):
         return None
-    except (Exception, SystemExit):  # a training_step hides them
-        pass
-    try:
-        look = partial(_updates, plans=[first, second], samples=samples)
-        sizes = prober.run(look, budget)
-    except (Exception, SystemExit):  # what fails only now is no reason to leave out what ran
+    return (
+        f"its gradients differ from plain training's by {found['gradient']:.0%}, where "
+        f"roundings explain {found['tolerance']:.1%}"
+    )
+
+
+def _by_training(prober: Prober, pair: Pair, samples: int, budget_bytes: int) -> str | None:
+    """Look at what is said to be exact as modules train: gradients alone are of evaluation."""
+    found = prober.run(partial(_as_trained, pair=pair, samples=samples), budget_bytes)
+    if found is None or not _is_over(found.to_dict()):
         return None
+    return (
+        "it is said to be exact, but its gradients differ from plain training's by "
+        f"{found.gradient:.0%} with modules in training mode (dropout, for example)"
+    )
+
+
+def _by_updates(prober: Prober, pair: Pair, samples: int, budget_bytes: int) -> str | None:
+    sizes = prober.run(partial(_updates, plans=pair, samples=samples), budget_bytes)
     if not sizes[0] or not math.isfinite(sizes[0] + sizes[1]):
         return None
     if not sizes[1]:
@@ -137,7 +166,13 @@ def _fault_of(
     return None
 
 
-def _updates(session: Session, plans: list[ResolvedPlan], samples: int) -> list[float]:
+def _as_trained(session: Session, pair: Pair, samples: int) -> Comparison | None:
+    from autofit.equivalence.comparison import compare_as_trained
+
+    return compare_as_trained(session.builder, *pair, samples)
+
+
+def _updates(session: Session, plans: Pair, samples: int) -> list[float]:
     from autofit.equivalence.updates import size_of_update
 
     return [size_of_update(session.builder, plan, samples) for plan in plans]

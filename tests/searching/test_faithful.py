@@ -18,6 +18,7 @@ from autofit.planning.search_spec import SearchSpec
 from autofit.probing.prober import Target, open_prober
 from autofit.registry import load_strategies
 from autofit.report.record import Record, SearchSummary
+from autofit.report.summary import next_best
 from autofit.searching.faithful import judged
 from autofit.space import Space
 from autofit.strategy import Context, TrainingView
@@ -65,6 +66,28 @@ class NeverUpdates(Plugin):
         undo()
 
 
+class Noisy(Wide):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.dropout(inputs))
+
+
+class DrawsNothing(Plugin):
+    """Leaves dropout out, and says that it is exact."""
+
+    @contextmanager
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> Iterator[None]:
+        model: Any = training.model
+        model.dropout.p = 0.0 if settings["plugin.on"] else 0.3
+        yield
+        model.dropout.p = 0.3
+
+
 class AtACost(LeavesOut):
     """As a compiler that computes something else."""
 
@@ -90,7 +113,12 @@ def recorded(space: Space, trials: tuple[Trial, ...], best: Trial) -> Record:
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1)])
 @pytest.mark.parametrize(
     ("strategy", "why"),
-    [(LeavesOut(), "gradients differ"), (NeverUpdates(), "never updates"), (Plugin(), None)],
+    [
+        (LeavesOut(), "gradients differ"),
+        (DrawsNothing(), "said to be exact"),
+        (NeverUpdates(), "never updates"),
+        (Plugin(), None),
+    ],
 )
 def test_a_strategy_that_trains_something_else_does_not_win(
     strategy: Plugin, why: str | None, optimizer: Any
@@ -98,7 +126,7 @@ def test_a_strategy_that_trains_something_else_does_not_win(
     """However fast it measured; one that trains the same does."""
     batch = torch.randn(8, 64), torch.randint(0, 4, (8,))
     workload = autofit.Workload(
-        Wide(), batch, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, global_batch=16
+        Noisy(), batch, criterion=nn.CrossEntropyLoss(), optimizer=optimizer, global_batch=16
     )
     with open_prober(workload, (strategy,), Target("cpu", BUDGET)) as prober:
         space = prober.survey().space(None)
@@ -110,6 +138,7 @@ def test_a_strategy_that_trains_something_else_does_not_win(
     assert found.difference is None or found.difference["gradient"] < 1e-5
     assert [dict(each.settings) for each in found.skipped] == [{"plugin.on": True}] * bool(why)
     assert all(why is not None and why in note for note in found.notes)
+    assert why is None or next_best(found) is None
 
 
 def test_what_is_costly_to_try_does_not_win_either() -> None:
