@@ -19,7 +19,9 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import takewhile
+from dataclasses import is_dataclass
+from enum import Enum
+from itertools import filterfalse
 from types import BuiltinFunctionType, CellType, CodeType
 from typing import Any
 
@@ -33,7 +35,7 @@ from autofit.training.workload import Workload
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _NOT_ABOUT_COST = {"lr", "initial_lr"}
-_PLAIN = (bool, int, str, type(None), torch.dtype)
+_PLAIN = (bool, int, str, bytes, range, slice, type(None), Enum, torch.dtype, torch.device)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _ONLY_ON_THE_CPU = {"torch.num_threads"}
 # Environment variables that change how torch and CUDA allocate and compute.
@@ -45,7 +47,7 @@ _ABOUT_COST = (
     "CUDA_LAUNCH_BLOCKING",
     "NVIDIA_TF32_OVERRIDE",
 )
-_MOST_DEEP = 4
+_MOST_DEEP = 5
 _FUNCTIONS = (
     "loss_fn",
     "criterion",
@@ -176,8 +178,10 @@ def _parts(value: Any, deep: int) -> Iterator[str]:
         opened = (*value, *value.values())
     elif isinstance(value, (tuple, list)):
         opened = value
-    elif isinstance(value, type):  # its code and that of its bases, up to torch's own
-        for each in takewhile(lambda kind: not _is_torchs(kind), value.__mro__):
+    elif isinstance(value, (set, frozenset)):  # whose order changes from process to process
+        yield from sorted(_describe(each, deep) for each in value)
+    elif isinstance(value, type):  # its code and that of its bases, but for torch's own
+        for each in filterfalse(_is_torchs, value.__mro__):
             for name, member in sorted(vars(each).items()):
                 function = getattr(member, "__func__", getattr(member, "fget", member))
                 if hasattr(function, "__code__"):
@@ -187,7 +191,10 @@ def _parts(value: Any, deep: int) -> Iterator[str]:
         held = zip(code.co_freevars, value.__closure__ or (), strict=False)
         cells = [cell for name, cell in held if name != "__class__" and cell != CellType()]
         opened = (value.__defaults__, value.__kwdefaults__, *(c.cell_contents for c in cells))
-    elif callable(value):
+        owner = getattr(value, "__self__", None)  # of a bound method
+        if not isinstance(owner, torch.nn.Module | type):
+            opened = (*opened, getattr(owner, "__dict__", None))
+    elif callable(value) or is_dataclass(value):
         opened = (type(value), dict(getattr(value, "__dict__", {})))
     yield from (_describe(each, deep) for each in opened)
 

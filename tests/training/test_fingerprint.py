@@ -8,7 +8,8 @@ import runpy
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,39 @@ class _RepeatedLoss:
         return torch.stack([model(batch).mean() for _ in range(self.options["steps"])]).mean()
 
 
+class _Mode(Enum):
+    FEW = 1
+    MANY = 2
+
+
+@dataclass(frozen=True)
+class _Config:
+    layers: int
+    names: set[str]
+
+
+class _Mixin:
+    def helper(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class _OtherMixin:
+    def helper(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp().log()
+
+
+class _Mixed(nn.Linear, _Mixin):
+    pass
+
+
+class _OtherMixed(nn.Linear, _OtherMixin):
+    pass
+
+
+_OtherMixed.__qualname__ = _Mixed.__qualname__
+_OtherMixin.__qualname__ = _Mixin.__qualname__
+
+
 def _workload(model: nn.Module | Callable[[], nn.Module] | None = None, **more: Any) -> Workload:
     torch.manual_seed(0)
     return Workload(**{"model": model or Net(), "sample_batch": torch.randn(3, 4), **more})
@@ -120,6 +154,13 @@ CHANGES: dict[str, Callable[[], Workload]] = {
     "another activation": lambda: _workload(_prepared(lambda m: setattr(m, "act", torch.tanh))),
     "sizes": lambda: _workload(_prepared(lambda m: setattr(m, "sizes", ((1, 2), (3,))))),
     "other sizes": lambda: _workload(_prepared(lambda m: setattr(m, "sizes", ((1, 2), (4,))))),
+    "mode": lambda: _workload(_prepared(lambda m: setattr(m, "mode", _Mode.FEW))),
+    "another mode": lambda: _workload(_prepared(lambda m: setattr(m, "mode", _Mode.MANY))),
+    "config": lambda: _workload(_prepared(lambda m: setattr(m, "config", _Config(1, {"a"})))),
+    "other config": lambda: _workload(_prepared(lambda m: setattr(m, "config", _Config(2, {"a"})))),
+    "config's set": lambda: _workload(_prepared(lambda m: setattr(m, "config", _Config(1, {"b"})))),
+    "mixin": lambda: _workload(_Mixed(4, 4)),
+    "other mixin": lambda: _workload(_OtherMixed(4, 4)),
     "shared": lambda: _workload(_prepared(lambda m: setattr(m.first, "bias", m.second.bias))),
     "part of another class": lambda: _workload(
         _prepared(lambda m: setattr(m, "second", nn.Sequential(nn.Linear(8, 8), nn.GELU())))
@@ -158,6 +199,7 @@ def test_all_of_these_differ_from_each_other() -> None:
         ({"loss_fn": lambda m, b, k=1: m(b)}, {"loss_fn": lambda m, b, k=2: m(b)}),
         ({"loss_fn": _RepeatedLoss(1)}, {"loss_fn": _RepeatedLoss(2)}),
         ({"criterion": nn.CrossEntropyLoss()}, {"criterion": nn.CrossEntropyLoss(reduction="sum")}),
+        ({"loss_fn": _RepeatedLoss(1).__call__}, {"loss_fn": _RepeatedLoss(2).__call__}),
         ({"loss_weight": len}, {"loss_weight": sum}),
     ],
 )
