@@ -691,6 +691,8 @@ class Pooled(nn.Module):
         if self.breaks:
             torch._dynamo.graph_break()  # what is before it has run when the rest fails
         smaller = nn.functional.avg_pool2d(places, 2)
+        if len(images[0, 0]) % 2 == 0:  # so that torch compiles again where this changes
+            smaller = smaller * 1.5
         loss: torch.Tensor = of_given_lengths(smaller).square().mean()
         return loss
 
