@@ -10,7 +10,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -44,11 +44,7 @@ def _flags() -> Iterator[Flag]:
     yield from _autocast_flags()
     yield from _random_states()
     yield from _hooks_of_all_modules()
-    yield Flag(
-        "os.environ",
-        lambda: dict(sorted(os.environ.items())),
-        partial(_replace_entries, os.environ),
-    )
+    yield Flag("os.environ", lambda: dict(sorted(os.environ.items())), _write_environment)
     yield Flag("cwd", os.getcwd, os.chdir)
 
 
@@ -112,6 +108,13 @@ def _hooks_of_all_modules() -> Iterator[Flag]:
             yield Flag(f"torch.nn.{name}", partial(dict, hooks), partial(_replace_entries, hooks))
 
 
-def _replace_entries(live: MutableMapping[Any, Any], entries: Mapping[Any, Any]) -> None:
+def _replace_entries(live: dict[Any, Any], entries: dict[Any, Any]) -> None:
     live.clear()
     live.update(entries)
+
+
+def _write_environment(variables: dict[str, str]) -> None:
+    """Write variables back; another thread that reads one finds it throughout."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)

@@ -235,6 +235,23 @@ def test_restores_when_the_body_raises(net: Net) -> None:
     assert differences(before, digest({"model": net})) == []
 
 
+def test_variables_that_stay_are_there_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads, C code among them, may read one while they are put back."""
+    gone: list[str] = []
+    really_unset = os.unsetenv
+
+    def unset(name: bytes) -> None:
+        gone.append(os.fsdecode(name))
+        really_unset(name)
+
+    monkeypatch.setenv("AUTOFIT_TEST_STAYS", "1")
+    with preserved({}):
+        monkeypatch.setenv("AUTOFIT_TEST_GOES", "1")
+        monkeypatch.setattr(os, "unsetenv", unset)
+    assert gone == ["AUTOFIT_TEST_GOES"]
+    assert os.environ["AUTOFIT_TEST_STAYS"] == "1"
+
+
 def test_the_rest_is_put_back_where_a_part_cannot_be(
     net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
