@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -232,9 +232,7 @@ def _split_against_whole(
 def _both(outer: Around, inner: Around) -> Around:
     @contextmanager
     def entered(training: Training) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(outer(training))
-            stack.enter_context(inner(training))
+        with outer(training), inner(training):
             yield
 
     return entered

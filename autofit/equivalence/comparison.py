@@ -285,9 +285,7 @@ def compare_plans(
         InvalidArgument: the workload has a training_step, whose gradients cannot be looked at.
         Exception: whatever the model or the device raises.
     """
-    if builder.fresh_workload().training_step is not None:
-        raise InvalidArgument("training_step hides its gradients, so plans cannot be compared")
-    batch = builder.fresh_workload().batch(samples)  # once: a function may make another each time
+    batch = _batch_of(builder, samples)
     passes = (first, builder.seed), (second, builder.seed)
     one, other = run_passes(builder, passes, batch)
     found = compare(one, other)
@@ -312,12 +310,20 @@ def compare_as_trained(
     from itself by as much as roundings do not explain.
 
     Raises:
-        Exception: whatever the model or the device raises.
+        Exception: as of `compare_plans`.
     """
-    batch = builder.fresh_workload().batch(samples)
+    batch = _batch_of(builder, samples)
     plans = first, first, second
     one, again, other = (run_pass(builder, p, builder.seed, batch, calm=False) for p in plans)
     return compare(one, other) if compare(one, again).equal else None
+
+
+def _batch_of(builder: TrainingBuilder, samples: int) -> Batch:
+    """Return a batch for all passes of a comparison: a function may make another each time."""
+    workload = builder.fresh_workload()
+    if workload.training_step is not None:
+        raise InvalidArgument("training_step hides its gradients, so plans cannot be compared")
+    return workload.batch(samples)
 
 
 @contextmanager

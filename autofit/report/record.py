@@ -123,6 +123,10 @@ class Skipped:
     settings: Settings
     why: str
 
+    def covers(self, plan: Plan) -> bool:
+        """Return whether a plan is one of these variants."""
+        return self.settings.items() <= plan.settings.items()
+
 
 @dataclass(frozen=True)
 class Part:

@@ -294,8 +294,8 @@ def next_best(record: Record) -> Trial | None:
     """
 
     def is_other(plan: Plan) -> bool:
-        left_out = (skipped.settings.items() <= plan.settings.items() for skipped in record.skipped)
-        return plan != record.best.plan and not any(left_out)
+        left_out = any(skipped.covers(plan) for skipped in record.skipped)
+        return plan != record.best.plan and not left_out
 
     compared = list(filter(is_other, record.finalists)) if record.is_confirmed else []
     if compared:

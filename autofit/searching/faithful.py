@@ -87,6 +87,8 @@ def _faults(
     if best.world_size > 1 or (is_equal and space.is_costly(best.settings)):
         return
     plain = space.plan(best.micro_batch, space.default_settings)
+    if best == plain:  # it has other sizes alone
+        return
     why = _fault_of(prober, spec, record, plain, best, gradients=not is_equal)
     if why is None:
         return
@@ -180,11 +182,7 @@ def _updates(session: Session, plans: Pair, samples: int) -> list[float]:
 
 def _without(spec: SearchSpec, record: Record, faults: list[Skipped]) -> Record:
     """Return the answer among the trials that have none of these settings."""
-    left = [
-        trial
-        for trial in record.trials
-        if not any(fault.settings.items() <= trial.plan.settings.items() for fault in faults)
-    ]
+    left = [t for t in record.trials if not any(fault.covers(t.plan) for fault in faults)]
     answer = answer_of(Beliefs(spec, left))
     assert answer is not None, "the baseline fits and has no setting that is not plain"
     named = [", ".join(f"{name}={value}" for name, value in f.settings.items()) for f in faults]

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, ClassVar, TypeAlias
 
@@ -207,11 +207,11 @@ class Collated(Samples):
         Not where samples are tensors and a batch is a list of them: which of both a step is given
         could not be told.
         """
+        made = cache(lambda samples: collate_fn([sample] * samples))
         try:
-            if isinstance(sample, torch.Tensor) and isinstance(collate_fn([sample]), (list, tuple)):
+            if isinstance(sample, torch.Tensor) and isinstance(made(1), (list, tuple)):
                 return cls(collate_fn)
-            rows = Rows.made_by(lambda samples: collate_fn([sample] * samples))
-            return cls(collate_fn, rows, _dimensions(collate_fn([sample] * 2)))
+            return cls(collate_fn, Rows.made_by(made), _dimensions(made(2)))
         except Exception as error:  # of the user's function, which steps will name
             release_exception(error)
             return cls(collate_fn)

@@ -41,17 +41,33 @@ class Wide(nn.Module):
         return sum((self.last(hidden.relu() * at) for at in range(self.repeats)), torch.zeros(()))
 
 
-class LeavesOut(Plugin):
-    """Runs a part of the model: the gradients are others."""
+class Alters(Plugin):
+    """Trains another model: with another value of an attribute of a part."""
+
+    part, attribute, altered = "", "", 0.0
 
     @contextmanager
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
     ) -> Iterator[None]:
-        model: Any = training.model
-        model.repeats = 1 if settings["plugin.on"] else 12
+        part = training.model.get_submodule(self.part)
+        before = getattr(part, self.attribute)
+        if settings["plugin.on"]:
+            setattr(part, self.attribute, self.altered)
         yield
-        model.repeats = 12
+        setattr(part, self.attribute, before)
+
+
+class LeavesOut(Alters):
+    """Runs a part of the model: the gradients are others."""
+
+    attribute, altered = "repeats", 1
+
+
+class DrawsNothing(Alters):
+    """Leaves dropout out, and says that it is exact."""
+
+    part, attribute = "dropout", "p"
 
 
 class NeverUpdates(Plugin):
@@ -73,19 +89,6 @@ class Noisy(Wide):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return super().forward(self.dropout(inputs))
-
-
-class DrawsNothing(Plugin):
-    """Leaves dropout out, and says that it is exact."""
-
-    @contextmanager
-    def apply(
-        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
-    ) -> Iterator[None]:
-        model: Any = training.model
-        model.dropout.p = 0.0 if settings["plugin.on"] else 0.3
-        yield
-        model.dropout.p = 0.3
 
 
 class AtACost(LeavesOut):
