@@ -550,9 +550,11 @@ def test_a_weight_that_is_replaced_after_the_head_ran_is_not_used() -> None:
     torch.testing.assert_close(value, wanted)
 
 
-def test_targets_that_are_more_than_the_rows_are_refused() -> None:
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_targets_that_are_more_than_the_rows_are_refused(chunks: int) -> None:
+    """Also where the rows are whole chunks, so that each chunk has targets enough."""
     made, (ids, targets) = model(), batch()
-    with deferred([made.head], 7):
+    with deferred([made.head], -(-targets.numel() // chunks)):
         rows = made(ids).view(-1, CLASSES)
         with pytest.raises(ValueError, match="batch_size"):
             functional.cross_entropy(rows, targets.reshape(-1).repeat(2))
