@@ -347,7 +347,7 @@ def _environment_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in _variables_of_compiler():
+        for name in _variables_of_compiler().keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
 
