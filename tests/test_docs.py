@@ -174,7 +174,7 @@ def test_the_readmes_checks_run_as_they_stand(tmp_path: Path, run: Callable[[str
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for needed in ("material", "mkdocstrings"):
-        pytest.importorskip(needed, reason="needs the dev extra: pip install -e '.[dev]'")
+        pytest.importorskip(needed, reason="pip install -e . --group dev")
     ran = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
         cwd=ROOT,

@@ -19,7 +19,7 @@ from autofit.report.report import Report
 from autofit.training.workload import Workload
 
 accelerate: Any = pytest.importorskip(
-    "accelerate", reason="accelerate is not installed: pip install -e .[dev]"
+    "accelerate", reason="accelerate is not installed: pip install -e . --group dev"
 )
 INPUTS = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.arange(24) % 3

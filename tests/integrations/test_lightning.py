@@ -23,7 +23,7 @@ from autofit.training.samples import Collated
 QUICK = autofit.SearchOptions(effort="quick")
 
 lightning: Any = pytest.importorskip(
-    "lightning.pytorch", reason="lightning is not installed: pip install -e .[dev]"
+    "lightning.pytorch", reason="lightning is not installed: pip install -e . --group dev"
 )
 
 

@@ -19,7 +19,7 @@ from autofit.report.details import training_lines
 from autofit.report.place import Place
 from autofit.report.report import Report
 
-WANTED = "not installed: pip install -e .[dev]"
+WANTED = "not installed: pip install -e . --group dev"
 transformers = pytest.importorskip("transformers", reason=f"transformers is {WANTED}")
 pytest.importorskip("accelerate", reason=f"accelerate is {WANTED}")
 Trainer: Any = transformers.Trainer

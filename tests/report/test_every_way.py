@@ -25,7 +25,7 @@ from tests.integrations.conftest import report_of
 GLOBAL = 8
 LENGTH = GLOBAL  # of a sequence, so that what is as long as the global batch is not cut
 WIDTH, WORDS = 8, 16
-WANTED = "not installed: pip install -e .[dev]"
+WANTED = "not installed: pip install -e . --group dev"
 SIZES = {"right": GLOBAL, "short": 5, "larger": 11}
 LOADED = {"whole": GLOBAL, "one micro-batch": 4, "short": 5, "another step": 11, "two steps": 16}
 """Samples that a trainer's loader has, in micro-batches of 4 where the model can be split."""
