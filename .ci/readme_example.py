@@ -25,7 +25,7 @@ sample_batch = batch = (torch.randn(32, 64), torch.randint(0, 10, (32,)))
 optimizer = torch.optim.AdamW(model.parameters())
 loader = [(torch.randn(256, 64), torch.randint(0, 10, (256,))) for _ in range(3)]
 """
-ON_THE_CPU = {"device": "cpu", "vram_budget": "64MiB", "timeout": 120}
+ON_THE_CPU: dict[str, str | int] = {"device": "cpu", "vram_budget": "64MiB", "timeout": 120}
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
