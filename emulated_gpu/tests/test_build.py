@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from emulated_gpu.build import SOURCES
+from emulated_gpu.toolchain import CudaTorch, cuda_headers
 
 Run = Callable[..., str]
 
@@ -46,14 +47,36 @@ def test_a_cpu_build_of_torch_is_named_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_torch_of_another_cuda_is_named(tmp_path: Path) -> None:
-    variables = torch_of(tmp_path, "__version__ = '2.11.0+cu128'\ncuda = '12.8'\n")
-    assert "torch 2.11.0+cu128 was built for CUDA 12.8" in run(FIND, **variables).stderr
+    variables = torch_of(tmp_path, "__version__ = '2.6.0+cu118'\ncuda = '11.8'\n")
+    assert "torch 2.6.0+cu118 was built for CUDA 11.8" in run(FIND, **variables).stderr
 
 
-def test_a_torch_that_cannot_be_imported_is_found(tmp_path: Path) -> None:
-    variables = torch_of(tmp_path, "__version__ = '2.11.0+cu130'\ncuda = '13.0'\n")
+@pytest.mark.parametrize(("version", "cuda"), [("2.8.0+cu128", "12.8"), ("2.11.0+cu130", "13.0")])
+def test_a_torch_that_cannot_be_imported_is_found(tmp_path: Path, version: str, cuda: str) -> None:
+    variables = torch_of(tmp_path, f"__version__ = '{version}'\ncuda = '{cuda}'\n")
     ran = run(FIND, **variables)
-    assert "version='2.11.0+cu130', cuda='13.0'" in ran.stdout, ran.stderr
+    assert f"version='{version}', cuda='{cuda}'" in ran.stdout, ran.stderr
+
+
+def test_headers_of_another_cuda_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+
+    def lay(folder: str, version: int) -> Path:
+        place = tmp_path / folder
+        (place / "crt").mkdir(parents=True)
+        (place / "cuda.h").touch()
+        (place / "crt" / "host_defines.h").touch()
+        (place / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {version}\n")
+        return place
+
+    thirteen = lay("nvidia/cu13/include", 13000)
+    twelve = lay("nvidia/cuda_runtime/include", 12080)
+    for cuda, expected in (("12.8", twelve), ("13.0", thirteen)):
+        torch = CudaTorch(tmp_path / "torch", "of a test", cuda, 91900)
+        assert cuda_headers(torch) == [expected]
 
 
 @pytest.mark.emulated

@@ -15,8 +15,12 @@ from pathlib import Path
 
 from emulated_gpu.errors import Unavailable
 
-SUPPORTED_CUDA = "13"
-_ARCHITECTURES = re.compile(rb"\0((?:(?:sm|compute)_\d+[af]? ?){2,})\0")
+_PACKAGES = {
+    "12": "'nvidia-cuda-runtime-cu12==12.*' 'nvidia-cuda-nvcc-cu12==12.*'",
+    "13": "'nvidia-cuda-runtime==13.*' 'nvidia-cuda-crt==13.*'",
+}
+"""By major version of CUDA, all that are supported: what has its headers."""
+_ARCHITECTURES = re.compile(rb"((?:(?:sm|compute)_\d+[af]? ?){2,})\0")
 """What torch.cuda.get_arch_list() says, in libtorch_python.so."""
 
 
@@ -52,13 +56,13 @@ def find_cuda_torch() -> CudaTorch:
     said = _constants(folder / "version.py")
     version, cuda = said.get("__version__") or "of an unknown version", said.get("cuda")
     advice = (
-        "an emulated GPU needs the CUDA build of torch, 2.11 or later, for CUDA "
-        f"{SUPPORTED_CUDA}: `pip install torch` from the default index, or with --no-deps, "
-        "without NVIDIA's libraries, which are emulated"
+        f"an emulated GPU needs the CUDA build of torch, for CUDA {' or '.join(_PACKAGES)}: `pip "
+        "install torch` from the default index, or with --no-deps, without NVIDIA's libraries, "
+        "which are emulated"
     )
     if not cuda:
         raise Unavailable(f"torch {version} was built without CUDA; {advice}")
-    if cuda.partition(".")[0] != SUPPORTED_CUDA:
+    if cuda.partition(".")[0] not in _PACKAGES:
         raise Unavailable(f"torch {version} was built for CUDA {cuda}; {advice}")
     return CudaTorch(folder, version, cuda, _cudnn_version())
 
@@ -104,7 +108,7 @@ def kernel_architectures(torch: CudaTorch) -> list[int]:
     if said is None:
         raise Unavailable(
             f"{library} does not name the architectures that torch {torch.version} has kernels "
-            "for: use torch 2.11, whose library does"
+            "for: use another version, such as 2.11, whose library does"
         )
     return sorted({int(number) for number in re.findall(rb"_(\d+)", said[1])})
 
@@ -134,15 +138,16 @@ def cuda_headers(torch: CudaTorch) -> list[Path]:
     major = torch.cuda.partition(".")[0]
     places = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     candidates = [Path(place) / "include" for place in places if place]
-    candidates += [site / "nvidia" / f"cu{major}" / "include"]
+    # The second is that of CUDA 12's packages.
+    candidates += [site / "nvidia" / name / "include" for name in (f"cu{major}", "cuda_runtime")]
     candidates += [*sorted(Path("/usr/local").glob("cuda*/include"), reverse=True)]
     candidates += [site / "triton" / "backends" / "nvidia" / "include"]
     main = next((folder for folder in candidates if _header_version(folder) == major), None)
     rest = next((f for f in (main, *candidates) if f and (f / "crt/host_defines.h").exists()), None)
     if main is None or rest is None:
         raise Unavailable(
-            f"the headers of CUDA {major} are missing: `pip install "
-            f"'nvidia-cuda-runtime=={major}.*' 'nvidia-cuda-crt=={major}.*'`, or set CUDA_HOME"
+            f"the headers of CUDA {major} are missing: `pip install {_PACKAGES[major]}`, or set "
+            "CUDA_HOME"
         )
     return list(dict.fromkeys((main, rest)))
 

@@ -18,17 +18,29 @@ EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureS
   *out = is_capturing(handle) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return status();
 }
+static cudaError_t capture_info(cudaStream_t handle, cudaStreamCaptureStatus* state, u64* id,
+                                cudaGraph_t* graph, const cudaGraphNode_t** nodes, size_t* count) {
+  if (id) cudaStreamGetId(handle, id);
+  if (graph) *graph = nullptr;
+  if (nodes) *nodes = nullptr;
+  if (count) *count = 0;
+  return cudaStreamIsCapturing(handle, state);
+}
+#if CUDART_VERSION < 13000  // a macro that stands for cudaStreamGetCaptureInfo_v2
+EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* state,
+                                            u64* id, cudaGraph_t* graph,
+                                            const cudaGraphNode_t** nodes, size_t* count) {
+  return capture_info(handle, state, id, graph, nodes, count);
+}
+#else
 EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* state,
                                             u64* id, cudaGraph_t* graph,
                                             const cudaGraphNode_t** nodes,
                                             const cudaGraphEdgeData** edges, size_t* count) {
-  if (id) cudaStreamGetId(handle, id);
-  if (graph) *graph = nullptr;
-  if (nodes) *nodes = nullptr;
   if (edges) *edges = nullptr;
-  if (count) *count = 0;
-  return cudaStreamIsCapturing(handle, state);
+  return capture_info(handle, state, id, graph, nodes, count);
 }
+#endif
 EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
   return cudaSuccess;
 }

@@ -50,6 +50,24 @@ const Kernel* own_kernel(const std::string& name) {
   return nullptr;
 }
 
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 9
+// The operator's entry, which is private before torch 2.9. Naming it here as an argument of a template
+// that is instantiated is what the language lets one do with a private member.
+auto& entry_of(const c10::OperatorHandle& op);
+template <auto Definition>
+struct Opened {
+  friend auto& entry_of(const c10::OperatorHandle& op) { return (op.*Definition)->op; }
+};
+template struct Opened<&c10::OperatorHandle::operatorDef_>;
+CudaKernel cuda_kernel(const c10::OperatorHandle& op) {
+  return entry_of(op).lookup(c10::DispatchKeySet(c10::DispatchKey::CUDA));
+}
+#else
+CudaKernel cuda_kernel(const c10::OperatorHandle& op) {
+  return op.getComputedKernelForDispatchKey(c10::DispatchKey::CUDA);
+}
+#endif
+
 struct Quiet : c10::WarningHandler {  // about operators that have a kernel already
   void process(const c10::Warning&) override {}
 };
@@ -67,7 +85,7 @@ bool register_operators() {
     if (!op->hasKernelForDispatchKey(DispatchKey::CUDA) && !COMPOSITE.count(full)) continue;
     const Kernel* kernel = own_kernel(full);
     if (!kernel && !op->hasComputedKernelForDispatchKey(DispatchKey::CPU)) continue;
-    add_operator(op->schema(), {op->getComputedKernelForDispatchKey(DispatchKey::CUDA),
+    add_operator(op->schema(), {cuda_kernel(*op),
                                 op->hasTag(at::Tag::nondeterministic_seeded),
                                 BLIND_WRITERS.count(name.name) > 0,
                                 op->hasTag(at::Tag::dynamic_output_shape), full == CHECK, kernel});

@@ -6,6 +6,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/version.h>
 
 #include <functional>
 #include <string>
@@ -23,8 +24,14 @@ using Values = std::vector<c10::IValue>;
 using Schema = c10::FunctionSchema;
 using Kernel = std::function<Values(const Schema&, Values&)>;
 
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 9
+using CudaKernel = c10::KernelFunction;
+#else
+using CudaKernel = c10::SafeKernelFunction;
+#endif
+
 struct Operator {
-  c10::SafeKernelFunction cuda;
+  CudaKernel cuda;
   bool seeded;           // draws random numbers
   bool writes_blindly;   // what it writes does not depend on what it overwrites
   bool sized_by_values;  // the shapes it returns depend on values, as nonzero's
