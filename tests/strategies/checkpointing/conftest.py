@@ -238,8 +238,13 @@ def part(checkpointing: Strategy) -> Callable[[str], Any]:
 
 
 @pytest.fixture
-def saved_tensors(part: Callable[[str], Any]) -> Any:
-    return part("saved_tensors")
+def tensor_tree(part: Callable[[str], Any]) -> Any:
+    return part("tensor_tree")
+
+
+@pytest.fixture
+def timeline(part: Callable[[str], Any]) -> Any:
+    return part("timeline")
 
 
 @pytest.fixture
