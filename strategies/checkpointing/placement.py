@@ -11,11 +11,12 @@ chains, 2019, with whole items recomputed and never a checkpoint within a checkp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import fsum, inf
-from typing import TypeAlias
+
+import torch
 
 from .timeline import Timeline
 
@@ -145,12 +146,6 @@ def spread(placements: Sequence[Placement]) -> list[Placement]:
     return kept
 
 
-# Released bytes in quanta -> the least seconds to release them, and how: the last item that is
-# recomputed, and the choice before it
-_Choice: TypeAlias = "tuple[int, _Choice] | None"
-_Choices: TypeAlias = dict[int, tuple[float, _Choice]]
-
-
 def cheapest(
     items: Sequence[Item], held_bytes: int, ceiling_bytes: float
 ) -> tuple[str, ...] | None:
@@ -167,45 +162,35 @@ def cheapest(
         ceiling_bytes: most bytes at any time.
     """
     quantum = max(1.0, held_bytes / (QUANTA - 1))
-    reached: list[_Choices] = [{} for _ in range(len(items) + 1)]
-    reached[0][0] = 0.0, None
-    for index, item in enumerate(items):
-        after = _next_outside(items, index)
-        is_outer = after > index + 1  # then the items within it look after themselves
-        for released, (seconds, choice) in _undominated(reached[index]):
-            fits = item.within_bytes - released * quantum <= ceiling_bytes
-            if fits or is_outer:
-                _offer(reached[index + 1], released, seconds, choice)
-            if fits and item.name:
-                more = released + round(item.released_bytes / quantum)
-                _offer(reached[after], more, seconds + item.seconds, (index, choice))
-    enough = (held_bytes - ceiling_bytes) / quantum
-    ends = [end for released, end in reached[-1].items() if released >= enough]
-    if not ends:
+    states = torch.arange(QUANTA)
+    released = states * quantum
+    # From each item on: the least seconds in each state. Infinite: the ceiling cannot be met
+    later = [torch.zeros(QUANTA)] * len(items)
+    later += [torch.zeros(QUANTA).masked_fill(held_bytes - released > ceiling_bytes, inf)]
+    chosen: list[torch.Tensor] = []
+    after = [_next_outside(items, index) for index in range(len(items))]
+    more = [round(item.released_bytes / quantum) for item in items]
+    for index, item in reversed(list(enumerate(items))):
+        too_large = item.within_bytes - released > ceiling_bytes
+        reached = (states + more[index]).clamp(max=QUANTA - 1)
+        taken = (later[after[index]][reached] + item.seconds).masked_fill(too_large, inf)
+        left = later[index + 1]
+        if after[index] == index + 1:  # else the items within it look after themselves
+            left = left.masked_fill(too_large, inf)
+        chosen.insert(0, taken < left)
+        later[index] = torch.minimum(taken, left)
+    if later[0][0] == inf:
         return None
-    _, choice = min(ends, key=lambda end: end[0])
-    return tuple(items[index].name for index in reversed(list(_indices(choice))))
-
-
-def _offer(choices: _Choices, released: int, seconds: float, choice: _Choice) -> None:
-    released = min(released, QUANTA - 1)
-    if released not in choices or seconds < choices[released][0]:
-        choices[released] = seconds, choice
-
-
-def _undominated(choices: _Choices) -> Iterator[tuple[int, tuple[float, _Choice]]]:
-    """Yield those that take less time than all that release as much or more."""
-    least_s = inf
-    for released in sorted(choices, reverse=True):
-        if choices[released][0] < least_s:
-            least_s = choices[released][0]
-            yield released, choices[released]
-
-
-def _indices(choice: _Choice) -> Iterator[int]:
-    while choice is not None:
-        index, choice = choice
-        yield index
+    names: list[str] = []
+    index = state = 0
+    while index < len(items):
+        if chosen[index][state]:
+            names.append(items[index].name)
+            state = min(state + more[index], QUANTA - 1)
+            index = after[index]
+        else:
+            index += 1
+    return tuple(names)
 
 
 def _next_outside(items: Sequence[Item], index: int) -> int:
