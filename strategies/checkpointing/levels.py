@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autofit.errors import release_exception
+from autofit.errors import release_exception, with_type
 from autofit.plan import CostHint, Dimension, Scalar, thinned
 from autofit.strategy import NUMPY, PYTHON, Comparison, Context, Strategy
 
@@ -61,45 +61,37 @@ def find_levels(context: Context, strategy: Strategy) -> Dimension:
     Raises:
         Exception: what a plain step of the user's code raises.
     """
+    skipped = "checkpointing skipped: "
     try:
         small = profile_step(context, SMALL)
     except (torch.OutOfMemoryError, NeedsSavedTensors):
-        why = f"a step of {SMALL} samples does not fit into memory"
-        context.note(f"checkpointing skipped: {why}")
+        context.note(f"{skipped}a step of {SMALL} samples does not fit into memory")
         return _PLAIN
     except Exception as error:  # of the user's code, or of watching it
-        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        small = None
-    if small is None:
+        release_exception(error)
         context.with_training(run_step, SMALL)  # raises what the user's code raises by itself
-        context.note(f"checkpointing skipped: a step cannot be traced ({why})")
+        context.note(f"{skipped}a step cannot be traced ({with_type(error).splitlines()[0]})")
         return _PLAIN
-    large, timed_batch = _long_enough(context, small)
-    found = find_candidates(
-        context.model,
-        brought_by_samples(small, large),
-        small.checkpointing,
-        small.around_checkpoints,
-        small.overwritten,
-    )
+    large, timed_micro_batch = _long_enough(context, small)
+    candidates, left_out = find_candidates(context.model, brought_by_samples(small, large))
     try:
         seeds = SEEDS if small.draws else SEEDS[:1]
-        parity = check_parity(strategy, context, layers(found.timeline), seeds)
+        parity = check_parity(strategy, context, layers(candidates), seeds)
     except torch.OutOfMemoryError:
-        context.note("checkpointing skipped: there is not enough memory to compare a step with it")
+        context.note(f"{skipped}there is not enough memory to compare a step with it")
         return _PLAIN
-    left_out = found.left_out | parity.left_out
+    left_out |= parity.left_out
     for note in _notes(left_out):
         context.note(note)
-    timeline = found.timeline.of([u for u in found.timeline.calls_of if u not in parity.left_out])
+    timeline = candidates.of(candidates.calls_of.keys() - parity.left_out.keys())
     if not timeline.calls:
-        if not left_out and found.timeline.saved_bytes:
+        if not left_out and candidates.saved_bytes:
             context.note(_NOTHING_WORTH_IT)
         return _PLAIN
     parsed = [Unit.parse(unit) for unit in timeline.calls_of]
     names = {name for unit in parsed for name in unit.modules(context.model)}
     keeping = {unit.module for unit in parsed if unit.keeps_products}
-    times = time_modules(context, timed_batch, names, keeping)
+    times = time_modules(context, timed_micro_batch, names, keeping)
     levels = make_dimension(context.model, timeline, times, sorted(parity.state))
     if len(levels.values) == 1:
         context.note(_NOTHING_LOWERS_THE_PEAK)
@@ -168,26 +160,22 @@ def _long_enough(context: Context, small: StepProfile) -> tuple[StepProfile, int
     That is the first whose step takes long enough, or the last one that fits. Bytes that grow with
     the samples take two sizes in any case.
     """
-    assert small.step_s is not None
     if small.step_s >= LONG_ENOUGH_S:
-        return _profile_if_it_runs(context, 2 * SMALL, small, timed=False) or small, SMALL
+        return _profile_if_it_runs(context, 2 * SMALL) or small, SMALL
     found = small
     for micro_batch in LARGE:
-        larger = _profile_if_it_runs(context, micro_batch, small, timed=True)
+        larger = _profile_if_it_runs(context, micro_batch)
         if larger is None:
             break
         found = larger
-        assert found.step_s is not None
         if found.step_s >= LONG_ENOUGH_S:
             break
     return found, found.micro_batch
 
 
-def _profile_if_it_runs(
-    context: Context, micro_batch: int, small: StepProfile, *, timed: bool
-) -> StepProfile | None:
+def _profile_if_it_runs(context: Context, micro_batch: int) -> StepProfile | None:
     try:
-        return profile_step(context, micro_batch, small, timed)
+        return profile_step(context, micro_batch)
     except Exception as error:  # it does not fit, or the user's code takes no so large a batch
         release_exception(error)
         return None

@@ -17,7 +17,7 @@ from torch import nn
 
 from autofit.strategy import Comparison
 
-from .units import Unit, class_of, make_of
+from .units import KEEPING, Unit, class_of, make_of
 
 SEEDS = (0, 1, 2)
 # A model in which so many units differ is not worth more steps; the rest is left out untried.
@@ -118,21 +118,17 @@ class _Gate:
     def search_all(self, layers: Sequence[Sequence[str]], seeds: Sequence[int]) -> None:
         """Search these lists from each seed, and leave out what no step has run.
 
-        From further seeds, units within one that makes no difference then make none either.
+        From further seeds, units within those that make no difference then make none either, but
+        for those that keep their products: they run again what others do not.
         """
         self._compare(())  # whether a step repeats is no matter of the seed
-        for seed in seeds:
-            self._seed = seed
-            harmless: list[str] = []
+        for self._seed in seeds:
+            differs = self._seed == seeds[0]
             for layer in layers:
-                units = [
-                    unit
-                    for unit in layer
-                    if unit not in self.parity.left_out
-                    and (seed == seeds[0] or not _is_within(unit, harmless, self._model))
-                ]
-                self._search(sorted(units, key=lambda unit: str(self._kinds[unit])))
-                harmless += [unit for unit in units if unit not in self.parity.left_out]
+                units = {u for u in layer if differs or layer is layers[0] or u.endswith(KEEPING)}
+                units -= self.parity.left_out.keys()
+                self._search(sorted(units, key=lambda unit: (str(self._kinds[unit]), unit)))
+                differs = differs or not units.isdisjoint(self.parity.left_out)
         self.leave_out(self._never_run([*chain(*layers)]), _NEVER_RUN)
 
     def leave_out(self, units: Iterable[str], why: str) -> None:
@@ -225,15 +221,3 @@ def _kind(unit: str, model: nn.Module) -> Hashable:
 
 def _modules(unit: str, model: nn.Module) -> list[nn.Module]:
     return [model.get_submodule(name) for name in Unit.parse(unit).modules(model)]
-
-
-def _is_within(unit: str, others: Collection[str], model: nn.Module) -> bool:
-    """Return whether the other units run again all that this one does.
-
-    One that keeps its products is within no other: it runs again what others do not.
-    """
-    outer = tuple(f"{name}." for other in others for name in Unit.parse(other).modules(model))
-    inner = Unit.parse(unit)
-    return not inner.keeps_products and all(
-        f"{name}.".startswith(outer) for name in inner.modules(model)
-    )

@@ -19,8 +19,7 @@ from autofit.strategy import Context, TrainingView, calls_watched
 
 from ..calls import run_step
 from .products import ProductsWatch
-from .saved_tensors import Recorder, saving_by
-from .timeline import Timeline
+from .saved_tensors import Recorder, Recording, saving_by
 from .units import Unit
 
 # Limits of the steps that modules are timed in, and the seconds after which they suffice.
@@ -42,20 +41,14 @@ class StepProfile:
 
     Attributes:
         micro_batch: samples in it.
-        timeline: of the calls of all modules.
-        step_s: seconds of one step, too noisy to compare steps by; None: not timed.
-        checkpointing: modules whose own code checkpoints something.
-        around_checkpoints: these and all modules that run them.
-        overwritten: modules of which an input is changed in place.
+        recording: what it saved and called.
+        step_s: seconds of one step, too noisy to compare steps by.
         draws: whether the step draws numbers of the generators that a seed sets.
     """
 
     micro_batch: int
-    timeline: Timeline
-    step_s: float | None
-    checkpointing: frozenset[str]
-    around_checkpoints: frozenset[str]
-    overwritten: frozenset[str]
+    recording: Recording
+    step_s: float
     draws: bool
 
 
@@ -116,18 +109,10 @@ class _Pass:
         return stopwatch
 
 
-def profile_step(
-    context: Context, micro_batch: int, like: StepProfile | None = None, timed: bool = True
-) -> StepProfile:
+def profile_step(context: Context, micro_batch: int) -> StepProfile:
     """Record one step at this micro-batch and time another; the weights do not change.
 
     Where a step does not fit, a forward pass that keeps no saved tensors is recorded instead.
-
-    Args:
-        context: holds the model.
-        micro_batch: samples of a step.
-        like: an earlier profile; a step that calls the same modules is a whole one.
-        timed: whether to time a step.
 
     Raises:
         torch.OutOfMemoryError: not even the forward pass fits.
@@ -136,17 +121,9 @@ def profile_step(
 
     def look(one: _Pass) -> StepProfile:
         before = _random_states(one.training.device)
-        recorder = _recorded_whole(one, frozenset(like.timeline.calls_of if like else ()))
+        recording = _recorded_whole(one)
         draws = before != _random_states(one.training.device)
-        return StepProfile(
-            micro_batch,
-            recorder.timeline(),
-            _step_s([one.timed()], one) if timed else None,
-            frozenset(recorder.checkpointing),
-            frozenset(recorder.around_checkpoints),
-            frozenset(recorder.overwritten),
-            draws,
-        )
+        return StepProfile(micro_batch, recording, _step_s([one.timed()], one), draws)
 
     return _of_a_step_or_a_forward(context, micro_batch, look)
 
@@ -181,21 +158,21 @@ def time_modules(
     return _of_a_step_or_a_forward(context, micro_batch, look)
 
 
-def brought_by_samples(small: StepProfile, large: StepProfile) -> Timeline:
-    """Return the large profile's timeline, with only the bytes that grow with the micro-batch.
+def brought_by_samples(small: StepProfile, large: StepProfile) -> Recording:
+    """Return the large profile's recording, with only the bytes that grow with the micro-batch.
 
     Storages that do not grow (masks, weights computed in the forward pass) are not activations:
     counted, they would make the wrong units look worth checkpointing.
     """
-    few, many = small.timeline.storages, large.timeline.storages
+    few, timeline = small.recording.timeline.storages, large.recording.timeline
     added = large.micro_batch - small.micro_batch
-    if not added or [s.first for s in few] != [s.first for s in many]:
-        return large.timeline
+    if not added or [s.first for s in few] != [s.first for s in timeline.storages]:
+        return large.recording
     storages = [
         replace(more, nbytes=round(max(0, more.nbytes - less.nbytes) * large.micro_batch / added))
-        for less, more in zip(few, many, strict=True)
+        for less, more in zip(few, timeline.storages, strict=True)
     ]
-    return replace(large.timeline, storages=storages)
+    return replace(large.recording, timeline=replace(timeline, storages=storages))
 
 
 class Stopwatch:
@@ -290,25 +267,20 @@ def _of_a_step_or_a_forward(
     return looked(keep=False)
 
 
-def _recorded_whole(one: _Pass, known: frozenset[str]) -> Recorder:
-    """Record a step; where steps skip modules at random (LayerDrop), one that skips fewest.
-
-    A step is enough if it calls exactly the modules of an earlier one that was chosen so.
-    """
-    recorders: list[Recorder] = []
-    called: list[frozenset[str]] = []
+def _recorded_whole(one: _Pass) -> Recording:
+    """Record a step; where steps skip modules at random (LayerDrop), one that skips fewest."""
+    recordings: list[Recording] = []
+    modules: list[frozenset[str]] = []
     for number in range(1, MAX_LOOKS + 1):
         recorder = Recorder(one.training, one.batch, keep=one.keep)
         with recorder.watching():
             one.run()
-        recorders.append(recorder)
-        called.append(frozenset(recorder.timeline().calls_of))
-        if called[-1] == known:
-            return recorder
-        is_whole = max(map(len, called)) == len(frozenset().union(*called))
-        if is_whole and number >= (2 if len(set(called)) == 1 else LOOKS):
+        recordings.append(recorder.recording())
+        modules.append(frozenset(recordings[-1].timeline.calls_of))
+        is_whole = max(modules, key=len) == frozenset[str]().union(*modules)
+        if is_whole and number >= (2 if len({*modules}) == 1 else LOOKS):
             break
-    return max(zip(called, recorders, strict=True), key=lambda look: len(look[0]))[1]
+    return max(recordings, key=lambda recording: len(recording.timeline.calls_of))
 
 
 def _step_s(steps: Sequence[Stopwatch], one: _Pass) -> float:

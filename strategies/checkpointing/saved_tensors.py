@@ -45,6 +45,24 @@ class _OpenCall:
     earlier_products: int
 
 
+@dataclass(frozen=True)
+class Recording:
+    """What a recorder saw.
+
+    Attributes:
+        timeline: of the calls of all modules.
+        checkpointing: names of the modules whose own code checkpoints something.
+        around_checkpoints: names of these and of all modules that run them.
+        overwritten: names of the modules of which an input was changed in place, by themselves or
+            by what ran after them: it is lost to a recomputation.
+    """
+
+    timeline: Timeline
+    checkpointing: frozenset[str] = frozenset()
+    around_checkpoints: frozenset[str] = frozenset()
+    overwritten: frozenset[str] = frozenset()
+
+
 class Recorder:
     """Record the forward passes of a training that run inside `watching`.
 
@@ -53,18 +71,9 @@ class Recorder:
         batch: its tensors are not counted, like parameters and buffers.
         keep: keep what is saved, so that a backward pass can follow; without it a forward pass
             needs no more memory than its largest operator.
-
-    Attributes:
-        checkpointing: names of the modules whose own code checkpoints something.
-        around_checkpoints: names of these and of all modules that run them.
-        overwritten: names of the modules of which an input was changed in place, by themselves or
-            by what ran after them: it is lost to a recomputation.
     """
 
     def __init__(self, training: TrainingView, batch: Any, *, keep: bool = True) -> None:
-        self.checkpointing: set[str] = set()
-        self.around_checkpoints: set[str] = set()
-        self.overwritten: set[str] = set()
         self._training = training
         self._keep = keep
         model = training.model
@@ -79,6 +88,9 @@ class Recorder:
         self._open: list[_OpenCall] = []
         self._calls: list[Call] = []
         self._inputs: list[tuple[str, torch.Tensor, int]] = []
+        self._checkpointing: set[str] = set()
+        self._around_checkpoints: set[str] = set()
+        self._overwritten: set[str] = set()
         self._from_checkpoints: set[int | None] = set()
         self._sign = torch.ones((), requires_grad=True)
         self._sign_was_seen = False
@@ -93,8 +105,16 @@ class Recorder:
         ):
             yield
 
-    def timeline(self) -> Timeline:
-        """Return the recorded savings and calls."""
+    def recording(self) -> Recording:
+        """Return what was recorded."""
+        return Recording(
+            self._timeline(),
+            frozenset(self._checkpointing),
+            frozenset(self._around_checkpoints),
+            frozenset(self._overwritten),
+        )
+
+    def _timeline(self) -> Timeline:
         first, last = dict[int, int](), dict[int, int]()
         for position, index in enumerate(self._savings):
             first.setdefault(index, position)
@@ -139,7 +159,7 @@ class Recorder:
             self._calls.append(replace(ended.call, end=len(self._savings), products=products))
         if not self._open:  # all inputs that are not what they were
             changed = (name for name, counter, was in self._inputs if counter._version != was)
-            self.overwritten.update(changed)
+            self._overwritten.update(changed)
 
     def _note_product(self, op: Any, run: Callable[[], Any]) -> Any:
         """Run a matrix product or attention, and note what it made."""
@@ -158,8 +178,8 @@ class Recorder:
 
     def _note_checkpoint(self) -> None:
         observed = [each.call.unit for each in self._open if each.observed]
-        self.checkpointing.update(observed[-1:])
-        self.around_checkpoints.update(observed)
+        self._checkpointing.update(observed[-1:])
+        self._around_checkpoints.update(observed)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if tensor is self._sign:

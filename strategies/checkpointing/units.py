@@ -21,6 +21,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from autofit.errors import InvalidArgument
 
+from .saved_tensors import Recording
 from .timeline import Call, Timeline
 
 # What a unit must free of the bytes that are saved in it, and of all that are saved.
@@ -102,41 +103,24 @@ class Unit:
         return "{}[{}:{}]".format(self.module, *self.segment)
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """The units of a model that are worth checkpointing.
-
-    Attributes:
-        timeline: of one forward pass, its calls those of the units.
-        left_out: module -> reason for the report why it is not a candidate.
-    """
-
-    timeline: Timeline
-    left_out: dict[str, str]
-
-
-def find_candidates(
-    model: nn.Module,
-    timeline: Timeline,
-    checkpointing: Collection[str] = (),
-    around_checkpoints: Collection[str] = (),
-    overwritten: Collection[str] = (),
-) -> Candidates:
+def find_candidates(model: nn.Module, recording: Recording) -> tuple[Timeline, dict[str, str]]:
     """Find the units of a model that are worth checkpointing.
 
     Args:
-        timeline: of the calls of all modules, with the bytes that grow with the samples.
-        checkpointing: modules whose own code checkpoints something.
-        around_checkpoints: these and all modules that run them.
-        overwritten: modules of which an input is changed in place.
+        model: holds the modules.
+        recording: of one forward pass, with the bytes that grow with the samples.
+
+    Returns:
+        The timeline with the calls of the units; modules that are none -> why, for the report.
     """
-    closed = {*around_checkpoints, *_cannot_be_covered(model)}
+    timeline, overwritten = recording.timeline, recording.overwritten
+    closed = {*recording.around_checkpoints, *_cannot_be_covered(model)}
     modules = timeline.of(timeline.calls_of.keys() - closed - {""})
     worthy = _worthy(modules)
     unusable = sorted(worthy.intersection(overwritten))
     worthy.difference_update(unusable)
     blocks = [name for name in unusable if model.get_submodule(name)._modules]
-    left_out = dict.fromkeys(_outermost(checkpointing), CHECKPOINTS_ITSELF)
+    left_out = dict.fromkeys(_outermost(recording.checkpointing), CHECKPOINTS_ITSELF)
     left_out |= dict.fromkeys(_outermost(blocks), OVERWRITTEN)
     segments = [
         call
@@ -146,7 +130,7 @@ def find_candidates(
     ]
     best = _best(_with_calls(timeline, [*modules.of(worthy).calls, *segments]))
     keeping = _keeping_products(modules.of(worthy))
-    return Candidates(_with_calls(timeline, [*best.calls, *keeping.calls]), left_out)
+    return _with_calls(timeline, [*best.calls, *keeping.calls]), left_out
 
 
 def layers(timeline: Timeline) -> list[list[str]]:

@@ -268,7 +268,7 @@ def record(part: Callable[[str], Any]) -> Callable[..., Any]:
                 loss = training.loss(batch)
                 if keep:
                     training.backward(loss)
-        return recorder
+        return recorder.recording()
 
     return run
 
