@@ -8,11 +8,13 @@ because pickle looks a bound method up by that name: a model loaded from a file 
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any, TypeAlias
@@ -25,18 +27,41 @@ from autofit.errors import InvalidArgument
 from autofit.strategy import NUMPY, PYTHON, attributes_kept
 
 from .products import Products
-from .saved_tensors import put_tensors, take_tensors
+from .tensor_tree import put_tensors, take_tensors
 from .units import Unit
 
-# Dotted name of a module below the one that is run, and its buffer's or a random state's name.
-StatePath: TypeAlias = tuple[str, str]
+# The module that holds a buffer, and the buffer's name; None and a random state's name.
+StatePlace: TypeAlias = tuple[nn.Module | None, str]
 
-_FORWARD = "_autofit_forward"
-_RUNS = "_autofit_runs"
-_STATE = "_autofit_state"
-_KEEPS = "_autofit_keeps_products"
-_AROUND = "_autofit_around"
-_ADDED = ("forward", _FORWARD, _RUNS, _STATE, _KEEPS, _AROUND)
+_COVER = "_autofit_checkpointing"
+
+
+@dataclass(frozen=True)
+class Cover:
+    """How a module is checkpointed; kept in the module.
+
+    Attributes:
+        original: its forward.
+        segments: ranges of children of a Sequential that are units of their own; (): all is one.
+        keeps_products: whether the results of products are kept.
+        state: what a forward may change.
+        around: entered around each recomputation.
+    """
+
+    original: Callable[..., Any]
+    segments: tuple[tuple[int, int], ...]
+    keeps_products: bool
+    state: tuple[StatePlace, ...]
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cover:
+        """Return one for a copied module; the training that `around` belongs to is not copied."""
+        original, state = copy.deepcopy((self.original, self.state), memo)
+        return replace(self, original=original, state=state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave `around` out: a model that is loaded from a file is in no training."""
+        return Cover, (self.original, self.segments, self.keeps_products, self.state)
 
 
 @contextmanager
@@ -60,49 +85,48 @@ def checkpointed(
         InvalidArgument: the model has no such unit or buffer, or another training has it
             checkpointed.
     """
+    places = [(owner_of(model, name), name.rpartition(".")[2]) for name in sorted(set(state))]
     with ExitStack() as stack:
-        for holder, runs, keeps in _by_holder(model, units):
-            stack.enter_context(attributes_kept(holder, *_ADDED))
-            below = _state_below(model, holder, set(state))
-            _cover(holder, runs, _Around(around), {_STATE: below, _KEEPS: keeps})
+        for module, (segments, keeps_products) in _modules_to_cover(model, units).items():
+            if _COVER in vars(module):
+                raise InvalidArgument(
+                    f"the model's {type(module).__name__} is already checkpointed by another "
+                    "training: end that one first, by leaving its `with` block or calling its "
+                    "undo()"
+                )
+            stack.enter_context(attributes_kept(module, "forward", _COVER))
+            owners = {None, *module.modules()}
+            below = tuple(place for place in places if place[0] in owners)
+            cover = Cover(module.forward, segments, keeps_products, below, around)
+            vars(module).update({_COVER: cover, "forward": MethodType(forward, module)})
         yield
 
 
-def _by_holder(
-    model: nn.Module, units: Iterable[str]
-) -> list[tuple[nn.Module, tuple[tuple[int, int], ...], bool]]:
-    """Return each module to cover, with the runs of children to checkpoint in it; (): all of it.
+def _modules_to_cover(
+    model: nn.Module, names: Iterable[str]
+) -> dict[nn.Module, tuple[tuple[tuple[int, int], ...], bool]]:
+    """Return each module to cover, with the segments to checkpoint, and if it keeps its products.
 
-    And whether it keeps its products. A module that stands under two names is covered once.
+    A module that stands under two names is covered once.
 
     Raises:
-        InvalidArgument: its names ask for different things.
+        InvalidArgument: there is no such unit, or the names of a module ask for different things.
     """
-    parsed = [Unit.parse(name) for name in units]
-    keeping = {unit.module for unit in parsed if unit.keeps_products}
-    first: dict[nn.Module, str] = {}
-    covers: dict[nn.Module, tuple[tuple[tuple[int, int], ...], bool]] = {}
-    for name, holder in {unit.module: unit.find(model) for unit in parsed}.items():
-        runs = tuple(sorted(u.run for u in parsed if u.module == name and u.run is not None))
-        cover = runs, name in keeping
-        if covers.setdefault(holder, cover) != cover:
+    units: dict[str, list[Unit]] = {}
+    for unit in map(Unit.parse, names):
+        units.setdefault(unit.module, []).append(unit)
+    found: dict[nn.Module, tuple[str, Any]] = {}
+    for name, each in units.items():
+        (module,) = {unit.find(model) for unit in each}
+        segments = tuple(sorted(unit.segment for unit in each if unit.segment))
+        way = segments, any(unit.keeps_products for unit in each)
+        first, first_way = found.setdefault(module, (name, way))
+        if first_way != way:
             raise InvalidArgument(
-                f"{first[holder]!r} and {name!r} name one module, which is checkpointed in one "
+                f"{first!r} and {name!r} name one module, which is checkpointed in one "
                 "way wherever it runs: give one of them"
             )
-        first.setdefault(holder, name)
-    return [(holder, *cover) for holder, cover in covers.items()]
-
-
-def _state_below(
-    model: nn.Module, holder: nn.Module, names: Collection[str]
-) -> tuple[StatePath, ...]:
-    """Return where this state of the model lies, as seen from a module of it."""
-    path_of = {module: path for path, module in holder.named_modules()}
-    owners = [(owner_of(model, name), name) for name in sorted(names)]
-    below = [(path_of[owner], name) for owner, name in owners if owner in path_of]
-    anywhere = [("", name) for owner, name in owners if owner is None]
-    return (*((path, name.rpartition(".")[2]) for path, name in below), *anywhere)
+    return {module: way for module, (_, way) in found.items()}
 
 
 def owner_of(model: nn.Module, state: str) -> nn.Module | None:
@@ -126,34 +150,17 @@ def owner_of(model: nn.Module, state: str) -> nn.Module | None:
     return owner
 
 
-def _cover(
-    holder: nn.Module, runs: Sequence[tuple[int, int]], around: _Around, others: Mapping[str, Any]
-) -> None:
-    if _FORWARD in holder.__dict__:
-        raise InvalidArgument(
-            f"the model's {type(holder).__name__} is already checkpointed by another "
-            "training: end that one first, by leaving its `with` block or calling its "
-            "undo()"
-        )
-    original = holder.forward
-    holder.__dict__[_FORWARD] = original
-    holder.__dict__[_RUNS] = runs
-    holder.__dict__.update(others)
-    holder.__dict__[_AROUND] = around
-    holder.__dict__["forward"] = MethodType(forward, holder)
-
-
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a covered module."""
-    original, state = self.__dict__[_FORWARD], self.__dict__[_STATE]
-    if not self.__dict__[_RUNS]:
-        return recomputed(original, self, state, args, kwargs)
+    cover: Cover = vars(self)[_COVER]
+    if not cover.segments:
+        return recomputed(cover.original, self, args, kwargs)
     children: list[Any] = list(self._modules.values())  # children() drops one that stands twice
     value, position = args[0] if args else kwargs["input"], 0
-    for start, stop in self.__dict__[_RUNS]:
+    for start, stop in cover.segments:
         for child in children[position:start]:
             value = child(value)
-        value = recomputed(partial(_in_turn, children[start:stop]), self, state, (value,), {})
+        value = recomputed(partial(_in_turn, children[start:stop]), self, (value,), {})
         position = stop
     for child in children[position:]:  # not by a function, beside which `value` would stay alive
         value = child(value)
@@ -168,8 +175,7 @@ def _in_turn(modules: Sequence[Any], value: Any) -> Any:
 
 def recomputed(
     function: Callable[..., Any],
-    holder: nn.Module,
-    state: Sequence[StatePath],
+    module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
@@ -180,9 +186,8 @@ def recomputed(
     random states as the first one did, and leaves the live ones alone.
 
     Args:
-        function: runs `holder`, or a part of it.
-        holder: the module below which the state is found.
-        state: what a forward may change.
+        function: runs `module`, or a part of it.
+        module: covered.
         args, kwargs: tensors may stand at any depth of tuples, lists, dicts and dataclasses.
     """
     if torch.compiler.is_compiling():
@@ -191,31 +196,30 @@ def recomputed(
     if not torch.is_grad_enabled() or not _hooks_allowed():
         return function(*args, **kwargs)
     tensors, nest = take_tensors((tuple(args), dict(kwargs)))
-    live = [(args, kwargs)]
+    first = _First(args, kwargs)
 
     def run(*tensors: torch.Tensor) -> Any:
-        # what the first run does to the caller's objects is seen there; the second run finds them
-        # as the first did, and keeps what it does to them to itself
-        own_args, own_kwargs = live.pop() if live else put_tensors(nest, tensors)
-        return function(*own_args, **own_kwargs)
+        args, kwargs = first.arguments or put_tensors(nest, tensors)
+        return function(*args, **kwargs)
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
-        """Return what the first run is in, and what the second."""
-        if not holder.__dict__[_KEEPS]:
-            return nullcontext(), _Again(holder, state)
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        cover: Cover = vars(module)[_COVER]
+        if not cover.keeps_products:
+            return first, _Again(cover)
         products = Products()
-        return products.first(), _Again(holder, state, products.again)
+        first.within = products.first()
+        return first, _Again(cover, products.again)
 
-    marks = _marks_of_devices(holder, tensors)
+    marks = _marks_of_devices(module, tensors)
     return checkpoint(run, *tensors, *marks, use_reentrant=False, context_fn=contexts)
 
 
-def _marks_of_devices(holder: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return an empty tensor on each device that the holder draws on and no argument lies on.
+def _marks_of_devices(module: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return an empty tensor on each device that the module draws on and no argument lies on.
 
     torch keeps the random states of the devices of the arguments.
     """
-    used = {tensor.device for tensor in (*holder.parameters(), *holder.buffers())}
+    used = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not annotate it
         used.add(torch.device("cuda", torch.cuda.current_device()))
     missing = used - {tensor.device for tensor in tensors}
@@ -238,68 +242,65 @@ def _hooks_allowed() -> bool:
     return False
 
 
-class _Around:
-    """What is entered around recomputations; a model that is loaded from a file has nothing.
+class _First(AbstractContextManager[None]):
+    """What the first run is in: it gets the caller's own arguments.
 
-    A copy of the model shares it: the training that it belongs to is not copied along.
+    What it does to them is seen by the caller. A later run gets copies as they were before, and
+    keeps what it does to them to itself.
     """
 
-    def __init__(self, enter: Callable[[], AbstractContextManager[None]]) -> None:
-        self.enter = enter
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = args, kwargs
+        self.within: AbstractContextManager[Any] = nullcontext()
 
-    def __deepcopy__(self, memo: object) -> _Around:
-        return self
+    def __enter__(self) -> None:
+        self.within.__enter__()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Around, (nullcontext,)
+    def __exit__(self, *error: Any) -> None:
+        self.arguments = None
+        self.within.__exit__(*error)
 
 
-class _Again:
-    """Shows state as it is when this is made; the live state comes back after.
+class _Again(AbstractContextManager[None]):
+    """What each later run is in: state is as when this was made, and the live state after it.
 
-    Each recomputation enters it, and what is to be entered around one.
+    Args:
+        cover: says which state, and what is entered around.
+        within: makes what is entered beside.
     """
 
     def __init__(
-        self,
-        holder: nn.Module,
-        state: Sequence[StatePath],
-        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        self, cover: Cover, within: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
-        self._around: _Around = holder.__dict__[_AROUND]
-        self._within = within
+        self._contexts = cover.around, within
+        self._places = [_access(*place) for place in cover.state]
+        self._before = _cloned([get() for get, _ in self._places])
         self._entered = ExitStack()
-        self._places = [_place(holder, *path) for path in state]
-        self._then = _cloned([get() for get, _ in self._places])
-        self._live: list[Any] = []
 
     def __enter__(self) -> None:
-        self._live = [get() for get, _ in self._places]
-        self._show(_cloned(self._then))  # a second backward needs `then` once more
-        self._entered.enter_context(self._around.enter())
-        self._entered.enter_context(self._within())
+        with ExitStack() as stack:
+            stack.callback(self._show, [get() for get, _ in self._places])
+            self._show(_cloned(self._before))  # a second backward needs `before` once more
+            for context in self._contexts:
+                stack.enter_context(context())
+            self._entered = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)
-        self._show(self._live)
-        self._live = []
 
     def _show(self, values: Sequence[Any]) -> None:
         for (_, put), value in zip(self._places, values, strict=True):
             put(value)
 
 
-def _place(
-    holder: nn.Module, module: str, name: str
-) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Return how to get and set a buffer or a random state."""
+def _access(owner: nn.Module | None, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Return how to get and set a buffer, or a random state."""
+    if owner is not None:
+        return partial(owner._buffers.get, name), partial(owner._buffers.__setitem__, name)
     if name == PYTHON:
         return random.getstate, random.setstate
-    if name == NUMPY:
-        numpy = sys.modules["numpy"].random
-        return numpy.get_state, numpy.set_state
-    buffers = holder.get_submodule(module)._buffers
-    return partial(buffers.get, name), partial(buffers.__setitem__, name)
+    numpy = sys.modules["numpy"].random
+    return numpy.get_state, numpy.set_state
 
 
 def _cloned(values: Sequence[Any]) -> list[Any]:

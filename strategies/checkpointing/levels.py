@@ -10,22 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from autofit.errors import release_exception
+from autofit.errors import release_exception, with_type
 from autofit.plan import CostHint, Dimension, Scalar, thinned
-from autofit.strategy import Comparison, Context, Strategy
+from autofit.strategy import NUMPY, PYTHON, Comparison, Context, Strategy
 
 from ..calls import run_step
-from .checkpointed import owner_of
 from .parity import SEEDS, Parity, find_parity
 from .placement import Placement, frontier, spread
-from .profile import (
-    StepProfile,
-    Times,
-    brought_by_samples,
-    profile_step,
-    time_parts,
-)
-from .saved_tensors import NeedsSavedTensors, Timeline
+from .profile import StepProfile, Times, brought_by_samples, profile_step, time_modules
+from .saved_tensors import NeedsSavedTensors
+from .timeline import Timeline
 from .units import KEEPING, Unit, find_candidates, layers, make_of
 
 _SETTING = "checkpointing.level"
@@ -37,13 +31,13 @@ SMALL, LARGE = 2, (8, 32, 128)
 LONG_ENOUGH_S = 0.03
 
 # The least time of a unit: a coarse clock may measure none, and the unit would seem free.
-LEAST_SHARE_OF_A_STEP = 1e-6
+MIN_SHARE_OF_A_STEP = 1e-6
 
 # Levels that a search may try; where there are more placements, they are spread evenly.
-MOST_LEVELS = 24
+MAX_LEVELS = 24
 
 # Units named in a note.
-MOST_NAMED = 8
+MAX_NAMED = 8
 
 # What reasons of one kind differ in: shapes, and words with a number in them.
 _DETAILS = re.compile(r"\[[^\]]*\]?|[\w.]*\d[\w.]*")
@@ -67,45 +61,37 @@ def find_levels(context: Context, strategy: Strategy) -> Dimension:
     Raises:
         Exception: what a plain step of the user's code raises.
     """
+    skipped = "checkpointing skipped: "
     try:
         small = profile_step(context, SMALL)
     except (torch.OutOfMemoryError, NeedsSavedTensors):
-        why = f"a step of {SMALL} samples does not fit into memory"
-        context.note(f"checkpointing skipped: {why}")
+        context.note(f"{skipped}a step of {SMALL} samples does not fit into memory")
         return _PLAIN
     except Exception as error:  # of the user's code, or of watching it
-        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        small = None
-    if small is None:
+        release_exception(error)
         context.with_training(run_step, SMALL)  # raises what the user's code raises by itself
-        context.note(f"checkpointing skipped: a step cannot be traced ({why})")
+        context.note(f"{skipped}a step cannot be traced ({with_type(error).splitlines()[0]})")
         return _PLAIN
-    large, timed_batch = _long_enough(context, small)
-    found = find_candidates(
-        context.model,
-        brought_by_samples(small, large),
-        small.checkpointing,
-        small.around_checkpoints,
-        small.overwritten,
-    )
+    large, timed_micro_batch = _long_enough(context, small)
+    candidates, left_out = find_candidates(context.model, brought_by_samples(small, large))
     try:
         seeds = SEEDS if small.draws else SEEDS[:1]
-        parity = check_parity(strategy, context, layers(found.timeline), seeds)
+        parity = check_parity(strategy, context, layers(candidates), seeds)
     except torch.OutOfMemoryError:
-        context.note("checkpointing skipped: there is not enough memory to compare a step with it")
+        context.note(f"{skipped}there is not enough memory to compare a step with it")
         return _PLAIN
-    left_out = found.left_out | parity.left_out
+    left_out |= parity.left_out
     for note in _notes(left_out):
         context.note(note)
-    timeline = found.timeline.of([u for u in found.units if u not in parity.left_out])
+    timeline = candidates.of(candidates.calls_of.keys() - parity.left_out.keys())
     if not timeline.calls:
-        if not left_out and found.timeline.saved_bytes:
+        if not left_out and candidates.saved_bytes:
             context.note(_NOTHING_WORTH_IT)
         return _PLAIN
     parsed = [Unit.parse(unit) for unit in timeline.calls_of]
-    names = {part for unit in parsed for part in unit.parts(context.model)}
+    names = {name for unit in parsed for name in unit.modules(context.model)}
     keeping = {unit.module for unit in parsed if unit.keeps_products}
-    times = time_parts(context, timed_batch, names, keeping)
+    times = time_modules(context, timed_micro_batch, names, keeping)
     levels = make_dimension(context.model, timeline, times, sorted(parity.state))
     if len(levels.values) == 1:
         context.note(_NOTHING_LOWERS_THE_PEAK)
@@ -135,7 +121,7 @@ def check_parity(
             seed=seed,
         )
 
-    return find_parity(context, compare, layers, seeds)
+    return find_parity(context.model, compare, layers, seeds)
 
 
 def make_dimension(
@@ -145,10 +131,10 @@ def make_dimension(
 
     Args:
         timeline: bytes that grow with the samples; its units train alike when checkpointed.
-        times: of the parts of the units.
+        times: of the modules of the units.
         state: names of what a forward pass changes, for `checkpointed`.
     """
-    placements = thinned(find_placements(model, timeline, times), MOST_LEVELS)
+    placements = thinned(find_placements(model, timeline, times), MAX_LEVELS)
     payloads: dict[Scalar, Any] = {}
     hints: dict[Scalar, CostHint] = {}
     for level, placement in enumerate(placements):
@@ -163,37 +149,33 @@ def make_dimension(
 
 def find_placements(model: nn.Module, timeline: Timeline, times: Times) -> list[Placement]:
     """Return the best placements of a timeline's units, possibly more than become levels."""
-    least_s = LEAST_SHARE_OF_A_STEP * times.step_s
+    least_s = MIN_SHARE_OF_A_STEP * times.step_s
     seconds = {unit: max(times.of(unit, model), least_s) for unit in timeline.calls_of}
     return spread(frontier(timeline, _evened(model, timeline, seconds)))
 
 
 def _long_enough(context: Context, small: StepProfile) -> tuple[StepProfile, int]:
-    """Return a larger profile, if one fits, and the micro-batch to time parts at.
+    """Return a larger profile, if one fits, and the micro-batch to time modules at.
 
     That is the first whose step takes long enough, or the last one that fits. Bytes that grow with
     the samples take two sizes in any case.
     """
-    assert small.step_s is not None
     if small.step_s >= LONG_ENOUGH_S:
-        return _profile_if_it_runs(context, 2 * SMALL, small, timed=False) or small, SMALL
+        return _profile_if_it_runs(context, 2 * SMALL) or small, SMALL
     found = small
     for micro_batch in LARGE:
-        larger = _profile_if_it_runs(context, micro_batch, small, timed=True)
+        larger = _profile_if_it_runs(context, micro_batch)
         if larger is None:
             break
         found = larger
-        assert found.step_s is not None
         if found.step_s >= LONG_ENOUGH_S:
             break
     return found, found.micro_batch
 
 
-def _profile_if_it_runs(
-    context: Context, micro_batch: int, small: StepProfile, *, timed: bool
-) -> StepProfile | None:
+def _profile_if_it_runs(context: Context, micro_batch: int) -> StepProfile | None:
     try:
-        return profile_step(context, micro_batch, small, timed)
+        return profile_step(context, micro_batch)
     except Exception as error:  # it does not fit, or the user's code takes no so large a batch
         release_exception(error)
         return None
@@ -207,8 +189,8 @@ def _notes(left_out: Mapping[str, str]) -> Iterator[str]:
             continue
         alike.setdefault(_DETAILS.sub("", why), []).append(unit)
     for units in alike.values():
-        named = [repr(unit) if unit else "the model itself" for unit in units[:MOST_NAMED]]
-        more = f" and {len(units) - MOST_NAMED} more" if len(units) > MOST_NAMED else ""
+        named = [repr(unit) if unit else "the model itself" for unit in units[:MAX_NAMED]]
+        more = f" and {len(units) - MAX_NAMED} more" if len(units) > MAX_NAMED else ""
         are = "is" if len(units) == 1 else "are"
         reasons = dict.fromkeys(left_out[unit] for unit in units)
         example = "" if len(reasons) == 1 else "for example, "
@@ -241,11 +223,6 @@ def _hint(placement: Placement, without: Placement, step_s: float) -> CostHint:
 
 
 def _within(state: Collection[str], units: Sequence[str], model: nn.Module) -> list[str]:
-    """Return the names whose state is held by a module of these units, or by no module."""
-    inside = {
-        module
-        for unit in units
-        for part in Unit.parse(unit).parts(model)
-        for module in model.get_submodule(part).modules()
-    }
-    return [name for name in state if owner_of(model, name) in (None, *inside)]
+    """Return the names of random states, and of buffers within these units."""
+    modules = tuple(f"{name}." for unit in units for name in Unit.parse(unit).modules(model))
+    return [name for name in state if name in (PYTHON, NUMPY) or name.startswith(modules)]

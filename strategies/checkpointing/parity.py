@@ -7,27 +7,29 @@ one kind stay together and are judged by a few of them, so that a kind that diff
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import type_before_parametrizations
 
-from autofit.strategy import Comparison, Context
+from autofit.strategy import Comparison
 
-from .units import Unit, make_of
+from .units import KEEPING, Unit, class_of, make_of
 
 SEEDS = (0, 1, 2)
 # A model in which so many units differ is not worth more steps; the rest is left out untried.
-MOST_COMPARISONS = 60
+MAX_COMPARISONS = 60
 
 # Units of one kind that differ, and none that does not, for the rest to be left out untried.
 ENOUGH_OF_A_KIND = 3
 
 _NEVER_RUN = "not tried: no step on a few samples ran it, nor a module like it"
+_TOO_MANY = "not tried: too many parts of this model differ when recomputed"
 _TOO_LARGE = "not tried: without it a step does not fit into memory"
+_PLAIN_TOO_LARGE = "not tried: a step without checkpointing does not fit into memory"
 
 
 class Compare(Protocol):
@@ -57,7 +59,7 @@ class _UnrepeatableStep(Exception):
 
 
 def find_parity(
-    context: Context,
+    model: nn.Module,
     compare: Compare,
     layers: Sequence[Sequence[str]],
     seeds: Sequence[int] = SEEDS,
@@ -65,111 +67,95 @@ def find_parity(
     """Compare each unit of these lists with and without checkpointing.
 
     Args:
-        context: holds the model.
+        model: has the units.
         compare: compares steps of it.
-        layers: units; no list has nested ones.
+        layers: units; no list has nested ones, and outer ones come first.
         seeds: of the random numbers; one is enough for steps that draw none.
 
     Raises:
         torch.OutOfMemoryError: no step fits into memory.
     """
-    gate = _Gate(context, compare, seeds)
+    gate = _Gate(model, compare, layers)
     try:
-        if not gate.fits_plainly(layers):
-            gate.compare_within(layers)
+        if not gate.fits_plainly(layers, seeds):  # tried again out here, where its tensors are gone
+            gate.always = frozenset(layers[0])
+            gate.search_all(layers[:1], seeds)
+            gate.leave_out(chain(*layers[1:]), _PLAIN_TOO_LARGE)
     except _UnrepeatableStep as why:
-        gate.parity.left_out = dict.fromkeys((unit for layer in layers for unit in layer), str(why))
+        gate.parity.left_out = dict.fromkeys(chain(*layers), str(why))
     return gate.parity
 
 
 class _Gate:
-    def __init__(self, context: Context, compare: Compare, seeds: Sequence[int]) -> None:
-        self.parity = Parity()
-        self._seeds = seeds
-        self._context = context
-        self._compare_steps = compare
-        self._seed = seeds[0]
-        self._comparisons = 0
-        self._always: frozenset[str] = frozenset()
-        self._ran: set[str] = set()
-        self._kinds: dict[str, Hashable] = {}
-        self._harmless: set[Hashable] = set()
+    """Searches units for those that differ.
 
-    def fits_plainly(self, layers: Sequence[Sequence[str]]) -> bool:
-        """Compare with steps without checkpointing, and return whether these fit into memory."""
+    Attributes:
+        parity: what is known so far.
+        always: units that are checkpointed in the reference step, where none else fits.
+    """
+
+    def __init__(self, model: nn.Module, compare: Compare, layers: Sequence[Sequence[str]]) -> None:
+        self.parity = Parity()
+        self.always: frozenset[str] = frozenset()
+        self._model = model
+        self._compare_steps = compare
+        self._seed = SEEDS[0]
+        self._comparisons = 0
+        self._ran: set[str] = set()
+        self._kinds = {unit: _kind(unit, model) for unit in chain(*layers)}
+        self._harmless_kinds: set[Hashable] = set()
+
+    def fits_plainly(self, layers: Sequence[Sequence[str]], seeds: Sequence[int]) -> bool:
+        """Search against steps without checkpointing; return whether these fit into memory."""
         try:
-            self.compare(layers)
+            self.search_all(layers, seeds)
         except torch.OutOfMemoryError:
             if not layers:
                 raise
             return False
         return True
 
-    def compare_within(self, layers: Sequence[Sequence[str]]) -> None:
-        """Where a step without checkpointing does not fit: all outermost units against fewer."""
-        outermost, *inner = layers
-        self._always = frozenset(outermost)
-        self.compare([outermost])
-        too_large = "not tried: a step without checkpointing does not fit into memory"
-        self.parity.left_out |= {unit: too_large for layer in inner for unit in layer}
+    def search_all(self, layers: Sequence[Sequence[str]], seeds: Sequence[int]) -> None:
+        """Search these lists from each seed, and leave out what no step has run.
 
-    def compare(self, layers: Sequence[Sequence[str]]) -> None:
-        """Search all layers; from further seeds, those within outer units that differ then.
-
-        An outer unit runs again all that the whole units within it do.
+        From further seeds, units within those that make no difference then make none either, but
+        for those that keep their products: they run again what others do not.
         """
-        model = self._context.model
-        self._kinds = {unit: _kind(unit, model) for layer in layers for unit in layer}
         self._compare(())  # whether a step repeats is no matter of the seed
-        for seed in self._seeds:
-            self._seed = seed
-            covered: set[str] = set()
+        for self._seed in seeds:
+            differs = self._seed == seeds[0]
             for layer in layers:
-                units = [unit for unit in layer if unit not in self.parity.left_out]
-                if seed != self._seeds[0]:
-                    units = [unit for unit in units if not self._is_within(unit, covered)]
-                self.search(sorted(units, key=lambda unit: str(self._kinds[unit])))
-                alike = [unit for unit in units if unit not in self.parity.left_out]
-                covered.update(part for unit in alike for part in self._names_of(unit))
-        self.parity.left_out |= dict.fromkeys(self._never_run(layers), _NEVER_RUN)
+                units = {u for u in layer if differs or layer is layers[0] or u.endswith(KEEPING)}
+                units -= self.parity.left_out.keys()
+                self._search(sorted(units, key=lambda unit: (str(self._kinds[unit]), unit)))
+                differs = differs or not units.isdisjoint(self.parity.left_out)
+        self.leave_out(self._never_run([*chain(*layers)]), _NEVER_RUN)
 
-    def _names_of(self, unit: str) -> list[str]:
-        return Unit.parse(unit).parts(self._context.model)
+    def leave_out(self, units: Iterable[str], why: str) -> None:
+        self.parity.left_out |= dict.fromkeys(units, why)
 
-    def _is_within(self, unit: str, covered: Collection[str]) -> bool:
-        """Return whether all modules of a unit are, or lie within, those with these names.
-
-        One that keeps its products is within no other: it runs again what others do not.
-        """
-        return not Unit.parse(unit).keeps_products and all(
-            any(part == name or name == "" or part.startswith(f"{name}.") for name in covered)
-            for part in self._names_of(unit)
-        )
-
-    def search(self, units: Sequence[str]) -> None:
+    def _search(self, units: Sequence[str]) -> None:
         """Note those of the units, sorted by kind, that train differently when checkpointed."""
         if not units:
             return
-        reason = self._of_its_kind(units) or self._difference(units)
-        if reason is None:
-            self._harmless.update(self._kinds[unit] for unit in units)
-            return
-        if len(units) == 1 or self._of_its_kind(units):
-            self.parity.left_out |= dict.fromkeys(units, reason)
-            return
-        known = len(self.parity.left_out)
-        middle = self._middle(units)
-        self.search(units[:middle])
-        self.search(units[middle:])
-        none_alone = len(self.parity.left_out) == known
-        if none_alone and reason != _TOO_LARGE:  # harmless apart, harmful together
-            together = f"{reason}, together with others"
-            self.parity.left_out |= dict.fromkeys(units[middle:], together)
+        why = self._of_its_kind(units) or self._difference(units)
+        if why is None:
+            self._harmless_kinds.update(self._kinds[unit] for unit in units)
+        elif len(units) == 1 or self._of_its_kind(units):
+            self.leave_out(units, why)
+        else:
+            known = len(self.parity.left_out)
+            middle = self._middle(units)
+            self._search(units[:middle])
+            self._search(units[middle:])
+            none_alone = len(self.parity.left_out) == known
+            if none_alone and why != _TOO_LARGE:  # harmless apart, harmful together
+                self.leave_out(units[middle:], f"{why}, together with others")
 
     def _of_its_kind(self, units: Sequence[str]) -> str | None:
         """Return how units of the same kind differ; None: several kinds, or too little is known."""
-        (kind, *others) = {self._kinds[unit] for unit in units}
-        if others or kind in self._harmless:
+        kind, *others = {self._kinds[unit] for unit in units}
+        if others or kind in self._harmless_kinds:
             return None
         known = [why for unit, why in self.parity.left_out.items() if self._kinds[unit] == kind]
         return known[0] if len(known) >= ENOUGH_OF_A_KIND else None
@@ -183,12 +169,12 @@ class _Gate:
 
     def _difference(self, units: Sequence[str]) -> str | None:
         """Return how a step with these units checkpointed differs; None: it does not."""
-        if self._comparisons >= MOST_COMPARISONS:
-            return "not tried: too many parts of this model differ when recomputed"
+        if self._comparisons >= MAX_COMPARISONS:
+            return _TOO_MANY
         try:
             found = self._compare(units)
         except torch.OutOfMemoryError:
-            if not self._always:
+            if not self.always:
                 raise
             return _TOO_LARGE
         if found.equal:
@@ -205,8 +191,8 @@ class _Gate:
         """
         self._comparisons += 1
         found = self._compare_steps(
-            self._always ^ set(units),
-            reference=self._always,
+            self.always ^ set(units),
+            reference=self.always,
             state=self.parity.state,
             seed=self._seed,
         )
@@ -217,23 +203,21 @@ class _Gate:
         self.parity.state |= found.changes
         return found if found.equal or not is_new else self._compare(units)
 
-    def _never_run(self, layers: Sequence[Sequence[str]]) -> set[str]:
+    def _never_run(self, units: Sequence[str]) -> list[str]:
         """Return units that every step skipped, unless one of their make was found harmless."""
-        model = self._context.model
-        units = [unit for layer in layers for unit in layer]
-        makes = {unit: make_of(unit, model) for unit in units}
-        called = set(map(model.get_submodule, self._ran))
-        ran = {unit for unit in units if called.intersection(_parts(unit, model))}
-        harmful = {makes[unit] for unit in self.parity.left_out}
-        harmless = {makes[unit] for unit in ran} - harmful
-        return {unit for unit in makes.keys() - ran if makes[unit] not in harmless}
+        makes = {unit: make_of(unit, self._model) for unit in units}
+        ran = set(map(self._model.get_submodule, self._ran))
+        skipped = {unit for unit in units if ran.isdisjoint(_modules(unit, self._model))}
+        harmful = {makes[unit] for unit in units if unit in self.parity.left_out}
+        harmless = {makes[unit] for unit in units if unit not in skipped} - harmful
+        return [unit for unit in units if unit in skipped and makes[unit] not in harmless]
 
 
 def _kind(unit: str, model: nn.Module) -> Hashable:
     """Return the classes of a unit's outermost modules, and whether it keeps its products."""
-    names = (type_before_parametrizations(part).__qualname__ for part in _parts(unit, model))
+    names = (class_of(module).__qualname__ for module in _modules(unit, model))
     return Unit.parse(unit).keeps_products, *names
 
 
-def _parts(unit: str, model: nn.Module) -> list[nn.Module]:
-    return [model.get_submodule(part) for part in Unit.parse(unit).parts(model)]
+def _modules(unit: str, model: nn.Module) -> list[nn.Module]:
+    return [model.get_submodule(name) for name in Unit.parse(unit).modules(model)]

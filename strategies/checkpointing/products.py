@@ -10,10 +10,8 @@ section 5, where the opposite choice within attention is made, before fused kern
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
@@ -22,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "convolution"})
 ATTENTION = "_scaled_dot_product_"
 
-Run = Callable[[Any, "partial[Any]"], Any]
-Seen = Callable[["partial[Any]", Any], object]
+# An operator with its arguments
+OperatorCall: TypeAlias = "partial[Any]"
 
 
 def is_product(op: Any, args: Any, kwargs: Any) -> bool:
@@ -36,31 +34,70 @@ def is_product(op: Any, args: Any, kwargs: Any) -> bool:
         return not op._schema.is_mutable
     if not name.startswith(ATTENTION) or name.endswith("_backward"):
         return False
-    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | dict(kwargs)
-    return not given.get("dropout_p")
+    return not _named(op, args, kwargs).get("dropout_p")
 
 
-@dataclass
-class _Kept:
-    """What a product of the first run made.
+class ProductsWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Have `on_product(operator, call)` in place of each product, for as long as entered.
 
-    Attributes:
-        call: its operator, and the shapes that it was given.
-        made: its results.
-        seen: each tensor over their memory that counts its changes in place by itself, with the
-            number of its changes then.
+    Not of those in a backward pass that begins meanwhile, nor of those that are run without
+    gradients: among these are all of compiled code, which reuses memory untold.
+
+    Args:
+        on_product: runs a product.
+        on_other: called with each other call, and what it returned.
     """
 
-    call: tuple[Any, ...]
-    made: Any
-    seen: list[tuple[torch.Tensor, int]]
+    supports_higher_order_operators = True
 
-    def see(self, made: Any) -> None:
-        self.seen += ((each, each._version) for each in _tensors(made))
+    def __init__(
+        self,
+        on_product: Callable[[Any, OperatorCall], Any],
+        on_other: Callable[[OperatorCall, Any], object] = lambda call, made: None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self._on_product, self._on_other = on_product, on_other
+        self._pass_under_way = torch._C._current_graph_task_id()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: it is left while code is compiled, and in force while that runs."""
+        return True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = partial(op, *args, **(kwargs or {}))
+        if torch._C._current_graph_task_id() != self._pass_under_way:
+            return call()
+        is_operator = hasattr(op, "overloadpacket")  # and not of higher order
+        if is_operator and torch.is_grad_enabled() and is_product(op, args, kwargs or {}):
+            return self._on_product(op, call)
+        made = call()
+        self._on_other(call, made)
+        return made
+
+
+class _Product:
+    """A product of the first run.
+
+    Args:
+        call: its operator, and the shapes that it was given.
+        results: what it made.
+    """
+
+    def __init__(self, call: tuple[Any, ...], results: Any) -> None:
+        self.call = call
+        self.results = results
+        # Tensors over the memory of the results that count their changes by themselves, and how
+        # many there were
+        self._counted: list[tuple[torch.Tensor, int]] = []
+        self.watch(results)
+
+    def watch(self, value: Any) -> None:
+        self._counted += ((tensor, tensor._version) for tensor in _tensors(value))
 
     @property
     def is_unchanged(self) -> bool:
-        return all(tensor._version == was for tensor, was in self.seen)
+        return all(tensor._version == changes for tensor, changes in self._counted)
 
 
 class Products:
@@ -77,45 +114,42 @@ class Products:
     """
 
     def __init__(self) -> None:
-        self._kept: list[_Kept | None] = []
-        self._over: dict[int, int] = {}  # memory -> the place of what was kept in it
-        self._place = 0
+        self._products: list[_Product | None] = []
+        self._place_of: dict[int, int] = {}  # memory -> the place of the product that made it
 
-    def first(self) -> AbstractContextManager[Any]:
+    def first(self) -> ProductsWatch:
         """Return the context of the first run."""
-        return around_products(self._keep, self._note)
+        return ProductsWatch(self._keep, self._note)
 
-    def again(self) -> AbstractContextManager[Any]:
+    def again(self) -> ProductsWatch:
         """Return the context of a second run, from its start."""
-        self._place = 0
-        return around_products(self._find)
+        products = iter(self._products)
 
-    def _keep(self, op: Any, run: partial[Any]) -> Any:
-        made = run()
-        aliases = pytree.tree_map_only(torch.Tensor, _alias, made)
-        kept = _Kept((op, *_shapes(run)), aliases, [])
-        kept.see(aliases)
-        self._over |= dict.fromkeys(_memory(aliases), len(self._kept))
-        self._kept.append(kept)
+        def found(op: Any, call: OperatorCall) -> Any:
+            product = next(products, None)
+            if product and product.call == (op, *_shapes(call)) and product.is_unchanged:
+                return pytree.tree_map_only(torch.Tensor, _alias, product.results)
+            return call()
+
+        return ProductsWatch(found)
+
+    def _keep(self, op: Any, call: OperatorCall) -> Any:
+        made = call()
+        results = pytree.tree_map_only(torch.Tensor, _alias, made)
+        self._place_of |= dict.fromkeys(_memory(results), len(self._products))
+        self._products.append(_Product((op, *_shapes(call)), results))
         return made
 
-    def _note(self, run: partial[Any], made: Any) -> None:
+    def _note(self, call: OperatorCall, made: Any) -> None:
         """Note what another operator of the first run does to the memory of results."""
-        for memory in _memory(_written(run)):
-            if memory in self._over:
-                self._kept[self._over.pop(memory)] = None
+        for memory in _memory(_written(call)):
+            if memory in self._place_of:
+                self._products[self._place_of.pop(memory)] = None
         for tensor in _tensors(made):
             for memory in _memory(tensor):
-                place = self._over.get(memory)
-                if place is not None and (kept := self._kept[place]) is not None:
-                    kept.see(_alias(tensor))
-
-    def _find(self, op: Any, run: partial[Any]) -> Any:
-        place, self._place = self._place, self._place + 1
-        kept = self._kept[place] if place < len(self._kept) else None
-        if kept is None or kept.call != (op, *_shapes(run)) or not kept.is_unchanged:
-            return run()
-        return pytree.tree_map_only(torch.Tensor, _alias, kept.made)
+                place = self._place_of.get(memory)
+                if place is not None and (product := self._products[place]) is not None:
+                    product.watch(_alias(tensor))
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,8 +163,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [each for each in leaves if isinstance(each, torch.Tensor)]
 
 
-def _shapes(run: partial[Any]) -> list[torch.Size]:
-    return [each.shape for each in _tensors((run.args, run.keywords))]
+def _shapes(call: OperatorCall) -> list[torch.Size]:
+    return [each.shape for each in _tensors((call.args, call.keywords))]
 
 
 def _memory(value: Any) -> Iterator[int]:
@@ -146,51 +180,16 @@ def _memory(value: Any) -> Iterator[int]:
             continue
 
 
-def _written(run: partial[Any]) -> list[Any]:
+def _named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of an operator of torch by their names."""
+    names = (argument.name for argument in op._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _written(call: OperatorCall) -> list[Any]:
     """Return the arguments that an operator writes to."""
-    schema = getattr(run.func, "_schema", None)
+    schema = getattr(call.func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    named = dict(zip((each.name for each in schema.arguments), run.args, strict=False))
-    named |= run.keywords
-    writes = (each.name for each in schema.arguments if each.is_write)
-    return [named[name] for name in writes if name in named]
-
-
-def around_products(run: Run, seen: Seen | None = None) -> AbstractContextManager[Any]:
-    """Have `run(operator, call)` in place of each product, for as long as entered.
-
-    Not of those in a backward pass that begins meanwhile, nor of those that are run without
-    gradients: among these are all of compiled code, which reuses memory untold.
-
-    Args:
-        run: runs a product.
-        seen: called with each other call, and what it returned.
-    """
-    return _Watching(run, seen)
-
-
-class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
-    supports_higher_order_operators = True
-
-    def __init__(self, run: Run, seen: Seen | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch
-        self._run, self._seen = run, seen
-        self._pass_under_way = torch._C._current_graph_task_id()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: it is left while code is compiled, and in force while that runs."""
-        return True
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = partial(op, *args, **(kwargs or {}))
-        if torch._C._current_graph_task_id() != self._pass_under_way:
-            return call()
-        is_operator = hasattr(op, "overloadpacket")  # and not of higher order
-        if is_operator and torch.is_grad_enabled() and is_product(op, args, kwargs or {}):
-            return self._run(op, call)
-        made = call()
-        if self._seen is not None:
-            self._seen(call, made)
-        return made
+    named = _named(call.func, call.args, call.keywords)
+    return [named[each.name] for each in schema.arguments if each.is_write and each.name in named]

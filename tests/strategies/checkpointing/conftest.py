@@ -238,8 +238,13 @@ def part(checkpointing: Strategy) -> Callable[[str], Any]:
 
 
 @pytest.fixture
-def saved_tensors(part: Callable[[str], Any]) -> Any:
-    return part("saved_tensors")
+def tensor_tree(part: Callable[[str], Any]) -> Any:
+    return part("tensor_tree")
+
+
+@pytest.fixture
+def timeline(part: Callable[[str], Any]) -> Any:
+    return part("timeline")
 
 
 @pytest.fixture
@@ -263,7 +268,7 @@ def record(part: Callable[[str], Any]) -> Callable[..., Any]:
                 loss = training.loss(batch)
                 if keep:
                     training.backward(loss)
-        return recorder
+        return recorder.recording()
 
     return run
 

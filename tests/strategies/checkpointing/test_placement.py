@@ -16,7 +16,7 @@ Part = Callable[[str], Any]
 
 def _chain(part: Part, seed: int, units: int = 8) -> tuple[Any, dict[str, float]]:
     """A random chain of units, some with two smaller ones within, and their seconds."""
-    timeline, generator = part("saved_tensors"), random.Random(seed)
+    timeline, generator = part("timeline"), random.Random(seed)
     storages: list[Any] = []
     calls: list[Any] = []
     seconds: dict[str, float] = {}
@@ -80,16 +80,16 @@ def test_units_are_never_nested_and_points_never_dominated(part: Part, seed: int
         assert other.recompute_s > one.recompute_s
 
 
-def test_a_layer_shared_with_a_unit_is_not_nested_in_it(part: Part, saved_tensors: Any) -> None:
+def test_a_layer_shared_with_a_unit_is_not_nested_in_it(part: Part, timeline: Any) -> None:
     """It runs alone and then within the unit; either may be chosen, and never both."""
-    storages = [saved_tensors.Storage(100, place, place) for place in range(20)]
+    storages = [timeline.Storage(100, place, place) for place in range(20)]
     calls = [
-        saved_tensors.Call("shared", 0, 5, (0,)),
-        saved_tensors.Call("unit", 5, 12, (5,)),
-        saved_tensors.Call("shared", 6, 11, (6,)),
-        saved_tensors.Call("third", 12, 18, (12,)),
+        timeline.Call("shared", 0, 5, (0,)),
+        timeline.Call("unit", 5, 12, (5,)),
+        timeline.Call("shared", 6, 11, (6,)),
+        timeline.Call("third", 12, 18, (12,)),
     ]
-    found = saved_tensors.Timeline(storages, calls)
+    found = timeline.Timeline(storages, calls)
     assert not found.are_apart({"shared", "unit"})
     assert found.are_apart({"shared", "third"})
     placements = part("placement").frontier(found, {"shared": 2.0, "unit": 1.5, "third": 1.0})
@@ -107,11 +107,11 @@ def test_placements_that_differ_in_time_by_a_rounding_are_one_point(part: Part) 
     assert placement.undominated([least, *tied, plain]) == [plain, tied[0], least]
 
 
-def test_a_timeline_without_units_has_one_placement(part: Part, saved_tensors: Any) -> None:
-    storages = [saved_tensors.Storage(100, 0, 0)]
-    (only,) = part("placement").frontier(saved_tensors.Timeline(storages, []), {})
+def test_a_timeline_without_units_has_one_placement(part: Part, timeline: Any) -> None:
+    storages = [timeline.Storage(100, 0, 0)]
+    (only,) = part("placement").frontier(timeline.Timeline(storages, []), {})
     assert only.units == ()
-    (nothing,) = part("placement").frontier(saved_tensors.Timeline([], []), {})
+    (nothing,) = part("placement").frontier(timeline.Timeline([], []), {})
     assert nothing.peak_bytes == 0
 
 
@@ -139,21 +139,21 @@ def test_steps_that_save_next_to_nothing_are_dropped(part: Part) -> None:
 # -- What a timeline says a placement holds, on cases small enough to count by hand
 
 
-def test_what_another_unit_needs_too_stays(saved_tensors: Any) -> None:
+def test_what_another_unit_needs_too_stays(timeline: Any) -> None:
     storages = [
-        saved_tensors.Storage(10, 0, 0),
-        saved_tensors.Storage(50, 1, 3),
-        saved_tensors.Storage(20, 2, 2),
+        timeline.Storage(10, 0, 0),
+        timeline.Storage(50, 1, 3),
+        timeline.Storage(20, 2, 2),
     ]
-    calls = [saved_tensors.Call("one", 0, 2, (0,)), saved_tensors.Call("two", 2, 4, ())]
-    found = saved_tensors.Timeline(storages, calls)
+    calls = [timeline.Call("one", 0, 2, (0,)), timeline.Call("two", 2, 4, ())]
+    found = timeline.Timeline(storages, calls)
     assert found.gain("one") == 0
     assert found.gain("two") == 20
 
 
-def test_every_call_of_a_shared_unit_counts(saved_tensors: Any) -> None:
-    storages = [saved_tensors.Storage(10, place, place) for place in range(6)]
-    calls = [saved_tensors.Call("shared", 2 * i, 2 * i + 2, (2 * i,)) for i in range(3)]
-    found = saved_tensors.Timeline(storages, calls)
+def test_every_call_of_a_shared_unit_counts(timeline: Any) -> None:
+    storages = [timeline.Storage(10, place, place) for place in range(6)]
+    calls = [timeline.Call("shared", 2 * i, 2 * i + 2, (2 * i,)) for i in range(3)]
+    found = timeline.Timeline(storages, calls)
     assert found.gain("shared") == 30
     assert found.peak(["shared"]) == 30 + 10 + 20, "three inputs, one call brought back, gradients"

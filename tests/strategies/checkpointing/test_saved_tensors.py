@@ -61,7 +61,7 @@ def _batch() -> torch.Tensor:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_bytes_are_counted_once_and_weights_not(record: Record, keep: bool) -> None:
-    timeline = record(Stack(), _batch(), keep=keep).timeline()
+    timeline = record(Stack(), _batch(), keep=keep).timeline
     inner = 2 * ACTIVATION
     assert timeline.saved_bytes == 3 * inner
     assert timeline.gain("blocks.0") == ACTIVATION, "what it returns the next one keeps anyway"
@@ -99,13 +99,13 @@ def test_a_forward_that_needs_what_it_saved_is_recognized(
 
     with pytest.raises(part("saved_tensors").NeedsSavedTensors):
         record(Physics(), _batch(), keep=False)
-    assert record(Physics(), _batch(), keep=True).timeline().saved_bytes > 0
+    assert record(Physics(), _batch(), keep=True).timeline.saved_bytes > 0
 
 
 @pytest.mark.parametrize("itself", ["reentrant", "not reentrant"])
 def test_a_model_that_checkpoints_itself_is_noticed(record: Record, itself: str) -> None:
     recorder = record(Outer(itself), _batch(), keep=True)
-    timeline = recorder.timeline()
+    timeline = recorder.timeline
     assert recorder.checkpointing == {"stack"}
     assert recorder.around_checkpoints == {"", "stack"}
     gains = {unit: timeline.gain(unit) for unit in timeline.calls_of if "blocks.1" in unit}

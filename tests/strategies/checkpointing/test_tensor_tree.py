@@ -41,12 +41,12 @@ def _nests() -> list[Any]:
 
 
 @pytest.mark.parametrize("value", _nests(), ids=lambda value: type(value).__name__)
-def test_there_and_back(saved_tensors: Any, value: Any) -> None:
-    tensors, nest = saved_tensors.take_tensors(value)
-    again, _ = saved_tensors.take_tensors(saved_tensors.put_tensors(nest, tuple(tensors)))
+def test_there_and_back(tensor_tree: Any, value: Any) -> None:
+    tensors, nest = tensor_tree.take_tensors(value)
+    again, _ = tensor_tree.take_tensors(tensor_tree.put_tensors(nest, tuple(tensors)))
     assert all(one is other for one, other in zip(tensors, again, strict=True))
     assert "tensor(" not in repr(nest), "none is left behind"
-    assert type(saved_tensors.put_tensors(nest, tuple(tensors))) is type(value)
+    assert type(tensor_tree.put_tensors(nest, tuple(tensors))) is type(value)
 
 
 class Cache:
@@ -57,11 +57,11 @@ class Cache:
         self.owner = self
 
 
-def test_an_object_is_copied_once_with_all_that_is_in_it(saved_tensors: Any) -> None:
+def test_an_object_is_copied_once_with_all_that_is_in_it(tensor_tree: Any) -> None:
     cache = Cache(torch.zeros(1), torch.ones(1))
-    tensors, nest = saved_tensors.take_tensors((cache, {"again": cache}))
+    tensors, nest = tensor_tree.take_tensors((cache, {"again": cache}))
     assert len(tensors) == 2
-    one, others = saved_tensors.put_tensors(nest, tuple(tensors))
+    one, others = tensor_tree.put_tensors(nest, tuple(tensors))
     assert one is others["again"] is one.owner is not cache
     one.layers.append(torch.zeros(1))
     assert all(map(torch.equal, cache.layers, tensors))
@@ -118,9 +118,9 @@ UNCOPIED = [
 
 
 @pytest.mark.parametrize("value", UNCOPIED)
-def test_what_has_no_copy_is_handed_on(saved_tensors: Any, value: Any) -> None:
-    tensors, nest = saved_tensors.take_tensors([value])
-    assert saved_tensors.put_tensors(nest, tuple(tensors))[0] is value
+def test_what_has_no_copy_is_handed_on(tensor_tree: Any, value: Any) -> None:
+    tensors, nest = tensor_tree.take_tensors([value])
+    assert tensor_tree.put_tensors(nest, tuple(tensors))[0] is value
     assert not Closes.closed
 
 
@@ -143,10 +143,10 @@ class Slotted:
     later: torch.Tensor = field(init=False)
 
 
-def test_attributes_are_taken_from_where_they_are_kept(saved_tensors: Any) -> None:
-    tensors, nest = saved_tensors.take_tensors([Guarded(), Slotted(torch.zeros(1))])
+def test_attributes_are_taken_from_where_they_are_kept(tensor_tree: Any) -> None:
+    tensors, nest = tensor_tree.take_tensors([Guarded(), Slotted(torch.zeros(1))])
     assert len(tensors) == 3
-    guarded, slotted = saved_tensors.put_tensors(nest, tuple(tensor + 1 for tensor in tensors))
+    guarded, slotted = tensor_tree.put_tensors(nest, tuple(tensor + 1 for tensor in tensors))
     assert [float(layer) for layer in guarded.layers] == [1, 2]
     assert float(slotted.tensor) == 1
 
@@ -159,11 +159,11 @@ class Helper:
 
 
 @pytest.mark.parametrize("many", [list, tuple, lambda words: dict(enumerate(words))])
-def test_much_data_is_not_looked_through(saved_tensors: Any, many: Any) -> None:
+def test_much_data_is_not_looked_through(tensor_tree: Any, many: Any) -> None:
     words = many([Mutable(None) for _ in range(1000)])  # type: ignore[arg-type]  # no tensor
     helper = Helper(words)
-    tensors, nest = saved_tensors.take_tensors(helper)
-    again = saved_tensors.put_tensors(nest, tuple(tensors))
+    tensors, nest = tensor_tree.take_tensors(helper)
+    again = tensor_tree.put_tensors(nest, tuple(tensors))
     assert len(tensors) == 1
     assert again.cache is not helper.cache
     first, copied = (
@@ -174,7 +174,7 @@ def test_much_data_is_not_looked_through(saved_tensors: Any, many: Any) -> None:
         assert again.words is not words, "what a forward adds to it is added to a copy"
 
 
-def test_many_tensors_are_all_taken(saved_tensors: Any) -> None:
+def test_many_tensors_are_all_taken(tensor_tree: Any) -> None:
     layers = [(torch.zeros(1), None) for _ in range(2000)]
     value = {"layers": layers[:1000], "named": dict(enumerate(layers[1000:]))}
-    assert len(saved_tensors.take_tensors(value)[0]) == 2000
+    assert len(tensor_tree.take_tensors(value)[0]) == 2000

@@ -17,14 +17,7 @@ def find(part: Callable[[str], Any], record: Callable[..., Any]) -> Find:
     """The candidates of a model."""
 
     def run(model: nn.Module, batch: torch.Tensor) -> Any:
-        recorder = record(model, batch, keep=False)
-        return part("units").find_candidates(
-            model,
-            recorder.timeline(),
-            recorder.checkpointing,
-            recorder.around_checkpoints,
-            recorder.overwritten,
-        )
+        return part("units").find_candidates(model, record(model, batch, keep=False))[0]
 
     return run
 
@@ -38,7 +31,7 @@ def test_blocks_and_their_parts(find: Find) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.sin(self.mix(torch.exp(x))) + x
 
-    units = find(nn.Sequential(*(Block() for _ in range(3))), torch.randn(4, 16)).units
+    units = find(nn.Sequential(*(Block() for _ in range(3))), torch.randn(4, 16)).calls_of
     assert {"0", "1", "2", "0.mix", "1.mix", "2.mix"} <= set(units)
     assert "0.mix.0" not in units, "a lone layer saves what it is given"
 
@@ -48,11 +41,11 @@ def test_runs_of_a_flat_sequential(find: Find, part: Callable[[str], Any]) -> No
     for _ in range(8):
         layers += [nn.Linear(16, 16), nn.Tanh()]
     found = find(nn.Sequential(*layers), torch.randn(4, 16))
-    runs = [part("units").Unit.parse(unit).run for unit in found.units]
+    runs = [part("units").Unit.parse(unit).segment for unit in found.calls_of]
     assert len(runs) >= 4
     assert all(run is not None and run[1] - run[0] > 1 for run in runs)
-    outermost = part("units").layers(found.timeline)[0]
-    covered = [i for u in outermost for i in range(*part("units").Unit.parse(u).run)]
+    outermost = part("units").layers(found)[0]
+    covered = [i for u in outermost for i in range(*part("units").Unit.parse(u).segment)]
     assert len(covered) == len(set(covered)) >= 12
 
 
@@ -60,8 +53,8 @@ def test_each_run_is_offered_once(find: Find) -> None:
     """Where the second half of a run saves nearly all, that half is the run itself."""
     layers = (nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
     found = find(nn.Sequential(nn.Linear(16, 16), nn.Sequential(*layers)), torch.randn(4, 16))
-    assert [unit for unit in found.units if unit.startswith("1")]
-    assert all(len(calls) == 1 for calls in found.timeline.calls_of.values())
+    assert [unit for unit in found.calls_of if unit.startswith("1")]
+    assert all(len(calls) == 1 for calls in found.calls_of.values())
 
 
 def test_no_unit_begins_by_changing_its_input(find: Find, part: Callable[[str], Any]) -> None:
@@ -69,9 +62,9 @@ def test_no_unit_begins_by_changing_its_input(find: Find, part: Callable[[str], 
     for _ in range(6):
         layers += [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU(inplace=True)]
     model = nn.Sequential(*layers)
-    units = find(model, torch.randn(2, 4, 8, 8)).units
+    units = find(model, torch.randn(2, 4, 8, 8)).calls_of
     assert units
-    firsts = {part("units").Unit.parse(unit).parts(model)[0] for unit in units}
+    firsts = {part("units").Unit.parse(unit).modules(model)[0] for unit in units}
     assert not [name for name in firsts if isinstance(model.get_submodule(name), nn.SiLU)]
 
 
@@ -79,5 +72,5 @@ def test_a_scripted_module_is_let_alone(find: Find) -> None:
     inner = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh())
     trace: Any = torch.jit.trace
     scripted = trace(inner, torch.randn(4, 16))
-    units = find(nn.Sequential(nn.Linear(16, 16), scripted), torch.randn(4, 16)).units
+    units = find(nn.Sequential(nn.Linear(16, 16), scripted), torch.randn(4, 16)).calls_of
     assert not [unit for unit in units if unit.startswith("1")]
