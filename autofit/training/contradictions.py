@@ -34,13 +34,12 @@ from typing import Any
 import torch
 
 from autofit.errors import InvalidArgument
-from autofit.torch_private import pytree
 from autofit.training.batch import (
     ASK_FOR_SAMPLES,
     Batch,
     batch_size,
     named_tensors,
-    opened,
+    parts_of,
     shape_words,
     tensors_of,
 )
@@ -87,18 +86,15 @@ def doubtful(batch: Batch) -> list[str]:
 def uncut(batch: Batch) -> list[str]:
     """Return the names of what has an entry for each sample, and stays whole as no tensor."""
     samples = batch_size(batch)
-    seen = batch, opened(batch)  # which opens dataclasses, and arrays that have attributes too
 
     def is_per_sample(part: Any) -> bool:
-        if any(part is each for each in seen) or isinstance(part, torch.Tensor):
-            return False
         if isinstance(part, list | tuple):
             return len(part) == samples and not tensors_of(part)
-        return tuple(getattr(part, "shape", ()))[:1] == (samples,)  # an array
+        is_array = not isinstance(part, torch.Tensor)
+        return is_array and tuple(getattr(part, "shape", ()))[:1] == (samples,)
 
-    parts = [part for b in seen for part in pytree.tree_flatten_with_path(b, is_per_sample)[0]]
-    named = (pytree.keystr(path) for path, part in parts if samples > 1 and is_per_sample(part))
-    return list(dict.fromkeys(named))
+    parts = list(_parts_in(batch))[1:] if samples > 1 else []
+    return [name for name, part in parts if is_per_sample(part)]
 
 
 def is_square(tensor: torch.Tensor) -> bool:
@@ -186,9 +182,10 @@ def _other_target(seen: _Seen) -> Iterator[str]:
 
 def _lists(seen: _Seen) -> Iterator[str]:
     """Entries of a list that are alike are its samples, unless each has n rows."""
-    for name, entries in _sequences(seen.batch):
-        if len(entries) < 2:
+    for name, entries in _parts_in(seen.batch):
+        if not isinstance(entries, list | tuple) or len(entries) < 2:
             continue
+        name = name or "the batch"
         if _are_mappings(entries):
             tensors = [t for entry in entries for _, t in named_tensors(entry)]
             has_numbers = any(t.dim() == 0 for t in tensors)  # such as one target a sample
@@ -354,17 +351,16 @@ def _token_ids(seen: _Seen) -> Iterator[str]:
             yield f"{seen.told(name)} has {size} rows of token ids, but {seen.taken}"
 
 
-def _sequences(batch: Batch, name: str = "the batch") -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield each list or tuple in a batch with its name, the outermost first."""
-    parts: Mapping[Any, Any] = {}
-    if isinstance(batch, (list, tuple)):
-        yield name, batch
-        parts = dict(enumerate(batch))
-    elif isinstance(shown := opened(batch), dict):
-        parts = shown
-    for key, part in parts.items():
-        if not isinstance(part, torch.Tensor):
-            yield from _sequences(part, f"{'' if name == 'the batch' else name}[{key!r}]")
+def _parts_in(
+    part: Any, name: str = "", inside: frozenset[int] = frozenset()
+) -> Iterator[tuple[str, Any]]:
+    """Yield each part of a batch with its name, the outermost first, the batch itself too."""
+    yield name, part
+    if isinstance(part, torch.Tensor) or id(part) in inside:
+        return
+    parts = dict(enumerate(part)) if isinstance(part, list | tuple) else parts_of(part) or {}
+    for key, each in parts.items():
+        yield from _parts_in(each, f"{name}[{key!r}]", inside | {id(part)})
 
 
 _RULES = (
