@@ -35,7 +35,6 @@ from autofit.equivalence.comparison import (
     Around,
     StepTrace,
     Tolerance,
-    accumulated,
     compare,
     distance,
     moved_by_seed,
@@ -43,6 +42,7 @@ from autofit.equivalence.comparison import (
     perturbed,
     run_pass,
     run_passes,
+    step_without_update,
 )
 from autofit.equivalence.steps import state_of
 from autofit.errors import release_exception, with_type
@@ -247,9 +247,9 @@ def _second_against_first(builder: TrainingBuilder, batch: Batch) -> _Compared |
     builder.reclaim()
     with builder.training(builder.fresh_workload(), plan) as training:
         before = dict(state_of(training.model, updated=False))
-        first = accumulated(training, batch, seed=seed, calm=False)
+        first = step_without_update(training, batch, seed=seed, calm=False)
         after = dict(state_of(training.model, updated=False))
-        second = accumulated(training, batch, seed=seed, calm=False)
+        second = step_without_update(training, batch, seed=seed, calm=False)
     del training
 
     def again() -> StepTrace:

@@ -21,12 +21,12 @@ import torch
 from autofit.dimension import payloads_of
 from autofit.equivalence.comparison import (
     StepTrace,
-    accumulated,
     batch_normalizing,
     compare,
     moved_by_seed,
     run_pass,
     run_passes,
+    step_without_update,
 )
 from autofit.errors import InvalidArgument, Unsupported, blame, in_one_line, release_exception
 from autofit.plan import (
@@ -103,7 +103,7 @@ def _unused_alone(builder: TrainingBuilder, batch: Batch) -> list[str]:
     builder.reclaim()
     with builder.training(workload, ResolvedPlan(Plan(sizes[world.rank]))) as training:
         trained = [name for name, p in training.model.named_parameters() if p.requires_grad]
-        seen = accumulated(training, share, seed=builder.seed + world.rank, calm=False)
+        seen = step_without_update(training, share, seed=builder.seed + world.rank, calm=False)
     return [name for name in trained if name not in seen.gradients]
 
 

@@ -7,7 +7,7 @@ attributes and random numbers, and records the results. What a forward keeps out
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -26,6 +26,7 @@ from autofit.equivalence.comparison import (
     compare,
     distance,
     seed_everything,
+    traced_step,
 )
 from autofit.errors import InvalidArgument, Unsupported, release_exception
 from autofit.plan import Plan, ResolvedPlan, Settings
@@ -39,7 +40,6 @@ from autofit.strategy import (
     Strategy,
     World,
     calls_watched,
-    undone,
 )
 from autofit.torch_private import gone_in, pytree
 from autofit.training.builder import TrainingBuilder
@@ -171,36 +171,6 @@ class StepComparer:
         owners = {name.rpartition(".")[0] for name in filter(moved.get, moved)}
         changed = {name for name in (PYTHON, NUMPY) if left.get(name) != random.get(name)}
         return frozenset(changed.union(n for n in moved if n.rpartition(".")[0] in owners))
-
-
-def traced_step(training: Training, batch: Any, *, update: bool) -> StepTrace:
-    """Run a step; return its loss, and the gradients at each update by the parameters' names.
-
-    Without `update` the weights stay as they are.
-    """
-    gradients: dict[str, torch.Tensor] = {}
-    updates: Counter[str] = Counter()
-
-    def note(step: Callable[[], None]) -> None:
-        for name, parameter in training.model.named_parameters():
-            if parameter.grad is not None:
-                updates[name] += 1
-                key = name + (f" at update {updates[name]}" if updates[name] > 1 else "")
-                gradients[key] = _strided(parameter.grad.detach())
-        if update:
-            step()
-
-    with undone(training.wrap_optimizer_step(note)):
-        loss = training.step(batch).detach().clone()
-    return StepTrace(loss, gradients)
-
-
-def _strided(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a copy that compares: of a sparse gradient (an embedding's), the rows it has."""
-    if gradient.layout == torch.sparse_coo:
-        gradient = gradient.coalesce()
-        return torch.cat([gradient.values().flatten(), gradient.indices().flatten()])
-    return gradient.to_dense() if gradient.layout != torch.strided else gradient.clone()
 
 
 def state_of(model: nn.Module, *, updated: bool) -> Iterator[tuple[str, Any]]:

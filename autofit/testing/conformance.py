@@ -25,8 +25,14 @@ import torch
 from torch import nn
 
 from autofit.dimension import payloads_of
-from autofit.equivalence.comparison import MOST_NOISE, StepTrace, Tolerance, compare
-from autofit.equivalence.steps import PlainContext, one_thread, traced_step
+from autofit.equivalence.comparison import (
+    MOST_NOISE,
+    StepTrace,
+    Tolerance,
+    compare,
+    traced_step,
+)
+from autofit.equivalence.steps import PlainContext, one_thread
 from autofit.errors import InvalidArgument
 from autofit.plan import (
     Dimension,

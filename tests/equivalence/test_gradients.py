@@ -13,8 +13,8 @@ from autofit.equivalence.comparison import (
     NotRepeatable,
     StepTrace,
     Tolerance,
-    accumulated,
     compare,
+    step_without_update,
 )
 from autofit.memory.tracer import MemoryTracer
 from autofit.plan import Plan, ResolvedPlan
@@ -33,7 +33,7 @@ def _pass(
     training = Training(
         model, optimizer, Recipe(**recipe), ResolvedPlan(Plan(micro_batch)), device=CPU
     )
-    return accumulated(training, batch, seed=0, calm=calm)
+    return step_without_update(training, batch, seed=0, calm=calm)
 
 
 def _split_against_whole(model: nn.Module, batch: Any, **recipe: Any) -> Comparison:
@@ -212,7 +212,7 @@ def test_the_tolerance_is_what_the_coarsest_type_explains() -> None:
     optimizer = torch.optim.SGD(model.parameters())
     recipe = Recipe(loss_fn=lambda m, b: mixed[0](b).mean())
     training = Training(model, optimizer, recipe, ResolvedPlan(Plan(5)), device=CPU)
-    assert accumulated(training, X, seed=0).tolerance == pytest.approx(2**-23 * 8192)
+    assert step_without_update(training, X, seed=0).tolerance == pytest.approx(2**-23 * 8192)
     coarse = Training(
         mixed,
         torch.optim.SGD(mixed.parameters()),
@@ -220,7 +220,7 @@ def test_the_tolerance_is_what_the_coarsest_type_explains() -> None:
         ResolvedPlan(Plan(5)),
         device=CPU,
     )
-    assert accumulated(coarse, X, seed=0).tolerance == pytest.approx(2**-7 * 4)
+    assert step_without_update(coarse, X, seed=0).tolerance == pytest.approx(2**-7 * 4)
 
 
 def _in_bfloat16(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -257,8 +257,20 @@ def test_float16_is_compared_at_a_scale_that_does_not_overflow() -> None:
     with Training(
         model, optimizer, Recipe(), ResolvedPlan(plan, strategies=strategies), device=CPU
     ) as training:
-        half = accumulated(training, X, seed=0)
+        half = step_without_update(training, X, seed=0)
         assert training.scaler is not None
         assert training.scaler.get_scale() < 2**16
     found = compare(_pass(model, X, 5), half)
     assert 0 < found.gradient < 0.01
+
+
+def test_gradients_are_compared_before_they_are_clipped_and_shown_to_before_step() -> None:
+    """A sum differs from a mean by its length alone, which clipping takes away."""
+
+    def never(model: nn.Module, optimizer: Any) -> None:
+        raise AssertionError
+
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    more: dict[str, Any] = {"clip_grad_norm": 1e-3, "before_step": never}
+    found = _split_against_whole(_body(nn.Tanh()), (X, LABELS), criterion=criterion, **more)
+    assert found.gradient > 0.1
