@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -40,9 +40,9 @@ from autofit.equivalence.comparison import (
     moved_by_seed,
     owners_of,
     perturbed,
-    run_pass,
-    run_passes,
     step_without_update,
+    traced_plan,
+    traced_plans,
 )
 from autofit.equivalence.steps import state_of
 from autofit.errors import release_exception, with_type
@@ -192,7 +192,7 @@ class _Compared:
 
 
 def _compared(first: StepTrace, second: StepTrace, repeated: Repeated) -> _Compared:
-    """Compare two passes; `repeated()` returns more of the first, which noise alone changes.
+    """Compare two steps; `repeated()` returns more of the first, which noise alone changes.
 
     A parameter may hide in the norm of all: the gradient of a router, or of a gate, is often a
     thousandth of it. So each is compared alone, with the tolerance of all relative to its own size.
@@ -209,39 +209,28 @@ def _compared(first: StepTrace, second: StepTrace, repeated: Repeated) -> _Compa
     return _Compared(found, apart)
 
 
-def _split_against_whole(
-    builder: TrainingBuilder, batch: Batch, around: Around = nullcontext
-) -> _Compared:
+def _split_against_whole(builder: TrainingBuilder, batch: Batch, *arounds: Around) -> _Compared:
     samples, seed = SAMPLES_OF_A_COMPARISON, builder.seed
     sizes = samples, -(-samples // 2)
     whole, split = (ResolvedPlan(Plan.split(samples, size)) for size in sizes)
-    first, second = run_passes(builder, ((whole, seed), (split, seed)), batch, around)
+    first, second = traced_plans(builder, ((whole, seed), (split, seed)), batch, *arounds)
 
     def repeated() -> Iterator[StepTrace]:
-        yield from run_passes(builder, ((whole, seed + 1),), batch, around)
+        yield from traced_plans(builder, ((whole, seed + 1),), batch, *arounds)
         for draw in range(2):
-            moved = _both(around, partial(perturbed, by=first.rounding, seed=draw))
-            yield from run_passes(builder, ((whole, seed),), batch, moved)
+            moved = partial(perturbed, by=first.rounding, seed=draw)
+            yield from traced_plans(builder, ((whole, seed),), batch, *arounds, moved)
 
     found = _compared(first, second, repeated)
     if found.equal:
         return found
-    return replace(found, noise=moved_by_seed(builder, first, batch, samples, around))
-
-
-def _both(outer: Around, inner: Around) -> Around:
-    @contextmanager
-    def entered(training: Training) -> Iterator[None]:
-        with outer(training), inner(training):
-            yield
-
-    return entered
+    return replace(found, noise=moved_by_seed(builder, first, batch, samples, *arounds))
 
 
 def _second_against_first(builder: TrainingBuilder, batch: Batch) -> _Compared | None:
-    """Compare a pass in training mode with one that finds what it left; None: they are equal.
+    """Compare a step in training mode with one that finds what it left; None: they are equal.
 
-    Also None where a pass from the start differs as much: it draws numbers that no seed repeats.
+    Also None where a step from the start differs as much: it draws numbers that no seed repeats.
     """
     plan, seed = ResolvedPlan(Plan(SAMPLES_OF_A_COMPARISON)), builder.seed
     builder.reclaim()
@@ -253,7 +242,7 @@ def _second_against_first(builder: TrainingBuilder, batch: Batch) -> _Compared |
     del training
 
     def again() -> StepTrace:
-        return run_pass(builder, plan, seed, batch, calm=False)
+        return traced_plan(builder, plan, seed, batch, calm=False)
 
     found = _compared(first, second, lambda: [again()])
     if found.equal or not compare(first, again()).equal:
@@ -337,12 +326,10 @@ def _with_padding(
     return replace(equal, notes=(note,))
 
 
-def _tried(
-    builder: TrainingBuilder, batch: Batch, around: Around = nullcontext
-) -> _Compared | None:
+def _tried(builder: TrainingBuilder, batch: Batch, *arounds: Around) -> _Compared | None:
     """Return how split and whole compare on altered samples; None: the model refuses those."""
     try:
-        return _split_against_whole(builder, batch, around)
+        return _split_against_whole(builder, batch, *arounds)
     except Exception as error:
         release_exception(error)
         return None

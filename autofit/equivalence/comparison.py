@@ -38,10 +38,10 @@ LOSS, GRADIENT = "the loss", "the gradient of "
 ROOM = 10
 """How many times the difference of two equal steps is still explained by the device's noise."""
 
-MOST_NOISE = 0.05
+MAX_NOISE = 0.05
 """Largest relative difference that kernels which add in any order explain, also in bfloat16."""
 
-MOST_ROUNDINGS = 8
+MAX_ROUNDINGS = 8
 """Largest relative difference, in roundings of the data types, between two equal steps on a device
 that repeats to the bit: some kernels round by where in memory their operands lie."""
 
@@ -124,7 +124,7 @@ class Tolerance:
     def most_explained(self, step: StepTrace) -> float:
         """Return the largest relative difference of loss or gradients that noise explains."""
         rounding = max((_eps(each.dtype) for each in step.gradients.values()), default=0.0)
-        return max(self.most, min(MOST_NOISE, MOST_ROUNDINGS * rounding))
+        return max(self.most, min(MAX_NOISE, MAX_ROUNDINGS * rounding))
 
     def learn(self, first: StepTrace, again: StepTrace) -> None:
         """Take in the differences between two runs of the same step.
@@ -268,11 +268,8 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 SAMPLES_OF_A_COMPARISON = 5
 """An odd number in two micro-batches: their sizes differ, and neither is a single sample."""
 
-Pass: TypeAlias = tuple[ResolvedPlan, int]
-"""A plan and a seed."""
-
 Around: TypeAlias = Callable[[Training], AbstractContextManager[object]]
-"""What is entered around the training of a pass."""
+"""What is entered around the training of a plan."""
 
 
 def compare_plans(
@@ -288,15 +285,15 @@ def compare_plans(
         Exception: whatever the model or the device raises.
     """
     batch = _batch_of(builder, samples)
-    passes = (first, builder.seed), (second, builder.seed)
-    one, other = run_passes(builder, passes, batch)
+    plans = (first, builder.seed), (second, builder.seed)
+    one, other = traced_plans(builder, plans, batch)
     found = compare(one, other)
     if found.equal or builder.world.size > 1:  # ranks that differ would wait for each other
         return found
     moved = partial(perturbed, by=max(one.rounding, other.rounding) / 2)
     try:
-        (third,) = run_passes(builder, passes[:1], batch, moved)
-    except Exception as error:  # a weight that cannot be written, or no memory for another pass
+        (third,) = traced_plans(builder, plans[:1], batch, moved)
+    except Exception as error:  # a weight that cannot be written, or no memory for another step
         release_exception(error)
         return found
     explained = max(other.tolerance, ROUNDED * compare(one, third).gradient)
@@ -316,12 +313,12 @@ def compare_as_trained(
     """
     batch = _batch_of(builder, samples)
     plans = first, first, second
-    one, again, other = (run_pass(builder, p, builder.seed, batch, calm=False) for p in plans)
+    one, again, other = (traced_plan(builder, p, builder.seed, batch, calm=False) for p in plans)
     return compare(one, other) if compare(one, again).equal else None
 
 
 def _batch_of(builder: TrainingBuilder, samples: int) -> Batch:
-    """Return a batch for all passes of a comparison: a function may make another each time."""
+    """Return a batch for all steps of a comparison: a function may make another each time."""
     workload = builder.fresh_workload()
     if workload.training_step is not None:
         raise InvalidArgument("training_step hides its gradients, so plans cannot be compared")
@@ -345,31 +342,39 @@ def perturbed(training: Training, *, by: float, seed: int = 0) -> Iterator[None]
     yield
 
 
-def run_passes(
-    builder: TrainingBuilder, passes: Sequence[Pass], batch: Batch, around: Around = nullcontext
+def traced_plans(
+    builder: TrainingBuilder,
+    plans: Sequence[tuple[ResolvedPlan, int]],
+    batch: Batch,
+    *arounds: Around,
 ) -> list[StepTrace]:
-    """Return the passes over the same batch, all in the same modes; raise as `compare_plans`."""
+    """Return a step of each plan, with its seed, over the same batch and in the same modes.
+
+    Raises:
+        Exception: as of `compare_plans`.
+    """
     try:
-        return [run_pass(builder, *each, batch, around) for each in passes]
+        return [traced_plan(builder, *each, batch, *arounds) for each in plans]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # some models have a loss in training mode only
         release_exception(error)
-    return [run_pass(builder, *each, batch, around, calm=False) for each in passes]
+    return [traced_plan(builder, *each, batch, *arounds, calm=False) for each in plans]
 
 
-def run_pass(
+def traced_plan(
     builder: TrainingBuilder,
     resolved: ResolvedPlan,
     seed: int,
     batch: Batch,
-    around: Around = nullcontext,
-    *,
+    *arounds: Around,
     calm: bool = True,
 ) -> StepTrace:
-    """Return loss and gradients of a pass in a training of its own; see `step_without_update`."""
+    """Return a step in a training of its own; see `step_without_update`."""
     builder.reclaim()
-    with builder.training(builder.fresh_workload(), resolved) as training, around(training):
+    with builder.training(builder.fresh_workload(), resolved) as training, ExitStack() as stack:
+        for around in arounds:
+            stack.enter_context(around(training))
         return step_without_update(training, batch, seed=seed, calm=calm)
 
 
@@ -378,15 +383,15 @@ def moved_by_seed(
     whole: StepTrace,
     batch: Batch,
     samples: int,
-    around: Around = nullcontext,
+    *arounds: Around,
 ) -> Comparison:
-    """Compare a pass of all samples with one that draws other random numbers, in the same modes.
+    """Compare a step of all samples with one that draws other random numbers, in the same modes.
 
     Raises:
         Exception: whatever the model or the device raises.
     """
     plain, seed = ResolvedPlan(Plan(samples)), builder.seed + 1
-    return compare(whole, run_pass(builder, plain, seed, batch, around, calm=whole.calm))
+    return compare(whole, traced_plan(builder, plain, seed, batch, *arounds, calm=whole.calm))
 
 
 def traced_step(

@@ -19,7 +19,7 @@ from torch import nn
 
 from autofit.devices.base import Device
 from autofit.equivalence.comparison import (
-    MOST_NOISE,
+    MAX_NOISE,
     NotRepeatable,
     StepTrace,
     Tolerance,
@@ -43,6 +43,7 @@ from autofit.strategy import (
 )
 from autofit.torch_private import gone_in, pytree
 from autofit.training.builder import TrainingBuilder
+from autofit.training.evaluation import checksum
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 
@@ -56,8 +57,6 @@ REPEATS = 3
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, tuple, dict, deque, OrderedDict, defaultdict)
 _OF_TORCH = frozenset(nn.Module().__dict__)
-_WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SUMMED_AT_ONCE = 2**20  # elements: a checksum holds two 8-byte copies of so many
 
 
 class StepComparer:
@@ -84,7 +83,7 @@ class StepComparer:
         live = {"model": model, "optimizer": training.optimizer}
         with one_thread(self._is_exact):  # which a snapshot would put back, too
             self._start = Snapshot(live, but=model.parameters())
-        self._tolerance = Tolerance(most=0.0 if self._is_exact else MOST_NOISE)
+        self._tolerance = Tolerance(most=0.0 if self._is_exact else MAX_NOISE)
         self._reference: StepTrace | None = None
         self._key: object = None
         self._changes: frozenset[str] = frozenset()
@@ -221,18 +220,6 @@ def _visible(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _random_states() -> dict[str, Any]:
     states = process.random_states()
     return {_RANDOM.get(name, name): state for name, state in states.items()}
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """Return a sum of a tensor's bits by their places: it changes with values and their order."""
-    width = _WHOLE_NUMBERS[min(tensor.element_size(), 8)]
-    bits = tensor.detach().contiguous().reshape(-1).view(width)
-    total = 0
-    for piece in torch.split(bits, _SUMMED_AT_ONCE):
-        # Odd weights lose no bit: each has an inverse modulo 2**64, at which the sums wrap.
-        weights = 2 * torch.arange(len(piece), device=piece.device) + 1
-        total = (31 * total + int((piece.to(torch.int64) * weights).sum())) % 2**64
-    return total
 
 
 @contextmanager

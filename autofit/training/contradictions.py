@@ -48,7 +48,7 @@ _TARGETS = ("y", "label", "labels", "target", "targets")
 # Channels of an image, where the list of images is cut by them.
 _CHANNELS = (1, 3, 4)
 # Values that are read off a tensor; a longer one is not looked into.
-_MOST_READ = 10_000_000
+_MAX_READ = 10_000_000
 
 
 def check_rows(batch: Batch, *, has_criterion: bool = False) -> None:
@@ -270,7 +270,7 @@ def _first_column(tensor: torch.Tensor) -> torch.Tensor:
     """Return a vector as it is, and of a table the first column, as integers if all of it are."""
     if tensor.dim() != 2 or tensor.shape[1] < 2 or not _may_be_read(tensor):
         return tensor
-    column = tensor.detach()[:_MOST_READ, 0]
+    column = tensor.detach()[:_MAX_READ, 0]
     return column.long() if torch.equal(column, column.long().to(column.dtype)) else column
 
 
@@ -291,7 +291,7 @@ def _counted(tensor: torch.Tensor) -> int | None:
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the values of one dimension of integers; None: it is something else, or has none."""
-    if not _may_be_read(tensor) or tensor.dim() != 1 or not 0 < tensor.numel() <= _MOST_READ:
+    if not _may_be_read(tensor) or tensor.dim() != 1 or not 0 < tensor.numel() <= _MAX_READ:
         return None
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         return None

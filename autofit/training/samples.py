@@ -34,7 +34,7 @@ from autofit.units import kind_of, shortened
 # A list of samples -> a batch of them, as `DataLoader` takes it.
 CollateFn: TypeAlias = Callable[[list[Any]], Batch]
 
-_MOST_NAMED = 3  # tensors in a message
+_MAX_NAMED = 3  # tensors in a message
 
 
 class SamplesKind(StrEnum):
@@ -285,8 +285,8 @@ class TakenSamples(tuple[Any, ...]):
 
 
 # Samples of a data set that are read: more say little more of memory, and may take long to decode.
-_MOST_TAKEN = 256
-_LEAST_TAKEN = 32
+_MAX_TAKEN = 256
+_MIN_TAKEN = 32
 
 
 def taken_from(given: Any, global_batch: int | None) -> Sequence[Any]:
@@ -307,7 +307,7 @@ def taken_from(given: Any, global_batch: int | None) -> Sequence[Any]:
         raise InvalidArgument("there are no samples: pass at least one")
     if isinstance(given, (list, tuple)):
         return given
-    wanted = min(max(global_batch or 0, _LEAST_TAKEN), _MOST_TAKEN, count)
+    wanted = min(max(global_batch or 0, _MIN_TAKEN), _MAX_TAKEN, count)
     with users_code():
         return TakenSamples(given[place] for place in range(wanted))
 
@@ -387,4 +387,4 @@ def _dim0(tensor: torch.Tensor) -> int | None:
 
 def _listed(names: Iterable[str]) -> str:
     """Return the first names, and how many more there are."""
-    return shortened(sorted(names), _MOST_NAMED)
+    return shortened(sorted(names), _MAX_NAMED)

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.equivalence.steps import StepComparer, checksum
+from autofit.equivalence.steps import StepComparer
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import PYTHON, Comparison
 from autofit.testing import PlainContext
 from autofit.testing.conformance import attention, convolutions
+from autofit.training.evaluation import checksum
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
