@@ -89,7 +89,11 @@ class FlatBatch:
             flat = cls._of(parts, leaf, inside if _is_record(leaf) else inside | {id(leaf)})
             return flat if _is_record(leaf) or flat.named else leaf
 
-        found, spec = pytree.tree_flatten_with_path(tree)
+        try:
+            found, spec = pytree.tree_flatten_with_path(tree)
+        except ValueError:  # a container that tells torch its parts, and not their keys
+            parts, spec = pytree.tree_flatten(tree)
+            found = [((pytree.SequenceKey(at),), part) for at, part in enumerate(parts)]
         leaves = tuple((pytree.keystr(path), opened(leaf)) for path, leaf in found)
         return cls(leaves, spec, owner)
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan, ResolvedPlan
-from autofit.training.batch import describe, placed, tensors_of
+from autofit.training.batch import describe, pieces, placed, tensors_of
 from autofit.training.lengths import Lengths
 from autofit.training.loss import Recipe
 from autofit.training.samples import Collated, Made, Rows
@@ -257,6 +257,24 @@ pytree.register_pytree_node(
         None,
     ),
 )
+
+
+class WithoutKeys(Counted):
+    """Tells torch its parts, and not their keys."""
+
+
+pytree.register_pytree_node(
+    WithoutKeys, lambda pair: (pair.parts(), None), lambda parts, _: WithoutKeys(*parts)
+)
+
+
+def test_a_container_without_keys_is_cut_and_placed_too() -> None:
+    batch = WithoutKeys(torch.ones(4, 3), torch.ones(4))
+    assert describe({"pair": batch}) == {"[0]": "float32[4, 3]", "[1]": "float32[4]"}
+    first, _ = pieces(batch, (3, 1), Rows.of(batch).places(batch))
+    there = placed(first, lambda tensor: tensor.to("meta"), torch.device("meta"))
+    assert type(there) is WithoutKeys
+    assert (there.x.shape, there.y.device.type) == ((3, 3), "meta")
 
 
 @pytest.mark.parametrize("micro_batch", [6, 3, 2])
