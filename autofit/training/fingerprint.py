@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
@@ -76,12 +76,12 @@ def fingerprint(
         computing: flags that change how torch computes there, such as TF32, with their values.
     """
     kind = environment.device.partition(":")[0]
-    flags = {n: v for n, v in computing.items() if kind == "cpu" or n not in _ONLY_ON_THE_CPU}
+    flags = _sorted(computing, but=() if kind == "cpu" else _ONLY_ON_THE_CPU)
     parts: dict[str, Any] = {
         "model": model,
         "samples": (workload.global_batch, workload.sample_batch_size, *_shapes(workload)),
         "optimizer": {
-            name: (type(one), [_about_cost(group) for group in one.param_groups])
+            name: (type(one), [_sorted(group, but=_NOT_ABOUT_COST) for group in one.param_groups])
             for name, one in by_name(optimizer).items()
         },
         "functions": (
@@ -92,7 +92,7 @@ def fingerprint(
         "torch": environment.torch,
         "device": (kind, environment.gpu),
         "flags": (
-            [(name, repr(value)) for name, value in sorted(flags.items())],
+            {name: repr(value) for name, value in flags.items()},
             [os.environ.get(name) for name in _ABOUT_COST],
         ),
     }
@@ -114,8 +114,8 @@ def _shapes(workload: Workload) -> Iterator[Any]:
         yield repr(share), shapes
 
 
-def _about_cost(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: group[key] for key in sorted(group.keys() - _NOT_ABOUT_COST)}
+def _sorted(values: Mapping[str, Any], *, but: Collection[str]) -> dict[str, Any]:
+    return {name: values[name] for name in sorted(values) if name not in but}
 
 
 def _digest(value: Any) -> str:
@@ -189,7 +189,7 @@ def _parts(value: Any) -> Iterable[Any]:
 def _parts_of_module(module: torch.nn.Module) -> Iterator[Any]:
     own = vars(module)  # with a forward of its own, if it has one
     yield type(module), _ADDRESS.sub("", module.extra_repr())
-    yield {key: own[key] for key in sorted(own) if not key.startswith("_")}
+    yield _sorted(own, but=[key for key in own if key.startswith("_")])
     yield [list(own.get(each, {}).values()) for each in _HOOKS]
     for named in (module.named_parameters, module.named_buffers):
         yield dict(named(recurse=False, remove_duplicate=False))
