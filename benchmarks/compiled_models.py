@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from autofit.devices.base import Device
 from autofit.devices.cuda import open_device
-from autofit.equivalence.comparison import MOST_ROUNDINGS, ROOM, compare_plans
+from autofit.equivalence.comparison import MAX_ROUNDINGS, ROOM, compare_plans
 from autofit.plan import Plan, Settings
 from autofit.registry import collect_dimensions, load_strategies, resolve
 from autofit.space import Space
@@ -55,7 +55,7 @@ from benchmarks.library_models import (
 
 ROUNDINGS = 8
 """Times that eager training is run from weights that are a rounding apart."""
-LEAST_SPREAD = MOST_ROUNDINGS * torch.finfo(torch.float32).eps
+LEAST_SPREAD = MAX_ROUNDINGS * torch.finfo(torch.float32).eps
 """Of losses that nothing in the training moves, as a share: that of their own roundings."""
 REGION, BUDGET = "compile.region", "compile.memory_budget"
 _SCALE = Scale(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -35,14 +35,14 @@ from autofit.equivalence.comparison import (
     Around,
     StepTrace,
     Tolerance,
-    accumulated,
     compare,
     distance,
     moved_by_seed,
     owners_of,
     perturbed,
-    run_pass,
-    run_passes,
+    step_without_update,
+    traced_plan,
+    traced_plans,
 )
 from autofit.equivalence.steps import state_of
 from autofit.errors import release_exception, with_type
@@ -98,37 +98,37 @@ def compare_split_gradients(
     if workload.global_batch is None or workload.global_batch == 1:
         return SplitGradients()
     if workload.training_step is not None:
-        return _kept("training_step decides how a batch is split")
+        return _keep("training_step decides how a batch is split")
     if lost is not None:
-        return _kept(f"split and whole gradients could not be compared ({lost})")
+        return _keep(f"split and whole gradients could not be compared ({lost})")
     try:
         samples = workload.samples
         if isinstance(samples, Made):
-            return _kept(
+            return _keep(
                 "the batches of a function n -> batch are not told apart into samples, so split "
                 "and whole gradients could not be compared",
                 way_out=f"samples and Workload(collate_fn=), or {_FREE}",
             )
         batch = workload.samples_of(SAMPLES_OF_A_COMPARISON)
         if isinstance(samples, Rows):
-            batch = _varied(batch, samples.places(batch))
+            batch = _with_distinct_samples(batch, samples.places(batch))
         if not _has_distinct(samples, batch):
             why = "copies of one sample do not show whether split gradients equal whole ones"
-            return _kept(why, way_out="samples that differ")
+            return _keep(why, way_out="samples that differ")
         if isinstance(samples, Collated) and not _repeats(samples, batch):
-            return _kept(
+            return _keep(
                 "collate_fn makes another batch of the same samples each time, so split and whole "
                 "gradients cannot be compared"
             )
         split = _split_against_whole(builder, batch)
-        carried = _second_against_first(builder, batch) if split.equal else None
+        by_state = _second_against_first(builder, batch) if split.equal else None
     except Exception as error:
         release_exception(error)
-        return _kept(f"split and whole gradients could not be compared ({with_type(error)})")
+        return _keep(f"split and whole gradients could not be compared ({with_type(error)})")
     finally:
         builder.reclaim_or_not()
-    if carried is not None:
-        return _kept(_why_by_state(carried), carried.comparison)
+    if by_state is not None:
+        return _keep(_why_by_state(by_state), by_state.comparison)
     if split.equal:
         return _with_padding(builder, samples, batch, split.comparison)
     if split.noise is not None and not split.noise.equal:
@@ -136,11 +136,11 @@ def compare_split_gradients(
             "the model draws random numbers that change the gradients of the same samples by "
             f"{split.noise.gradient:.1%}, so split and whole gradients cannot be compared"
         )
-        return _kept(why, split.comparison)
-    return _kept_by(split, workload)
+        return _keep(why, split.comparison)
+    return _keep_for_difference(split, workload)
 
 
-def _kept(
+def _keep(
     why: str,
     comparison: Comparison | None = None,
     *,
@@ -162,7 +162,7 @@ def _kept(
 
 
 @dataclass(frozen=True)
-class _Compared:
+class _GradientComparison:
     """Two ways to the gradients of the same samples.
 
     Attributes:
@@ -191,8 +191,8 @@ class _Compared:
         return f"{told} ({self.comparison.gradient:.2%} of all gradients together)"
 
 
-def _compared(first: StepTrace, second: StepTrace, repeated: Repeated) -> _Compared:
-    """Compare two passes; `repeated()` returns more of the first, which noise alone changes.
+def _compare_each(first: StepTrace, second: StepTrace, repeated: Repeated) -> _GradientComparison:
+    """Compare two steps; `repeated()` returns more of the first, which noise alone changes.
 
     A parameter may hide in the norm of all: the gradient of a router, or of a gate, is often a
     thousandth of it. So each is compared alone, with the tolerance of all relative to its own size.
@@ -200,62 +200,53 @@ def _compared(first: StepTrace, second: StepTrace, repeated: Repeated) -> _Compa
     found = compare(first, second)
     tolerance = Tolerance(found.tolerance, roundings=ROOM)
     if not found.equal or not tolerance.differences(first, second):
-        return _Compared(found, {})
+        return _GradientComparison(found, {})
     for again in repeated():
         tolerance.widen(first, again)
     differences = tolerance.differences(first, second)
     apart = {name.removeprefix(GRADIENT): size for name, size in differences.items()}
     found = replace(found, modules=owners_of(apart), differences=tuple(differences))
-    return _Compared(found, apart)
+    return _GradientComparison(found, apart)
 
 
 def _split_against_whole(
-    builder: TrainingBuilder, batch: Batch, around: Around = nullcontext
-) -> _Compared:
+    builder: TrainingBuilder, batch: Batch, *arounds: Around
+) -> _GradientComparison:
     samples, seed = SAMPLES_OF_A_COMPARISON, builder.seed
     sizes = samples, -(-samples // 2)
     whole, split = (ResolvedPlan(Plan.split(samples, size)) for size in sizes)
-    first, second = run_passes(builder, ((whole, seed), (split, seed)), batch, around)
+    first, second = traced_plans(builder, ((whole, seed), (split, seed)), batch, *arounds)
 
     def repeated() -> Iterator[StepTrace]:
-        yield from run_passes(builder, ((whole, seed + 1),), batch, around)
+        yield from traced_plans(builder, ((whole, seed + 1),), batch, *arounds)
         for draw in range(2):
-            moved = _both(around, partial(perturbed, by=first.rounding, seed=draw))
-            yield from run_passes(builder, ((whole, seed),), batch, moved)
+            moved = partial(perturbed, by=first.rounding, seed=draw)
+            yield from traced_plans(builder, ((whole, seed),), batch, *arounds, moved)
 
-    found = _compared(first, second, repeated)
+    found = _compare_each(first, second, repeated)
     if found.equal:
         return found
-    return replace(found, noise=moved_by_seed(builder, first, batch, samples, around))
+    return replace(found, noise=moved_by_seed(builder, first, batch, samples, *arounds))
 
 
-def _both(outer: Around, inner: Around) -> Around:
-    @contextmanager
-    def entered(training: Training) -> Iterator[None]:
-        with outer(training), inner(training):
-            yield
+def _second_against_first(builder: TrainingBuilder, batch: Batch) -> _GradientComparison | None:
+    """Compare a step in training mode with one that finds what it left; None: they are equal.
 
-    return entered
-
-
-def _second_against_first(builder: TrainingBuilder, batch: Batch) -> _Compared | None:
-    """Compare a pass in training mode with one that finds what it left; None: they are equal.
-
-    Also None where a pass from the start differs as much: it draws numbers that no seed repeats.
+    Also None where a step from the start differs as much: it draws numbers that no seed repeats.
     """
     plan, seed = ResolvedPlan(Plan(SAMPLES_OF_A_COMPARISON)), builder.seed
     builder.reclaim()
     with builder.training(builder.fresh_workload(), plan) as training:
         before = dict(state_of(training.model, updated=False))
-        first = accumulated(training, batch, seed=seed, calm=False)
+        first = step_without_update(training, batch, seed=seed, calm=False)
         after = dict(state_of(training.model, updated=False))
-        second = accumulated(training, batch, seed=seed, calm=False)
+        second = step_without_update(training, batch, seed=seed, calm=False)
     del training
 
     def again() -> StepTrace:
-        return run_pass(builder, plan, seed, batch, calm=False)
+        return traced_plan(builder, plan, seed, batch, calm=False)
 
-    found = _compared(first, second, lambda: [again()])
+    found = _compare_each(first, second, lambda: [again()])
     if found.equal or not compare(first, again()).equal:
         return None
     return replace(found, state=_changed(before, after, first.normalizing))
@@ -278,17 +269,17 @@ def _changed(
     return tuple(sorted(names, key=lambda name: not torch.is_tensor(after[name])))
 
 
-def _why_by_state(carried: _Compared) -> str:
-    more = " and others" * (len(carried.state) > 3)
-    where = f"{', '.join(carried.state[:3])}{more}" or "what it keeps outside its modules"
+def _why_by_state(by_state: _GradientComparison) -> str:
+    more = " and others" * (len(by_state.state) > 3)
+    where = f"{', '.join(by_state.state[:3])}{more}" or "what it keeps outside its modules"
     return (
         f"a forward in training changes {where}, which the next one reads: it changes the "
-        f"gradients of the same samples by {carried.by()}, so split gradients differ from whole "
+        f"gradients of the same samples by {by_state.by()}, so split gradients differ from whole "
         "ones"
     )
 
 
-def _kept_by(split: _Compared, workload: Workload) -> SplitGradients:
+def _keep_for_difference(split: _GradientComparison, workload: Workload) -> SplitGradients:
     """Return the decision where split gradients differ from whole ones."""
     comparison, way_out = split.comparison, _FREE
     what = "which normalize over the batch" if comparison.normalizes_over_batch else "most of all"
@@ -296,7 +287,7 @@ def _kept_by(split: _Compared, workload: Workload) -> SplitGradients:
     if not comparison.normalizes_over_batch and workload.loss_weight is None:
         way_out += ", or loss_weight where the loss is a mean over something other than samples"
     why = f"Split gradients differ from whole ones by {split.by()}{'' if split.apart else where}"
-    return _kept(why, comparison, way_out=way_out)
+    return _keep(why, comparison, way_out=way_out)
 
 
 # Samples altered as padding alters them.
@@ -317,16 +308,16 @@ def _with_padding(
         return equal
     places = samples.places(batch)
     masks, masked = _masks_altered(batch, places)
-    if masks and (found := _tried(builder, masked)) is not None and not found.equal:
+    if masks and (found := _compare_altered(builder, masked)) is not None and not found.equal:
         why = (
             f"split gradients equal whole ones on the sample batch, whose masks "
             f"({', '.join(masks)}) leave nothing out, and differ by {found.by()} where they do"
         )
         way_out = f"loss_weight (what the masks leave), or {_FREE}"
-        return _kept(why, found.comparison, way_out=way_out, is_of_batch=False)
+        return _keep(why, found.comparison, way_out=way_out, is_of_batch=False)
     if builder.fresh_workload().loss_weight is not None:
         return equal
-    found = _tried(builder, batch, _targets_ignored)
+    found = _compare_altered(builder, batch, _targets_ignored)
     if found is None or found.equal:
         return equal
     mark = ACT if _has_ignored(batch, places) else ""
@@ -337,12 +328,12 @@ def _with_padding(
     return replace(equal, notes=(note,))
 
 
-def _tried(
-    builder: TrainingBuilder, batch: Batch, around: Around = nullcontext
-) -> _Compared | None:
+def _compare_altered(
+    builder: TrainingBuilder, batch: Batch, *arounds: Around
+) -> _GradientComparison | None:
     """Return how split and whole compare on altered samples; None: the model refuses those."""
     try:
-        return _split_against_whole(builder, batch, around)
+        return _split_against_whole(builder, batch, *arounds)
     except Exception as error:
         release_exception(error)
         return None
@@ -350,7 +341,7 @@ def _tried(
         builder.reclaim_or_not()
 
 
-def _varied(batch: Batch, places: Collection[int]) -> Batch:
+def _with_distinct_samples(batch: Batch, places: Collection[int]) -> Batch:
     """Return the batch with its tensors whose samples are all alike made to differ, where possible.
 
     Rolling a sample along its last dimension keeps what the elements mean: tokens, labels, pixels.

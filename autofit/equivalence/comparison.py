@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 import random
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,7 +25,7 @@ import torch
 
 from autofit.errors import InvalidArgument, release_exception
 from autofit.plan import Plan, ResolvedPlan
-from autofit.strategy import Comparison, attributes_kept, calls_watched
+from autofit.strategy import Comparison, attributes_kept, calls_watched, undone
 from autofit.torch_private import InstanceNorm, NormBase
 from autofit.training.batch import Batch, tensors_of
 from autofit.training.builder import TrainingBuilder
@@ -36,10 +38,10 @@ LOSS, GRADIENT = "the loss", "the gradient of "
 ROOM = 10
 """How many times the difference of two equal steps is still explained by the device's noise."""
 
-MOST_NOISE = 0.05
+MAX_NOISE = 0.05
 """Largest relative difference that kernels which add in any order explain, also in bfloat16."""
 
-MOST_ROUNDINGS = 8
+MAX_ROUNDINGS = 8
 """Largest relative difference, in roundings of the data types, between two equal steps on a device
 that repeats to the bit: some kernels round by where in memory their operands lie."""
 
@@ -70,7 +72,7 @@ class StepTrace:
         rounding: relative size of one rounding in the coarsest of those types.
         normalizing: names of the modules that normalized over the batch.
         ran: names of the modules whose forward ran.
-        calm: whether its modules drew no random numbers; see `accumulated`.
+        calm: whether its modules drew no random numbers; see `step_without_update`.
     """
 
     loss: torch.Tensor | float
@@ -122,7 +124,7 @@ class Tolerance:
     def most_explained(self, step: StepTrace) -> float:
         """Return the largest relative difference of loss or gradients that noise explains."""
         rounding = max((_eps(each.dtype) for each in step.gradients.values()), default=0.0)
-        return max(self.most, min(MOST_NOISE, MOST_ROUNDINGS * rounding))
+        return max(self.most, min(MAX_NOISE, MAX_ROUNDINGS * rounding))
 
     def learn(self, first: StepTrace, again: StepTrace) -> None:
         """Take in the differences between two runs of the same step.
@@ -266,11 +268,8 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 SAMPLES_OF_A_COMPARISON = 5
 """An odd number in two micro-batches: their sizes differ, and neither is a single sample."""
 
-Pass: TypeAlias = tuple[ResolvedPlan, int]
-"""A plan and a seed."""
-
 Around: TypeAlias = Callable[[Training], AbstractContextManager[object]]
-"""What is entered around the training of a pass."""
+"""What is entered around the training of a plan."""
 
 
 def compare_plans(
@@ -286,15 +285,15 @@ def compare_plans(
         Exception: whatever the model or the device raises.
     """
     batch = _batch_of(builder, samples)
-    passes = (first, builder.seed), (second, builder.seed)
-    one, other = run_passes(builder, passes, batch)
+    plans = (first, builder.seed), (second, builder.seed)
+    one, other = traced_plans(builder, plans, batch)
     found = compare(one, other)
     if found.equal or builder.world.size > 1:  # ranks that differ would wait for each other
         return found
     moved = partial(perturbed, by=max(one.rounding, other.rounding) / 2)
     try:
-        (third,) = run_passes(builder, passes[:1], batch, moved)
-    except Exception as error:  # a weight that cannot be written, or no memory for another pass
+        (third,) = traced_plans(builder, plans[:1], batch, moved)
+    except Exception as error:  # a weight that cannot be written, or no memory for another step
         release_exception(error)
         return found
     explained = max(other.tolerance, ROUNDED * compare(one, third).gradient)
@@ -314,12 +313,12 @@ def compare_as_trained(
     """
     batch = _batch_of(builder, samples)
     plans = first, first, second
-    one, again, other = (run_pass(builder, p, builder.seed, batch, calm=False) for p in plans)
+    one, again, other = (traced_plan(builder, p, builder.seed, batch, calm=False) for p in plans)
     return compare(one, other) if compare(one, again).equal else None
 
 
 def _batch_of(builder: TrainingBuilder, samples: int) -> Batch:
-    """Return a batch for all passes of a comparison: a function may make another each time."""
+    """Return a batch for all steps of a comparison: a function may make another each time."""
     workload = builder.fresh_workload()
     if workload.training_step is not None:
         raise InvalidArgument("training_step hides its gradients, so plans cannot be compared")
@@ -343,32 +342,40 @@ def perturbed(training: Training, *, by: float, seed: int = 0) -> Iterator[None]
     yield
 
 
-def run_passes(
-    builder: TrainingBuilder, passes: Sequence[Pass], batch: Batch, around: Around = nullcontext
+def traced_plans(
+    builder: TrainingBuilder,
+    plans: Sequence[tuple[ResolvedPlan, int]],
+    batch: Batch,
+    *arounds: Around,
 ) -> list[StepTrace]:
-    """Return the passes over the same batch, all in the same modes; raise as `compare_plans`."""
+    """Return a step of each plan, with its seed, over the same batch and in the same modes.
+
+    Raises:
+        Exception: as of `compare_plans`.
+    """
     try:
-        return [run_pass(builder, *each, batch, around) for each in passes]
+        return [traced_plan(builder, *each, batch, *arounds) for each in plans]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # some models have a loss in training mode only
         release_exception(error)
-    return [run_pass(builder, *each, batch, around, calm=False) for each in passes]
+    return [traced_plan(builder, *each, batch, *arounds, calm=False) for each in plans]
 
 
-def run_pass(
+def traced_plan(
     builder: TrainingBuilder,
     resolved: ResolvedPlan,
     seed: int,
     batch: Batch,
-    around: Around = nullcontext,
-    *,
+    *arounds: Around,
     calm: bool = True,
 ) -> StepTrace:
-    """Return loss and gradients of a pass in a training of its own; see `accumulated`."""
+    """Return a step in a training of its own; see `step_without_update`."""
     builder.reclaim()
-    with builder.training(builder.fresh_workload(), resolved) as training, around(training):
-        return accumulated(training, batch, seed=seed, calm=calm)
+    with builder.training(builder.fresh_workload(), resolved) as training, ExitStack() as stack:
+        for around in arounds:
+            stack.enter_context(around(training))
+        return step_without_update(training, batch, seed=seed, calm=calm)
 
 
 def moved_by_seed(
@@ -376,40 +383,89 @@ def moved_by_seed(
     whole: StepTrace,
     batch: Batch,
     samples: int,
-    around: Around = nullcontext,
+    *arounds: Around,
 ) -> Comparison:
-    """Compare a pass of all samples with one that draws other random numbers, in the same modes.
+    """Compare a step of all samples with one that draws other random numbers, in the same modes.
 
     Raises:
         Exception: whatever the model or the device raises.
     """
     plain, seed = ResolvedPlan(Plan(samples)), builder.seed + 1
-    return compare(whole, run_pass(builder, plain, seed, batch, around, calm=whole.calm))
+    return compare(whole, traced_plan(builder, plain, seed, batch, *arounds, calm=whole.calm))
 
 
-def accumulated(training: Training, batch: Batch, *, seed: int, calm: bool = True) -> StepTrace:
-    """Return loss and gradients of one accumulation over the batch; the training is not stepped.
+def traced_step(
+    training: Training,
+    batch: Any,
+    *,
+    update: bool,
+    copied: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> StepTrace:
+    """Run a step; return its loss, and the gradients at each update by the parameters' names.
 
-    They lie on the host, so the model may go. `calm=False` leaves every module in its mode, for
-    models whose loss exists in training mode only.
+    Args:
+        training, batch: what is stepped.
+        update: False: the weights stay as they are.
+        copied: how a gradient is kept; None: as it is, strided.
+    """
+    gradients: dict[str, torch.Tensor] = {}
+    updates: Counter[str] = Counter()
+
+    def note(step: Callable[[], None]) -> None:
+        for name, parameter in training.plain_model.named_parameters():
+            if parameter.grad is not None:
+                updates[name] += 1
+                key = name + (f" at update {updates[name]}" if updates[name] > 1 else "")
+                gradients[key] = (copied or _strided)(parameter.grad.detach())
+        if update:
+            step()
+
+    with undone(training.wrap_optimizer_step(note)):
+        loss = training.step(batch).detach().clone()
+    return StepTrace(loss, gradients)
+
+
+def _strided(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a copy that compares: of a sparse gradient (an embedding's), the rows it has."""
+    if gradient.layout == torch.sparse_coo:
+        gradient = gradient.coalesce()
+        return torch.cat([gradient.values().flatten(), gradient.indices().flatten()])
+    return gradient.to_dense() if gradient.layout != torch.strided else gradient.clone()
+
+
+def step_without_update(
+    training: Training, batch: Batch, *, seed: int, calm: bool = True
+) -> StepTrace:
+    """Return loss and gradients of a step over the batch that leaves the weights as they are.
+
+    Gradients are neither clipped nor shown to `before_step`, from now on: clipped ones hide how far
+    they are apart. They lie on the host, so the model may go. `calm=False` leaves every module in
+    its mode, for models whose loss exists in training mode only.
     """
     model = training.model
+    training.recipe = replace(training.recipe, clip_grad_norm=None, before_step=None)
     within = _calm(model) if calm else nullcontext()
     with modes_kept(model), within, _types_of_outputs(model) as types:
-        loss = _accumulate_in_range(training, training.share_of(batch), seed)
+        step = _step_in_range(training, training.share_of(batch), seed)
         normalizing = tuple(batch_normalizing(model))
-    scale = 1.0 if training.scaler is None else float(training.scaler.get_scale())
-    by_name = {
-        name: _on_host(parameter.grad) / scale
-        for name, parameter in training.plain_model.named_parameters()
-        if parameter.grad is not None
-    }
-    training.zero_grad()
     types.update(parameter.dtype for parameter in model.parameters())
     eps = max((_rounding(dtype, training.device.type) for dtype in types), default=0.0)
     # The sum of roundings: some thousand units in the last place, or a few coarse ones.
     tolerance = min(eps * 8192, max(eps * 4, 1e-3))
-    return StepTrace(loss, by_name, tolerance, eps, normalizing, calm=calm)
+    return StepTrace(float(step.loss), step.gradients, tolerance, eps, normalizing, calm=calm)
+
+
+def _step_in_range(training: Training, batch: Batch, seed: int) -> StepTrace:
+    """Step, again with a smaller scale for as long as float16 overflows, as training does."""
+    while True:
+        seed_everything(seed)
+        scale = 1.0 if training.scaler is None else training.scaler.get_scale()
+        copied = partial(_on_host, scale=scale)
+        step = traced_step(training, batch, update=False, copied=copied)
+        is_finite = all(bool(each.isfinite().all()) for each in step.gradients.values())
+        if training.scaler is None or scale <= 1 or is_finite:
+            return step
+        training.scaler.update(scale / 16)
 
 
 def batch_normalizing(model: torch.nn.Module) -> list[str]:
@@ -420,21 +476,6 @@ def batch_normalizing(model: torch.nn.Module) -> list[str]:
 def _normalizes_over_batch(module: torch.nn.Module) -> bool:
     instance = isinstance(module, InstanceNorm)
     return isinstance(module, NormBase) and module.training and not instance
-
-
-def _accumulate_in_range(training: Training, batch: Batch, seed: int) -> float:
-    """Accumulate, again with a smaller scale for as long as float16 overflows, as training does."""
-    while True:
-        seed_everything(seed)
-        training.zero_grad()
-        loss = float(training.accumulate(batch))
-        scaler = training.scaler
-        if scaler is None or scaler.get_scale() <= 1:
-            return loss
-        gradients = (p.grad for p in training.model.parameters() if p.grad is not None)
-        if all(bool(_on_host(gradient).isfinite().all()) for gradient in gradients):
-            return loss
-        scaler.update(scaler.get_scale() / 16)
 
 
 @contextmanager
@@ -476,10 +517,10 @@ def _rounding(dtype: torch.dtype, device_type: str) -> float:
     return _eps(torch.float16 if is_tf32 else dtype)
 
 
-def _on_host(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient dense, in host memory; a sharded one whole, on every rank."""
+def _on_host(gradient: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return a gradient unscaled and dense, in host memory; a sharded one whole, on every rank."""
     whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-    return whole.detach().to("cpu").to_dense()
+    return whole.detach().to("cpu").to_dense() / scale
 
 
 def seed_everything(seed: int) -> None:
@@ -489,3 +530,48 @@ def seed_everything(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed)
+
+
+# How much a step changes the parameters: a plan that never updates trains nothing, and equal
+# gradients say nothing of what a strategy does to the update.
+
+MAX_STEPS = 20
+"""Without any change, before none is expected: float16 leaves some out until its scale fits."""
+
+
+def size_of_update(builder: TrainingBuilder, resolved: ResolvedPlan, samples: int) -> float:
+    """Return the norm of the change of all parameters by the first step that changes them.
+
+    0: none of `MAX_STEPS` did.
+
+    Raises:
+        Exception: whatever the model or the device raises.
+    """
+    builder.reclaim()
+    workload = builder.fresh_workload()
+    batch = workload.batch(samples)
+    with builder.training(workload, resolved) as training, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of another number of samples than the plan's
+        return first_change(training.plain_model, lambda: training.step(batch), MAX_STEPS)
+
+
+def first_change(model: torch.nn.Module, step: Callable[[], object], max_steps: int) -> float:
+    """Return the norm of the change of all parameters by the first step that changes them.
+
+    0: none of `max_steps` did.
+    """
+    before = _parameters_of(model)
+    for _ in range(max_steps):
+        step()
+        if size := math.hypot(*map(distance, before, _parameters_of(model))):
+            return size
+    return 0.0
+
+
+def versions(model: torch.nn.Module) -> list[int]:
+    """Return how often each parameter was written, as autograd counts it: not through `.data`."""
+    return [getattr(parameter, "_version", 0) for parameter in model.parameters()]
+
+
+def _parameters_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()]

@@ -21,12 +21,12 @@ import torch
 from autofit.dimension import payloads_of
 from autofit.equivalence.comparison import (
     StepTrace,
-    accumulated,
     batch_normalizing,
     compare,
     moved_by_seed,
-    run_pass,
-    run_passes,
+    step_without_update,
+    traced_plan,
+    traced_plans,
 )
 from autofit.errors import InvalidArgument, Unsupported, blame, in_one_line, release_exception
 from autofit.plan import (
@@ -103,7 +103,7 @@ def _unused_alone(builder: TrainingBuilder, batch: Batch) -> list[str]:
     builder.reclaim()
     with builder.training(workload, ResolvedPlan(Plan(sizes[world.rank]))) as training:
         trained = [name for name, p in training.model.named_parameters() if p.requires_grad]
-        seen = accumulated(training, share, seed=builder.seed + world.rank, calm=False)
+        seen = step_without_update(training, share, seed=builder.seed + world.rank, calm=False)
     return [name for name in trained if name not in seen.gradients]
 
 
@@ -137,7 +137,9 @@ def compare_ranks(
             return f"rank {rank} could not run {samples} samples alone: {reason}"
     calm = all(told)
     assert isinstance(alone, StepTrace)  # there is no reason why not
-    second = run_pass(builder, together, builder.seed, batch, _normalizing_as_evaluated, calm=calm)
+    second = traced_plan(
+        builder, together, builder.seed, batch, _normalizing_as_evaluated, calm=calm
+    )
     found: list[Comparison] = ranks.objects(compare(alone, second))
     worst = max(found, key=lambda each: max(each.gradient, each.loss))
     if worst.equal:
@@ -153,9 +155,9 @@ def compare_ranks(
 
 def _alone(builder: TrainingBuilder, batch: Batch, samples: int) -> StepTrace | str:
     """Return the step of all samples, or why there is none."""
-    passes = [(ResolvedPlan(Plan(samples)), builder.seed)]
+    plans = [(ResolvedPlan(Plan(samples)), builder.seed)]
     try:
-        return run_passes(builder, passes, batch, _normalizing_as_evaluated)[0]
+        return traced_plans(builder, plans, batch, _normalizing_as_evaluated)[0]
     except Exception as error:
         why = in_one_line(error)
         release_exception(error)

@@ -7,7 +7,7 @@ attributes and random numbers, and records the results. What a forward keeps out
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,13 +19,14 @@ from torch import nn
 
 from autofit.devices.base import Device
 from autofit.equivalence.comparison import (
-    MOST_NOISE,
+    MAX_NOISE,
     NotRepeatable,
     StepTrace,
     Tolerance,
     compare,
     distance,
     seed_everything,
+    traced_step,
 )
 from autofit.errors import InvalidArgument, Unsupported, release_exception
 from autofit.plan import Plan, ResolvedPlan, Settings
@@ -39,10 +40,10 @@ from autofit.strategy import (
     Strategy,
     World,
     calls_watched,
-    undone,
 )
 from autofit.torch_private import gone_in, pytree
 from autofit.training.builder import TrainingBuilder
+from autofit.training.evaluation import checksum
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 
@@ -56,8 +57,6 @@ REPEATS = 3
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, tuple, dict, deque, OrderedDict, defaultdict)
 _OF_TORCH = frozenset(nn.Module().__dict__)
-_WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SUMMED_AT_ONCE = 2**20  # elements: a checksum holds two 8-byte copies of so many
 
 
 class StepComparer:
@@ -84,7 +83,7 @@ class StepComparer:
         live = {"model": model, "optimizer": training.optimizer}
         with one_thread(self._is_exact):  # which a snapshot would put back, too
             self._start = Snapshot(live, but=model.parameters())
-        self._tolerance = Tolerance(most=0.0 if self._is_exact else MOST_NOISE)
+        self._tolerance = Tolerance(most=0.0 if self._is_exact else MAX_NOISE)
         self._reference: StepTrace | None = None
         self._key: object = None
         self._changes: frozenset[str] = frozenset()
@@ -173,36 +172,6 @@ class StepComparer:
         return frozenset(changed.union(n for n in moved if n.rpartition(".")[0] in owners))
 
 
-def traced_step(training: Training, batch: Any, *, update: bool) -> StepTrace:
-    """Run a step; return its loss, and the gradients at each update by the parameters' names.
-
-    Without `update` the weights stay as they are.
-    """
-    gradients: dict[str, torch.Tensor] = {}
-    updates: Counter[str] = Counter()
-
-    def note(step: Callable[[], None]) -> None:
-        for name, parameter in training.model.named_parameters():
-            if parameter.grad is not None:
-                updates[name] += 1
-                key = name + (f" at update {updates[name]}" if updates[name] > 1 else "")
-                gradients[key] = _strided(parameter.grad.detach())
-        if update:
-            step()
-
-    with undone(training.wrap_optimizer_step(note)):
-        loss = training.step(batch).detach().clone()
-    return StepTrace(loss, gradients)
-
-
-def _strided(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a copy that compares: of a sparse gradient (an embedding's), the rows it has."""
-    if gradient.layout == torch.sparse_coo:
-        gradient = gradient.coalesce()
-        return torch.cat([gradient.values().flatten(), gradient.indices().flatten()])
-    return gradient.to_dense() if gradient.layout != torch.strided else gradient.clone()
-
-
 def state_of(model: nn.Module, *, updated: bool) -> Iterator[tuple[str, Any]]:
     """Yield what a step left in the model and the random states, by names for a reader.
 
@@ -251,18 +220,6 @@ def _visible(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _random_states() -> dict[str, Any]:
     states = process.random_states()
     return {_RANDOM.get(name, name): state for name, state in states.items()}
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """Return a sum of a tensor's bits by their places: it changes with values and their order."""
-    width = _WHOLE_NUMBERS[min(tensor.element_size(), 8)]
-    bits = tensor.detach().contiguous().reshape(-1).view(width)
-    total = 0
-    for piece in torch.split(bits, _SUMMED_AT_ONCE):
-        # Odd weights lose no bit: each has an inverse modulo 2**64, at which the sums wrap.
-        weights = 2 * torch.arange(len(piece), device=piece.device) + 1
-        total = (31 * total + int((piece.to(torch.int64) * weights).sum())) % 2**64
-    return total
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from autofit.plan import Plan, split_evenly, steps_for
 from autofit.probing.requests import Workplace
 from autofit.training.batch import (
     Batch,
+    FlatBatch,
     batch_size,
     tensors_of,
 )
@@ -88,10 +89,10 @@ def deliver(session: Workplace, *, settings: LoaderSettings, plan: Plan) -> Deli
 
 def _as_trained(batch: Batch, samples: int, workload: Workload, plan: Plan) -> MicroBatches:
     """Return a loader's batch as a training would run it; one that is collated is whole."""
-    how = samples_in(batch, workload.samples)
+    how, _ = samples_in(batch, workload.samples)
     if isinstance(batch, list) and isinstance(how, Collated):
         return how.step_of(batch, split_evenly(samples, steps_for(samples, plan.micro_batch)))
-    return MicroBatches((batch,), (samples,))
+    return MicroBatches((FlatBatch.of(batch),), (samples,))
 
 
 def _samples_in(batch: Batch, workload: Workload, settings: LoaderSettings) -> int:
@@ -100,7 +101,7 @@ def _samples_in(batch: Batch, workload: Workload, settings: LoaderSettings) -> i
     Raises:
         InvalidArgument: no tensor of a batch of rows has a dimension for samples.
     """
-    if not isinstance(samples_in(batch, workload.samples), Rows):
+    if not isinstance(samples_in(batch, workload.samples)[0], Rows):
         return len(batch) if isinstance(batch, list) else settings.batch_size
     try:
         return batch_size(batch)

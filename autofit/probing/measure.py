@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from autofit.devices.base import Device, MemoryReading
-from autofit.equivalence.updates import first_change, versions
+from autofit.equivalence.comparison import first_change, versions
 from autofit.errors import collect_garbage
 from autofit.measurement import IN_EVALUATION, NEVER_UPDATED, Measurement, Outcome, RankUse
 from autofit.plan import MICRO_BATCHES_OF_A_SEARCH, Plan

@@ -175,7 +175,7 @@ def _as_trained(session: Session, pair: Pair, samples: int) -> Comparison | None
 
 
 def _updates(session: Session, plans: Pair, samples: int) -> list[float]:
-    from autofit.equivalence.updates import size_of_update
+    from autofit.equivalence.comparison import size_of_update
 
     return [size_of_update(session.builder, plan, samples) for plan in plans]
 

@@ -25,8 +25,14 @@ import torch
 from torch import nn
 
 from autofit.dimension import payloads_of
-from autofit.equivalence.comparison import MOST_NOISE, StepTrace, Tolerance, compare
-from autofit.equivalence.steps import PlainContext, one_thread, traced_step
+from autofit.equivalence.comparison import (
+    MAX_NOISE,
+    StepTrace,
+    Tolerance,
+    compare,
+    traced_step,
+)
+from autofit.equivalence.steps import PlainContext, one_thread
 from autofit.errors import InvalidArgument
 from autofit.plan import (
     Dimension,
@@ -45,7 +51,7 @@ from autofit.training.training import Training
 from autofit.training.workload import Workload
 
 _STEPS_COMPARED = 3
-_MOST_VALUES = 5
+_MAX_VALUES = 5
 """Most values tried of a setting besides the first; of more, evenly spaced ones are tried."""
 
 _ROUNDING_TOLERANCE = 1e-4
@@ -217,7 +223,7 @@ class Case:
             return
         yield self._resolved(first)
         for name, dimension in self._dimensions.items():
-            for value in thinned(dimension.values[1:], _MOST_VALUES):
+            for value in thinned(dimension.values[1:], _MAX_VALUES):
                 yield self._resolved(self._with_allowed_others(first | {name: value}, dimension))
 
     def _resolved(self, settings: Settings) -> ResolvedPlan:
@@ -270,7 +276,7 @@ class Case:
     @cached_property
     def _rounding(self) -> Tolerance:
         """What a rounding may do: a gradient that is zero but for it moves Adam by whole steps."""
-        tolerance = Tolerance(_ROUNDING_TOLERANCE, most=MOST_NOISE)
+        tolerance = Tolerance(_ROUNDING_TOLERANCE, most=MAX_NOISE)
         rounded = self._steps(self._resolved({}), is_rounded=True)
         for plain, other in zip(self._plain, rounded, strict=True):
             tolerance.learn(plain, other)

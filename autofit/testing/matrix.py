@@ -34,7 +34,7 @@ from autofit.testing.usages import Usage, usages as all_usages
 from autofit.training.training import Training
 
 EQUAL, REFUSED, NOT_OFFERED, DIFFERENT = "equal", "refused", "not offered", "DIFFERENT"
-_MOST_VALUES = 3
+_MAX_VALUES = 3
 """Most values tried of a setting besides the first; of more, evenly spaced ones are tried."""
 
 Step: TypeAlias = Mapping[str, Any]
@@ -194,7 +194,7 @@ class _Row:
         alone = [
             {name: value}
             for name, dimension in dimensions.items()
-            for value in thinned(dimension.values[1:], _MOST_VALUES)
+            for value in thinned(dimension.values[1:], _MAX_VALUES)
         ]
         both = [{**one, **two} for one, two in combinations(alone, 2) if one.keys() != two.keys()]
         for changed in both if pairs else alone:

@@ -19,8 +19,9 @@ import json
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import accumulate, count
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -42,20 +43,127 @@ ASK_FOR_SAMPLES = (
 )
 
 
-def tensors_of(batch: Batch) -> list[torch.Tensor]:
-    """Every tensor in the batch, in the pytree's order.
+@dataclass(frozen=True, eq=False)
+class FlatBatch:
+    """A batch that torch's pytree has flattened, and likewise each object in it that holds tensors.
 
-    Raises:
-        InvalidArgument: the batch holds itself, or is nested too deeply.
+    Whatever takes a batch here takes this as well, and does not flatten it again.
+
+    Attributes:
+        leaves: where each stands, and a tensor, a flat object, or what holds no tensor.
+        spec: torch's, of which the batch is made again.
+        owner: the object of which these are the parts; None: they are those of the batch.
+        batch: as it was given; None: it is to be made again of these leaves.
     """
-    try:
-        leaves = pytree.tree_leaves(opened(batch))
-    except RecursionError as error:
-        raise InvalidArgument(
-            f"the batch ({kind_of(batch)}) holds itself, or is nested too deeply: give one whose "
-            "tensors lie in a few nested lists, mappings or dataclasses"
-        ) from error
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    leaves: tuple[tuple[str, Any], ...]
+    spec: Any
+    owner: Any = None
+    batch: Batch = None
+
+    @classmethod
+    def of(cls, batch: Batch) -> FlatBatch:
+        """Flatten a batch.
+
+        Raises:
+            InvalidArgument: the batch holds itself, or is nested too deeply.
+        """
+        if isinstance(batch, FlatBatch):
+            return batch
+        try:
+            return replace(cls._of(batch, None, frozenset()), batch=batch)
+        except RecursionError as error:
+            raise InvalidArgument(
+                f"the batch ({kind_of(batch)}) holds itself, or is nested too deeply: give one "
+                "whose tensors lie in a few nested lists, mappings or dataclasses"
+            ) from error
+
+    @classmethod
+    def _of(cls, tree: Any, owner: Any, inside: frozenset[int]) -> FlatBatch:
+        """Flatten parts of an owner; an object that is met again inside itself is not opened."""
+
+        def opened(leaf: Any) -> Any:
+            parts = None if isinstance(leaf, FlatBatch) or id(leaf) in inside else parts_of(leaf)
+            if parts is None:
+                return leaf
+            flat = cls._of(parts, leaf, inside if _is_record(leaf) else inside | {id(leaf)})
+            return flat if _is_record(leaf) or flat.named else leaf
+
+        try:
+            found, spec = pytree.tree_flatten_with_path(tree)
+        except ValueError:  # a container that tells torch its parts, and not their keys
+            parts, spec = pytree.tree_flatten(tree)
+            found = [((pytree.SequenceKey(at),), part) for at, part in enumerate(parts)]
+        leaves = tuple((pytree.keystr(path), opened(leaf)) for path, leaf in found)
+        return cls(leaves, spec, owner)
+
+    @cached_property
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """Where each tensor stands, and the tensor, in the pytree's order."""
+        found: list[tuple[str, torch.Tensor]] = []
+        for name, leaf in self.leaves:
+            if isinstance(leaf, FlatBatch):
+                found += [(name + inner, tensor) for inner, tensor in leaf.named]
+            elif isinstance(leaf, torch.Tensor):
+                found.append((name, leaf))
+        return found
+
+    def mapped(
+        self,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        instead: Callable[[Any, bool], Any] = lambda leaf, shows: None,
+    ) -> FlatBatch:
+        """Return it with `function` applied to each tensor, in their order.
+
+        Args:
+            function: of a tensor.
+            instead: object that is no tensor, and whether it shows any -> what takes its place;
+                None: it is opened.
+        """
+
+        def change(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return function(leaf)
+            if not isinstance(leaf, FlatBatch):
+                other = instead(leaf, False)
+                return leaf if other is None else other
+            other = instead(leaf.owner, bool(leaf.named))
+            return leaf.mapped(function, instead) if other is None else other
+
+        leaves = tuple((name, change(leaf)) for name, leaf in self.leaves)
+        return FlatBatch(leaves, self.spec, self.owner)
+
+    def whole(self, inside: Mapping[int, Any] = MappingProxyType({})) -> Batch:
+        """Return the batch.
+
+        Args:
+            inside: objects that are being made, by the ids of those they are made of.
+        """
+
+        def parts(inside: Mapping[int, Any]) -> Any:
+            values = (
+                leaf.whole(inside)
+                if isinstance(leaf, FlatBatch) and leaf.owner is not None
+                else inside.get(id(leaf), leaf)
+                for _, leaf in self.leaves
+            )
+            return pytree.tree_unflatten(values, self.spec)
+
+        if self.owner is None:
+            return parts(inside) if self.batch is None else self.batch
+        if isinstance(self.owner, Mapping):
+            return _made(self.owner, parts(inside))
+        # Not made anew, since `__init__` may take other fields or compute some
+        before, changed = parts_of(self.owner) or {}, copy.copy(self.owner)
+        for name, value in parts({**inside, id(self.owner): changed}).items():
+            if before[name] is not value:
+                object.__setattr__(changed, name, value)
+        return changed
+
+
+def tensors_of(batch: Batch) -> list[torch.Tensor]:
+    """Every tensor in the batch, in the pytree's order; raises as `FlatBatch.of`."""
+    return [tensor for _, tensor in FlatBatch.of(batch).named]
 
 
 def batch_size(batch: Batch) -> int:
@@ -82,12 +190,7 @@ def elements_of(batch: Batch) -> int:
 
 def named_tensors(batch: Batch) -> list[tuple[str, torch.Tensor]]:
     """Where each tensor stands in the batch, and the tensor, in the order of `tensors_of`."""
-    leaves, _ = pytree.tree_flatten_with_path(opened(batch))
-    return [
-        (pytree.keystr(path) or "batch", leaf)
-        for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor)
-    ]
+    return [(name or "batch", tensor) for name, tensor in FlatBatch.of(batch).named]
 
 
 def places_in_turn(count: int, sizes: Collection[int]) -> list[int]:
@@ -140,20 +243,22 @@ def resize(batch: Batch, *sizes: int) -> Batch:
 def pieces(batch: Batch, sizes: tuple[int, ...], places: Collection[int]) -> Iterator[Batch]:
     """The batch cut into consecutive pieces of those sizes, in order (views, unless sparse).
 
-    `places` says which of `tensors_of(batch)` are cut.
+    Those of a flat batch are flat. `places` says which of `tensors_of(batch)` are cut.
     """
 
     def cut(tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
         has_views = tensor.layout is torch.strided  # a sparse tensor has none
         return (tensor.narrow if has_views else tensor.narrow_copy)(0, start, length)
 
+    flat = FlatBatch.of(batch)
     for end, length in zip(accumulate(sizes), sizes, strict=True):
-        yield map_batched(partial(cut, start=end - length, length=length), batch, places)
+        piece = _mapped_at(partial(cut, start=end - length, length=length), flat, places)
+        yield piece if batch is flat else piece.whole()
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
     """The batch with `function` applied to each tensor, in the order of `tensors_of`."""
-    return _mapped(function, batch, lambda leaf: None)
+    return FlatBatch.of(batch).mapped(function).whole()
 
 
 # Where tensors are counted as on a GPU: `place` makes a copy that counts, and `to` would make none.
@@ -169,49 +274,14 @@ def placed(
     moved by that, except where tensors are counted and it shows its own.
     """
 
-    def moved(leaf: Any) -> Any:
+    def moved(leaf: Any, shows_tensors: bool) -> Any:
         is_container = _is_record(leaf) or isinstance(leaf, _NO_CONTAINERS)
-        if is_container or not callable(getattr(leaf, "to", None)):
+        is_counted = device.type in _COUNTED and shows_tensors
+        if is_container or is_counted or not callable(getattr(leaf, "to", None)):
             return None
-        return None if device.type in _COUNTED and tensors_of(leaf) else leaf.to(device)
+        return leaf.to(device)
 
-    return _mapped(place, batch, moved)
-
-
-def _mapped(
-    function: Callable[[torch.Tensor], torch.Tensor],
-    batch: Batch,
-    instead: Callable[[Any], Any],
-    inside: Mapping[int, Any] = MappingProxyType({}),
-) -> Batch:
-    """The batch with `function` applied to its tensors.
-
-    Args:
-        instead: object that is no tensor -> what takes its place; None: it is opened.
-        inside: objects that are being opened, by their ids -> what takes their place.
-    """
-
-    def visit(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return function(leaf)
-        if id(leaf) in inside:
-            return inside[id(leaf)]
-        if (other := instead(leaf)) is not None:
-            return other
-        parts = _parts(leaf)
-        if parts is None or not (_is_record(leaf) or tensors_of(leaf)):
-            return leaf
-        if isinstance(leaf, Mapping):
-            return _made(leaf, _mapped(function, parts, instead, inside))
-        # Not made anew, since `__init__` may take other fields or compute some
-        changed = copy.copy(leaf)
-        mapped = _mapped(function, parts, instead, {**inside, id(leaf): changed})
-        for name, value in mapped.items():
-            if parts[name] is not value:
-                object.__setattr__(changed, name, value)
-        return changed
-
-    return pytree.tree_map(visit, batch)
+    return FlatBatch.of(batch).mapped(place, moved).whole()
 
 
 def describe(batch: Batch) -> dict[str, str]:
@@ -243,31 +313,14 @@ def map_batched(
     function: Callable[[torch.Tensor], torch.Tensor], batch: Batch, places: Collection[int]
 ) -> Batch:
     """The batch with `function` applied to the tensors at those places of `tensors_of`."""
-    place = -1
-
-    def visit(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal place
-        place += 1
-        return function(tensor) if place in places else tensor
-
-    return map_tensors(visit, batch)
+    return _mapped_at(function, FlatBatch.of(batch), places).whole()
 
 
-def opened(batch: Batch, inside: frozenset[int] = frozenset()) -> Batch:
-    """The batch with containers that torch does not know (a tokenizer's output, say) as dicts.
-
-    An object that is met again inside itself, as a child holds its parent, is left out there.
-    """
-
-    def visit(leaf: Any) -> Any:
-        if id(leaf) in inside:
-            return None
-        parts = _parts(leaf)
-        if parts is None:
-            return leaf
-        return opened(parts, inside if _is_record(leaf) else inside | {id(leaf)})
-
-    return pytree.tree_map(visit, batch)
+def _mapped_at(
+    function: Callable[[torch.Tensor], torch.Tensor], flat: FlatBatch, places: Collection[int]
+) -> FlatBatch:
+    place = count()
+    return flat.mapped(lambda tensor: function(tensor) if next(place) in places else tensor)
 
 
 # What has attributes and is no container of a batch.
@@ -291,7 +344,7 @@ def _is_record(leaf: Any) -> bool:
     )
 
 
-def _parts(leaf: Any) -> dict[Any, Any] | None:
+def parts_of(leaf: Any) -> dict[Any, Any] | None:
     """Return the parts of a mapping, a dataclass or another object by name; None if it has none."""
     if isinstance(leaf, Mapping):
         return dict(leaf)

@@ -34,13 +34,12 @@ from typing import Any
 import torch
 
 from autofit.errors import InvalidArgument
-from autofit.torch_private import pytree
 from autofit.training.batch import (
     ASK_FOR_SAMPLES,
     Batch,
     batch_size,
     named_tensors,
-    opened,
+    parts_of,
     shape_words,
     tensors_of,
 )
@@ -49,7 +48,7 @@ _TARGETS = ("y", "label", "labels", "target", "targets")
 # Channels of an image, where the list of images is cut by them.
 _CHANNELS = (1, 3, 4)
 # Values that are read off a tensor; a longer one is not looked into.
-_MOST_READ = 10_000_000
+_MAX_READ = 10_000_000
 
 
 def check_rows(batch: Batch, *, has_criterion: bool = False) -> None:
@@ -63,9 +62,9 @@ def check_rows(batch: Batch, *, has_criterion: bool = False) -> None:
         InvalidArgument: a tensor has a layout that torch cannot pick samples out of; the rule finds
             no samples; or one of the contradictions above.
     """
-    seen = _Seen(batch, has_criterion)
+    facts = _Facts(batch, has_criterion)
     for rule in _RULES:
-        for found in rule(seen):
+        for found in rule(facts):
             raise InvalidArgument(
                 f"the sample batch cannot be cut into samples: {found}; {ASK_FOR_SAMPLES}"
             )
@@ -73,32 +72,29 @@ def check_rows(batch: Batch, *, has_criterion: bool = False) -> None:
 
 def doubtful(batch: Batch) -> list[str]:
     """Return the names of floating-point tensors that stay whole for no reason that shows."""
-    seen = _Seen(batch)
-    has_time_first = len(seen.batched) == 1 and seen.first.dim() > 1
+    facts = _Facts(batch)
+    has_time_first = len(facts.batched) == 1 and facts.first.dim() > 1
 
     def is_doubtful(tensor: torch.Tensor) -> bool:
-        may_be_target = has_time_first and tensor.shape == seen.first.shape[1:2]
-        is_constant = seen.agrees(tensor) and not may_be_target
+        may_be_target = has_time_first and tensor.shape == facts.first.shape[1:2]
+        is_constant = facts.agrees(tensor) and not may_be_target
         return tensor.is_floating_point() and not is_constant
 
-    return [name for name, tensor in seen.whole.items() if is_doubtful(tensor)]
+    return [name for name, tensor in facts.whole.items() if is_doubtful(tensor)]
 
 
 def uncut(batch: Batch) -> list[str]:
     """Return the names of what has an entry for each sample, and stays whole as no tensor."""
     samples = batch_size(batch)
-    seen = batch, opened(batch)  # which opens dataclasses, and arrays that have attributes too
 
     def is_per_sample(part: Any) -> bool:
-        if any(part is each for each in seen) or isinstance(part, torch.Tensor):
-            return False
         if isinstance(part, list | tuple):
             return len(part) == samples and not tensors_of(part)
-        return tuple(getattr(part, "shape", ()))[:1] == (samples,)  # an array
+        is_array = not isinstance(part, torch.Tensor)
+        return is_array and tuple(getattr(part, "shape", ()))[:1] == (samples,)
 
-    parts = [part for b in seen for part in pytree.tree_flatten_with_path(b, is_per_sample)[0]]
-    named = (pytree.keystr(path) for path, part in parts if samples > 1 and is_per_sample(part))
-    return list(dict.fromkeys(named))
+    parts = list(_parts_in(batch))[1:] if samples > 1 else []
+    return [name for name, part in parts if is_per_sample(part)]
 
 
 def is_square(tensor: torch.Tensor) -> bool:
@@ -107,7 +103,7 @@ def is_square(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Facts:
     """A batch, whose tensors with dimensions are looked at by name."""
 
     batch: Batch
@@ -147,79 +143,80 @@ class _Seen:
         """Return whether a tensor may lie beside so many samples."""
         return tensor.shape[0] in (1, self.samples) or self.explains(tensor)
 
-    def told(self, *names: str) -> str:
+    def text(self, *names: str) -> str:
         """Return those tensors with their shapes."""
         return ", ".join(f"{name} {shape_words(self.tensors[name])}" for name in names)
 
     @property
-    def taken(self) -> str:
+    def source(self) -> str:
         name = next(iter(self.tensors))
-        return f"{self.samples} samples were taken from {self.told(name)}"
+        return f"{self.samples} samples were taken from {self.text(name)}"
 
 
-def _layouts(seen: _Seen) -> Iterator[str]:
-    for tensor in tensors_of(seen.batch):
+def _layouts(facts: _Facts) -> Iterator[str]:
+    for tensor in tensors_of(facts.batch):
         if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
             yield f"torch selects none from a {kind} tensor, but from dense and sparse_coo ones"
 
 
-def _one_sample(seen: _Seen) -> Iterator[str]:
-    count, ones = len(seen.tensors), len(seen.batched)
-    if seen.samples == 1 and 1 < ones < count:
+def _one_sample(facts: _Facts) -> Iterator[str]:
+    count, ones = len(facts.tensors), len(facts.batched)
+    if facts.samples == 1 and 1 < ones < count:
         yield (
             f"{ones} of its {count} tensors have size 1 in dimension 0, so it is ambiguous which "
             "of them hold the one sample, as it is not in a batch of two or more"
         )
 
 
-def _other_target(seen: _Seen) -> Iterator[str]:
+def _other_target(facts: _Facts) -> Iterator[str]:
     """Dimension 0 of a target is the samples, or 1, which may stand for all, in some tensor."""
-    if seen.has_criterion and isinstance(seen.batch, tuple | list) and len(seen.batch) == 2:
-        sizes = [tensor.shape[0] for tensor in tensors_of(seen.batch[1]) if tensor.dim() > 0]
-        if sizes and not {seen.samples, 1} & set(sizes):
+    if facts.has_criterion and isinstance(facts.batch, tuple | list) and len(facts.batch) == 2:
+        sizes = [tensor.shape[0] for tensor in tensors_of(facts.batch[1]) if tensor.dim() > 0]
+        if sizes and not {facts.samples, 1} & set(sizes):
             yield (
                 "with criterion= the batch is (input, target), but dimension 0 is "
-                f"{seen.samples} in the input and {sizes[0]} in the target"
+                f"{facts.samples} in the input and {sizes[0]} in the target"
             )
 
 
-def _lists(seen: _Seen) -> Iterator[str]:
+def _lists(facts: _Facts) -> Iterator[str]:
     """Entries of a list that are alike are its samples, unless each has n rows."""
-    for name, entries in _sequences(seen.batch):
-        if len(entries) < 2:
+    for name, entries in _parts_in(facts.batch):
+        if not isinstance(entries, list | tuple) or len(entries) < 2:
             continue
+        name = name or "the batch"
         if _are_mappings(entries):
             tensors = [t for entry in entries for _, t in named_tensors(entry)]
             has_numbers = any(t.dim() == 0 for t in tensors)  # such as one target a sample
-            if has_numbers or not all(map(seen.agrees, tensors)):
-                yield f"{name} is a list of {len(entries)} mappings, but {seen.taken}"
+            if has_numbers or not all(map(facts.agrees, tensors)):
+                yield f"{name} is a list of {len(entries)} mappings, but {facts.source}"
         elif _are_tensors(entries):
             shapes = {tuple(entry.shape) for entry in entries}
-            are_images = entries[0].dim() == 3 and seen.samples in _CHANNELS
-            if not all(map(seen.agrees, entries)) and not _is_pair_of_tables(entries):
-                yield f"{name} is a list of {len(entries)} tensors {_told(shapes)}"
+            are_images = entries[0].dim() == 3 and facts.samples in _CHANNELS
+            if not all(map(facts.agrees, entries)) and not _is_pair_of_tables(entries):
+                yield f"{name} is a list of {len(entries)} tensors {_words(shapes)}"
             elif are_images and len(shapes) > 1 and len(entries) > 2:
                 yield (
-                    f"{name} is a list of {len(entries)} tensors {_told(shapes)}, as of images, "
-                    f"of which the {seen.samples} channels would be cut"
+                    f"{name} is a list of {len(entries)} tensors {_words(shapes)}, as of "
+                    f"images, of which the {facts.samples} channels would be cut"
                 )
-            for beside in _rows_of_entries(seen, len(entries)):
+            for beside in _rows_of_entries(facts, len(entries)):
                 yield (
-                    f"{name} is a list of {len(entries)} tensors, as many as {seen.told(beside)} "
-                    f"has rows, but {seen.taken}"
+                    f"{name} is a list of {len(entries)} tensors, as many as "
+                    f"{facts.text(beside)} has rows, but {facts.source}"
                 )
 
 
-def _rows_of_entries(seen: _Seen, count: int) -> Iterator[str]:
+def _rows_of_entries(facts: _Facts, count: int) -> Iterator[str]:
     """Yield what has one row for each of so many entries; two may be weights of two views."""
-    for name, tensor in seen.whole.items():
-        is_row_of_each = tensor.shape[0] == count and not seen.explains(tensor)
+    for name, tensor in facts.whole.items():
+        is_row_of_each = tensor.shape[0] == count and not facts.explains(tensor)
         if is_row_of_each and (count > 2 or not tensor.is_floating_point()):
             yield name
 
 
-def _told(shapes: Collection[tuple[int, ...]]) -> str:
+def _words(shapes: Collection[tuple[int, ...]]) -> str:
     shown = ", ".join(str(list(shape)) for shape in sorted(shapes)[:3])
     return f"of shapes {shown}{' and others' * (len(shapes) > 3)}"
 
@@ -243,10 +240,10 @@ def _is_pair_of_tables(entries: Sequence[torch.Tensor]) -> bool:
     return len(entries) == 2 and entries[0].is_floating_point() and entries[0].dim() <= 2
 
 
-def _targets(seen: _Seen) -> Iterator[str]:
-    for name, tensor in seen.whole.items():
+def _targets(facts: _Facts) -> Iterator[str]:
+    for name, tensor in facts.whole.items():
         if _is_target(name) and tensor.shape[0] > 1:
-            yield f"{seen.told(name)} is named as a target is, but {seen.taken}"
+            yield f"{facts.text(name)} is named as a target is, but {facts.source}"
 
 
 def _is_target(name: str) -> bool:
@@ -255,17 +252,17 @@ def _is_target(name: str) -> bool:
     return key in _TARGETS or key.endswith(tuple(f"_{each}" for each in _TARGETS))
 
 
-def _indices(seen: _Seen) -> Iterator[str]:
-    sizes = {name: tensor.shape[0] for name, tensor in seen.tensors.items()}
-    for name, tensor in seen.tensors.items():
-        counted = _counted(_first_column(tensor))
+def _indices(facts: _Facts) -> Iterator[str]:
+    sizes = {name: tensor.shape[0] for name, tensor in facts.tensors.items()}
+    for name, tensor in facts.tensors.items():
+        counted = _count_of_index(_first_column(tensor))
         if counted is None or not 1 < counted < tensor.shape[0] or _is_target(name):
             continue
         for other, size in sizes.items():
-            if size == counted and seen.samples in (size, tensor.shape[0]):
+            if size == counted and facts.samples in (size, tensor.shape[0]):
                 yield (
-                    f"{seen.told(name)} counts to {counted}, as an index of samples does, and "
-                    f"{seen.told(other)} has {counted} rows"
+                    f"{facts.text(name)} counts to {counted}, as an index of samples does, and "
+                    f"{facts.text(other)} has {counted} rows"
                 )
 
 
@@ -273,7 +270,7 @@ def _first_column(tensor: torch.Tensor) -> torch.Tensor:
     """Return a vector as it is, and of a table the first column, as integers if all of it are."""
     if tensor.dim() != 2 or tensor.shape[1] < 2 or not _may_be_read(tensor):
         return tensor
-    column = tensor.detach()[:_MOST_READ, 0]
+    column = tensor.detach()[:_MAX_READ, 0]
     return column.long() if torch.equal(column, column.long().to(column.dtype)) else column
 
 
@@ -281,7 +278,7 @@ def _may_be_read(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_complex()
 
 
-def _counted(tensor: torch.Tensor) -> int | None:
+def _count_of_index(tensor: torch.Tensor) -> int | None:
     """Return m where the integers are 0, 0, 1, ... m - 1 in order, none of them left out."""
     values = _integers(tensor)
     if values is None or len(values) < 2:
@@ -294,77 +291,76 @@ def _counted(tensor: torch.Tensor) -> int | None:
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the values of one dimension of integers; None: it is something else, or has none."""
-    if not _may_be_read(tensor) or tensor.dim() != 1 or not 0 < tensor.numel() <= _MOST_READ:
+    if not _may_be_read(tensor) or tensor.dim() != 1 or not 0 < tensor.numel() <= _MAX_READ:
         return None
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         return None
     return tensor.detach().cpu().long()
 
 
-def _sums(seen: _Seen) -> Iterator[str]:
-    for name, tensor in seen.tensors.items():
+def _sums(facts: _Facts) -> Iterator[str]:
+    for name, tensor in facts.tensors.items():
         values = _integers(tensor)
         if values is None or len(values) < 2 or int(values.min()) < 0:
             continue
         total = int(values.sum())
-        for other, summed in seen.tensors.items():
-            is_explained = summed.shape[0] != seen.samples and seen.explains(summed)
+        for other, summed in facts.tensors.items():
+            is_explained = summed.shape[0] != facts.samples and facts.explains(summed)
             if summed.shape[0] == total > len(values) and not is_explained:
                 yield (
-                    f"{seen.told(other)} has {total} rows, which is the sum of {seen.told(name)}, "
-                    "as of samples of several lengths one after the other"
+                    f"{facts.text(other)} has {total} rows, which is the sum of "
+                    f"{facts.text(name)}, as of samples of several lengths one after the other"
                 )
 
 
-def _candidates(seen: _Seen) -> Iterator[str]:
-    if len(seen.batched) > 1:
+def _candidates(facts: _Facts) -> Iterator[str]:
+    if len(facts.batched) > 1:
         return
-    doubted = {n: t for n, t in seen.whole.items() if t.shape[0] > 1 and not is_square(t)}
+    doubted = {n: t for n, t in facts.whole.items() if t.shape[0] > 1 and not is_square(t)}
     agreeing: dict[int, list[str]] = {}
     for name, tensor in doubted.items():
         agreeing.setdefault(tensor.shape[0], []).append(name)
     for size, names in agreeing.items():
-        if len(names) > 1 and size not in seen.lengths:
-            yield f"{seen.told(*names[:3])} agree on {size} in dimension 0, but {seen.taken}"
-    if seen.first.dim() < 2:
+        if len(names) > 1 and size not in facts.lengths:
+            yield f"{facts.text(*names[:3])} agree on {size} in dimension 0, but {facts.source}"
+    if facts.first.dim() < 2:
         tables = [n for n, t in doubted.items() if t.is_floating_point() and t.dim() > 1]
         if tables:
-            yield f"{seen.told(*tables[:3])} is the only input, but {seen.taken}"
+            yield f"{facts.text(*tables[:3])} is the only input, but {facts.source}"
         return
     for name, tensor in doubted.items():
         values = _integers(tensor)
         is_positions = values is not None and bool((values.diff() == 1).all())
-        if values is not None and tensor.shape[0] == seen.first.shape[1] and not is_positions:
+        if values is not None and tensor.shape[0] == facts.first.shape[1] and not is_positions:
             yield (
-                f"{seen.told(name)} has the size of dimension 1 of the first tensor, as where time "
-                f"is dimension 0, but {seen.taken}"
+                f"{facts.text(name)} has the size of dimension 1 of the first tensor, as where "
+                f"time is dimension 0, but {facts.source}"
             )
 
 
-def _token_ids(seen: _Seen) -> Iterator[str]:
+def _token_ids(facts: _Facts) -> Iterator[str]:
     def is_of_ids(tensor: torch.Tensor) -> bool:
         return tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32)
 
-    if not any(map(is_of_ids, seen.batched.values())):
+    if not any(map(is_of_ids, facts.batched.values())):
         return
-    for name, tensor in seen.whole.items():
+    for name, tensor in facts.whole.items():
         size = tensor.shape[0]
-        is_multiple = size > 1 and 0 in (size % seen.samples, seen.samples % size)
-        if is_of_ids(tensor) and is_multiple and not seen.explains(tensor):
-            yield f"{seen.told(name)} has {size} rows of token ids, but {seen.taken}"
+        is_multiple = size > 1 and 0 in (size % facts.samples, facts.samples % size)
+        if is_of_ids(tensor) and is_multiple and not facts.explains(tensor):
+            yield f"{facts.text(name)} has {size} rows of token ids, but {facts.source}"
 
 
-def _sequences(batch: Batch, name: str = "the batch") -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield each list or tuple in a batch with its name, the outermost first."""
-    parts: Mapping[Any, Any] = {}
-    if isinstance(batch, (list, tuple)):
-        yield name, batch
-        parts = dict(enumerate(batch))
-    elif isinstance(shown := opened(batch), dict):
-        parts = shown
-    for key, part in parts.items():
-        if not isinstance(part, torch.Tensor):
-            yield from _sequences(part, f"{'' if name == 'the batch' else name}[{key!r}]")
+def _parts_in(
+    part: Any, name: str = "", inside: frozenset[int] = frozenset()
+) -> Iterator[tuple[str, Any]]:
+    """Yield each part of a batch with its name, the outermost first, the batch itself too."""
+    yield name, part
+    if isinstance(part, torch.Tensor) or id(part) in inside:
+        return
+    parts = dict(enumerate(part)) if isinstance(part, list | tuple) else parts_of(part) or {}
+    for key, each in parts.items():
+        yield from _parts_in(each, f"{name}[{key!r}]", inside | {id(part)})
 
 
 _RULES = (

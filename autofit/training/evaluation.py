@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 EvalStep: TypeAlias = Callable[[torch.nn.Module, Batch], Any]
 
 # Bytes of an element -> the type of whole numbers of that size.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUMMED_AT_ONCE = 2**20  # elements: a checksum holds two 8-byte copies of so many
 
 
 def check_evaluation(eval_step: object, eval_batch: object) -> None:
@@ -131,15 +132,25 @@ def _checksums(model: torch.nn.Module) -> dict[str, int]:
     Buffers that it would not hold are caches. On meta there are no values to compare.
     """
     sums = {name: _sum_of_bits(each) for name, each in model.state_dict().items()}
-    return {name: int(found) for name, found in sums.items() if found is not None}
+    return {name: found for name, found in sums.items() if found is not None}
 
 
-def _sum_of_bits(value: Any) -> torch.Tensor | None:
+def _sum_of_bits(value: Any) -> int | None:
     if not isinstance(value, torch.Tensor) or value.is_meta or not value.numel():
         return None
-    local = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one
-    plain = torch.view_as_real(local) if local.is_complex() else local
     try:
-        return plain.view(_BITS[plain.element_size()]).sum(dtype=torch.int64)
+        return checksum(value.to_local() if hasattr(value, "to_local") else value)  # of a shard
     except (RuntimeError, NotImplementedError, KeyError):  # a format of another library
         return None
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Return a sum of a tensor's bits by their places: it changes with values and their order."""
+    width = _WHOLE_NUMBERS[min(tensor.element_size(), 8)]
+    bits = tensor.detach().contiguous().reshape(-1).view(width)
+    total = 0
+    for piece in torch.split(bits, _SUMMED_AT_ONCE):
+        # Odd weights lose no bit: each has an inverse modulo 2**64, at which the sums wrap.
+        weights = 2 * torch.arange(len(piece), device=piece.device) + 1
+        total = (31 * total + int((piece.to(torch.int64) * weights).sum())) % 2**64
+    return total

@@ -14,13 +14,13 @@ It has one digest for each part, so that a difference can be named.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
+from functools import partial
 from itertools import filterfalse
 from types import BuiltinFunctionType, CellType, CodeType
 from typing import Any
@@ -36,6 +36,7 @@ from autofit.training.workload import Workload
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _NOT_ABOUT_COST = {"lr", "initial_lr"}
 _PLAIN = (bool, int, str, bytes, range, slice, type(None), Enum, torch.dtype, torch.device)
+_BY_VALUE = (*_PLAIN, float, tuple, frozenset)  # which of them is met again means nothing
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _ONLY_ON_THE_CPU = {"torch.num_threads"}
 # Environment variables that change how torch and CUDA allocate and compute.
@@ -47,7 +48,6 @@ _ABOUT_COST = (
     "CUDA_LAUNCH_BLOCKING",
     "NVIDIA_TF32_OVERRIDE",
 )
-_MOST_DEEP = 5
 _FUNCTIONS = (
     "loss_fn",
     "criterion",
@@ -75,22 +75,28 @@ def fingerprint(
         environment: where it would train.
         computing: flags that change how torch computes there, such as TF32, with their values.
     """
-    kind, size = environment.device.partition(":")[0], workload.sample_batch_size
-    *others, (_, longest) = workload.mix(workload.described_size)
-    shorter = [f"{share:g} {describe(batch)}" for share, batch in others]
-    shapes = describe(longest)
-    if isinstance(workload.samples, Made):  # of batches that may have other shapes each time
-        shapes = {name: text.partition("[")[0] for name, text in shapes.items()}
-    parts: dict[str, Iterable[str]] = {
-        "model": _model_lines(model),
-        "samples": [f"{workload.global_batch} {size} {shapes}", *shorter],
-        "optimizer": _optimizer_lines(optimizer),
-        "functions": _function_lines(workload),
-        "torch": [environment.torch],
-        "device": [f"{kind} {environment.gpu}"],
-        "flags": _flag_lines(kind, computing),
+    kind = environment.device.partition(":")[0]
+    flags = _sorted(computing, but=() if kind == "cpu" else _ONLY_ON_THE_CPU)
+    parts: dict[str, Any] = {
+        "model": model,
+        "samples": (workload.global_batch, workload.sample_batch_size, *_shapes(workload)),
+        "optimizer": {
+            name: (type(one), [_sorted(group, but=_NOT_ABOUT_COST) for group in one.param_groups])
+            for name, one in by_name(optimizer).items()
+        },
+        "functions": (
+            *(getattr(workload, name) for name in _FUNCTIONS),
+            workload.clip_grad_norm is not None,
+            workload.eval_samples and describe(workload.evaluation_batch(workload.eval_samples)),
+        ),
+        "torch": environment.torch,
+        "device": (kind, environment.gpu),
+        "flags": (
+            {name: repr(value) for name, value in flags.items()},
+            [os.environ.get(name) for name in _ABOUT_COST],
+        ),
     }
-    return ";".join(f"{name}={_digest(lines)}" for name, lines in parts.items())
+    return ";".join(f"{name}={_digest(part)}" for name, part in parts.items())
 
 
 def differing_parts(one: str, other: str) -> tuple[str, ...]:
@@ -99,113 +105,107 @@ def differing_parts(one: str, other: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.partition("=")[0] for part in differing))
 
 
-def _digest(lines: Iterable[str]) -> str:
+def _shapes(workload: Workload) -> Iterator[Any]:
+    """Yield shares and shapes of each length; of batches that may have other shapes, the types."""
+    for share, batch in workload.mix(workload.described_size):
+        shapes = describe(batch)
+        if isinstance(workload.samples, Made):
+            shapes = {name: text.partition("[")[0] for name, text in shapes.items()}
+        yield repr(share), shapes
+
+
+def _sorted(values: Mapping[str, Any], *, but: Collection[str]) -> dict[str, Any]:
+    return {name: values[name] for name in sorted(values) if name not in but}
+
+
+def _digest(value: Any) -> str:
+    """Return a digest of what a value is that is the same in every process.
+
+    What was met before is told by its number: shared tensors, and code that reaches itself.
+    """
     digest = hashlib.sha256()
-    for line in lines:
-        digest.update(line.encode(errors="backslashreplace") + b"\n")
+    met: dict[int, tuple[int, Any]] = {}
+
+    def add(value: Any) -> None:
+        text, parts = _text(value), list(_parts(value))
+        if not isinstance(value, _BY_VALUE):
+            parts = [] if id(value) in met else parts
+            number, _ = met.setdefault(id(value), (len(met), value))
+            text = f"{number} {text}"
+        digest.update(f"{text} {len(parts)}\n".encode(errors="backslashreplace"))
+        for part in parts:
+            add(part)
+
+    add(value)
     return digest.hexdigest()[:12]
-
-
-def _flag_lines(kind: str, computing: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in sorted(computing.items()):
-        if kind == "cpu" or name not in _ONLY_ON_THE_CPU:
-            yield f"flag {name} {value}"
-    for name in _ABOUT_COST:
-        yield f"variable {name} {os.environ.get(name)}"
-
-
-def _function_lines(workload: Workload) -> Iterator[str]:
-    for name in _FUNCTIONS:
-        yield f"{name} {_describe(getattr(workload, name))}"
-    yield f"clip {workload.clip_grad_norm is not None}"
-    if workload.eval_samples is not None:
-        yield str(describe(workload.evaluation_batch(workload.eval_samples)))
-
-
-def _model_lines(model: torch.nn.Module, deep: int = 0) -> Iterator[str]:
-    yield from (_describe(kind, deep) for kind in dict.fromkeys(map(type, model.modules())))
-    for name, module in model.named_modules():
-        own = vars(module)  # with a forward of its own, if it has one
-        public = {key: own[key] for key in sorted(own) if not key.startswith("_")}
-        hooks = [list(own.get(each, {}).values()) for each in _HOOKS]
-        yield f"{_name(type(module))} {_ADDRESS.sub('', module.extra_repr())}"
-        yield f"module {name} {_describe(public, max(deep, 1))} {_describe(hooks, deep)}"
-    order: dict[int, int] = {}  # tells which are shared
-    for named in (model.named_parameters, model.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            place = order.setdefault(id(tensor), len(order))
-            yield f"tensor {place} {name} {_describe(tensor)} {tensor.requires_grad}"
-
-
-def _optimizer_lines(optimizer: Optimizers) -> Iterator[str]:
-    for name, one in by_name(optimizer).items():
-        yield f"optimizer {name} {_describe(type(one))}"
-        for group in one.param_groups:
-            about_cost = {key: group[key] for key in sorted(group.keys() - _NOT_ABOUT_COST)}
-            yield _describe(about_cost)
 
 
 def _is_torchs(kind: Any) -> bool:
     return str(kind.__module__ or "builtins").partition(".")[0] in ("torch", "builtins")
 
 
-def _name(kind: Any) -> str:
-    """Return the name of a class or function, with its module where that is torch."""
-    return f"{kind.__module__}.{kind.__qualname__}" if _is_torchs(kind) else kind.__qualname__
-
-
-def _describe(value: Any, deep: int = 0) -> str:
-    """Describe a function by code, defaults and closure, a container by parts, else the class."""
+def _text(value: Any) -> str:
+    """Return a plain value, or the name of a class, with its module where that is torch."""
     if isinstance(value, float):
         return "some float" if value else "0.0"
     if isinstance(value, _PLAIN):
         return repr(value)
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)} {value.layout}"
-    parts = [] if deep == _MOST_DEEP else list(_parts(value, deep + 1))
-    is_named = isinstance(value, type | BuiltinFunctionType)
-    return f"{_name(value if is_named else type(value))} {parts}"
+    kind = value if isinstance(value, type | BuiltinFunctionType) else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}" if _is_torchs(kind) else kind.__qualname__
 
 
-def _parts(value: Any, deep: int) -> Iterator[str]:
-    """Describe the parts of a value; it has none where its class alone describes it."""
-    opened: Iterable[Any] = ()
-    if isinstance(value, torch.nn.Module):
-        yield from _model_lines(value, deep)
-    elif isinstance(value, functools.partial):
-        opened = (value.func, value.args, value.keywords)
-    elif isinstance(value, dict):
-        opened = (*value, *value.values())
-    elif isinstance(value, (tuple, list)):
-        opened = value
-    elif isinstance(value, (set, frozenset)):  # whose order changes from process to process
-        yield from sorted(_describe(each, deep) for each in value)
-    elif isinstance(value, type):  # its code and that of its bases, but for torch's own
-        for each in filterfalse(_is_torchs, value.__mro__):
-            for name, member in sorted(vars(each).items()):
-                function = getattr(member, "__func__", getattr(member, "fget", member))
-                if hasattr(function, "__code__"):
-                    yield f"method {each.__qualname__}.{name} {_describe(function, deep)}"
-    elif isinstance(code := getattr(value, "__code__", None), CodeType):
-        yield f"{value.__qualname__} {_code(code)}"
-        held = zip(code.co_freevars, value.__closure__ or (), strict=False)
-        cells = [cell for name, cell in held if name != "__class__" and cell != CellType()]
-        opened = (value.__defaults__, value.__kwdefaults__, *(c.cell_contents for c in cells))
-        owner = getattr(value, "__self__", None)  # of a bound method
-        if not isinstance(owner, torch.nn.Module | type):
-            opened = (*opened, getattr(owner, "__dict__", None))
-    elif callable(value) or is_dataclass(value):
-        opened = (type(value), dict(getattr(value, "__dict__", {})))
-    yield from (_describe(each, deep) for each in opened)
+def _parts(value: Any) -> Iterable[Any]:
+    """Return what describes a value beside its class."""
+    match value:
+        case torch.Tensor():
+            return value.dtype, tuple(value.shape), str(value.layout), value.requires_grad
+        case torch.nn.Module():
+            return _parts_of_module(value)
+        case partial():
+            return value.func, value.args, value.keywords
+        case dict():
+            return *value, *value.values()
+        case tuple() | list():
+            return value
+        case set() | frozenset():  # whose order changes from process to process
+            return sorted(map(_digest, value))
+        case type():  # its code and that of its bases, but for torch's own
+            bases = filterfalse(_is_torchs, value.__mro__)
+            return [(each.__qualname__, _functions(each)) for each in bases]
+        case CodeType():  # what it does, not where it stands; a float decides sizes now and then
+            opened = (CodeType, frozenset)
+            constants = (
+                each if isinstance(each, opened) else repr(each) for each in value.co_consts
+            )
+            return value.co_code, value.co_names, *constants
+    if isinstance(getattr(value, "__code__", None), CodeType):
+        return _parts_of_function(value)
+    is_opened = (callable(value) or is_dataclass(value)) and not isinstance(
+        value, BuiltinFunctionType
+    )
+    return (type(value), dict(getattr(value, "__dict__", {}))) if is_opened else ()
 
 
-def _code(code: CodeType) -> str:
-    """Return a digest of what code does, not of where it stands."""
+def _parts_of_module(module: torch.nn.Module) -> Iterator[Any]:
+    own = vars(module)  # with a forward of its own, if it has one
+    yield type(module), _ADDRESS.sub("", module.extra_repr())
+    yield _sorted(own, but=[key for key in own if key.startswith("_")])
+    yield [list(own.get(each, {}).values()) for each in _HOOKS]
+    for named in (module.named_parameters, module.named_buffers):
+        yield dict(named(recurse=False, remove_duplicate=False))
+    yield dict(module._modules.items())
 
-    def constant(value: Any) -> str:
-        if isinstance(value, CodeType):
-            return _code(value)
-        is_set = isinstance(value, frozenset)  # whose order changes from process to process
-        return repr(sorted(map(repr, value)) if is_set else value)
 
-    return _digest([code.co_code.hex(), repr(code.co_names), *map(constant, code.co_consts)])
+def _functions(kind: type) -> dict[str, Any]:
+    members = sorted(vars(kind).items())
+    functions = {name: getattr(m, "__func__", getattr(m, "fget", m)) for name, m in members}
+    return {name: each for name, each in functions.items() if hasattr(each, "__code__")}
+
+
+def _parts_of_function(function: Any) -> Iterator[Any]:
+    code, owner = function.__code__, getattr(function, "__self__", None)
+    yield from (function.__qualname__, code, function.__defaults__, function.__kwdefaults__)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+        yield None if name == "__class__" or cell == CellType() else cell.cell_contents
+    if not isinstance(owner, torch.nn.Module | type):  # of a bound method
+        yield getattr(owner, "__dict__", None)

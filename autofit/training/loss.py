@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from autofit.errors import InvalidArgument
-from autofit.training.batch import Batch, tensors_of
+from autofit.training.batch import Batch, FlatBatch, tensors_of
 from autofit.units import kind_of
 
 # (training, batch on the device) -> loss. `Training` is made of such functions, so this names none.
@@ -86,7 +86,7 @@ class Recipe:
         """
         if self.loss_weight is None:
             return float(samples)
-        given = self.loss_weight(batch)
+        given = self.loss_weight(batch.whole() if isinstance(batch, FlatBatch) else batch)
         try:
             weight = float(given)
         except (TypeError, ValueError):  # None, or a text

@@ -23,18 +23,18 @@ from autofit.errors import InvalidArgument, release_exception, users_code
 from autofit.training.batch import (
     Batch,
     BatchMaker,
+    FlatBatch,
     batch_size,
     named_tensors,
     pieces,
     places_in_turn,
-    tensors_of,
 )
 from autofit.units import kind_of, shortened
 
 # A list of samples -> a batch of them, as `DataLoader` takes it.
 CollateFn: TypeAlias = Callable[[list[Any]], Batch]
 
-_MOST_NAMED = 3  # tensors in a message
+_MAX_NAMED = 3  # tensors in a message
 
 
 class SamplesKind(StrEnum):
@@ -50,13 +50,13 @@ class MicroBatches:
     """The micro-batches of an optimizer step, made already; `Training.step` takes them as a batch.
 
     Attributes:
-        batches: in the order in which they run.
+        batches: in the order in which they run, each flattened already.
         sizes: the samples of each.
         divide: sizes -> the same samples in micro-batches of those sizes; None: they cannot be
             divided otherwise.
     """
 
-    batches: tuple[Batch, ...]
+    batches: tuple[FlatBatch, ...]
     sizes: tuple[int, ...]
     divide: Callable[[tuple[int, ...]], MicroBatches] | None = None
 
@@ -82,15 +82,14 @@ class Samples(ABC):
             InvalidArgument: it cannot be divided.
         """
 
-    def micro_batches(self, given: Any, sizes: Sequence[int]) -> Iterator[Batch]:
+    def micro_batches(self, given: Any, sizes: Sequence[int]) -> Iterator[FlatBatch]:
         """Yield a batch for each of these sizes, in order."""
-        yield from self.divided(given, sizes)
+        yield from map(FlatBatch.of, self.divided(given, sizes))
 
     def step_of(self, given: Any, sizes: Sequence[int]) -> MicroBatches:
         """Return what a step is given in micro-batches of these sizes."""
-        sizes = tuple(sizes)
         made = tuple(self.micro_batches(given, sizes))
-        return MicroBatches(made, sizes, partial(self.step_of, given))
+        return MicroBatches(made, tuple(sizes), partial(self.step_of, given))
 
 
 @dataclass(frozen=True)
@@ -162,8 +161,9 @@ class Rows(Samples):
         sizes = {name: tuple(t.shape[:1]) for name, t in named if name in self.batched}
         if not sizes:
             raise InvalidArgument(
-                f"the batch ({kind_of(given)}) has none of the tensors that hold samples in the "
-                f"sample batch ({_listed(self.batched)}): pass batches with these"
+                f"the batch ({kind_of(FlatBatch.of(given).whole())}) has none of the tensors "
+                "that hold samples in the sample batch "
+                f"({_listed(self.batched)}): pass batches with these"
             )
         if len(set(sizes.values())) != 1 or () in sizes.values():
             told = ", ".join(f"{name}: {size}" for name, size in sizes.items())
@@ -235,8 +235,8 @@ class Collated(Samples):
         for end, size in zip(accumulate(sizes), sizes, strict=True):
             yield [given[place] for place in range(end - size, end)]  # a data set has no slices
 
-    def micro_batches(self, given: Sequence[Any], sizes: Sequence[int]) -> Iterator[Batch]:
-        yield from map(self.batch, self.divided(given, sizes))
+    def micro_batches(self, given: Sequence[Any], sizes: Sequence[int]) -> Iterator[FlatBatch]:
+        yield from map(self._collated, self.divided(given, sizes))
 
     def batch(self, samples: list[Any]) -> Batch:
         """Return the batch of these samples.
@@ -245,6 +245,9 @@ class Collated(Samples):
             InvalidArgument: no tensor is found in it.
             Exception: what the user's function raised.
         """
+        return self._collated(samples).whole()
+
+    def _collated(self, samples: list[Any]) -> FlatBatch:
         with users_code():
             made = self.collate_fn(samples)
         return _with_tensors(made, "collate_fn")
@@ -268,12 +271,11 @@ class Made(Samples):
             )
         yield given
 
-    def micro_batches(self, given: Any, sizes: Sequence[int]) -> Iterator[Batch]:
-        if not is_maker(given):
-            yield from self.divided(given, sizes)
-            return
-        for size in sizes:
-            yield made_by(given, size)
+    def micro_batches(self, given: Any, sizes: Sequence[int]) -> Iterator[FlatBatch]:
+        if is_maker(given):
+            yield from (_made_by(given, size) for size in sizes)
+        else:
+            yield from super().micro_batches(given, sizes)
 
 
 class TakenSamples(tuple[Any, ...]):
@@ -283,8 +285,8 @@ class TakenSamples(tuple[Any, ...]):
 
 
 # Samples of a data set that are read: more say little more of memory, and may take long to decode.
-_MOST_TAKEN = 256
-_LEAST_TAKEN = 32
+_MAX_TAKEN = 256
+_MIN_TAKEN = 32
 
 
 def taken_from(given: Any, global_batch: int | None) -> Sequence[Any]:
@@ -305,7 +307,7 @@ def taken_from(given: Any, global_batch: int | None) -> Sequence[Any]:
         raise InvalidArgument("there are no samples: pass at least one")
     if isinstance(given, (list, tuple)):
         return given
-    wanted = min(max(global_batch or 0, _LEAST_TAKEN), _MOST_TAKEN, count)
+    wanted = min(max(global_batch or 0, _MIN_TAKEN), _MAX_TAKEN, count)
     with users_code():
         return TakenSamples(given[place] for place in range(wanted))
 
@@ -334,6 +336,10 @@ def made_by(maker: BatchMaker, samples: int) -> Batch:
         InvalidArgument: no tensor is found in it.
         Exception: what the user's function raised.
     """
+    return _made_by(maker, samples).whole()
+
+
+def _made_by(maker: BatchMaker, samples: int) -> FlatBatch:
     with users_code():
         made = maker(samples)
     return _with_tensors(made, "the sample batch function")
@@ -343,27 +349,31 @@ def _dimensions(batch: Any) -> dict[str, int]:
     return {name: tensor.dim() for name, tensor in named_tensors(batch)}
 
 
-def _with_tensors(made: Any, by: str) -> Batch:
-    if not tensors_of(made) and not hasattr(made, "to"):
+def _with_tensors(made: Any, by: str) -> FlatBatch:
+    flat = FlatBatch.of(made)
+    if not flat.named and not hasattr(made, "to"):
         raise InvalidArgument(
             f"{by} must return a batch that holds tensors, got {kind_of(made)}: return tensors, "
             "containers of them, or an object with .to(device)"
         )
-    return made
+    return flat
 
 
-def samples_in(given: Any, samples: Samples | None) -> Samples:
-    """Return how what a step is given becomes micro-batches.
+def samples_in(given: Any, samples: Samples | None) -> tuple[Samples, Any]:
+    """Return how what a step is given becomes micro-batches, and that: a batch of rows is flat.
 
     Args:
         given: to the step.
         samples: of the training; None: rows, told by their sizes.
     """
-    if is_maker(given) and not isinstance(samples, Collated):
-        return Made()
-    if isinstance(samples, Collated) and samples.rows is not None and samples.is_batch(given):
-        return samples.rows
-    return samples or Rows.of(given)
+    if isinstance(samples, Collated):
+        if samples.rows is None or not samples.is_batch(flat := FlatBatch.of(given)):
+            return samples, given
+        return samples.rows, flat
+    if is_maker(given):
+        return Made(), given
+    flat = FlatBatch.of(given)
+    return samples or Rows.of(flat), flat
 
 
 def rows_of(samples: Samples) -> Rows | None:
@@ -377,4 +387,4 @@ def _dim0(tensor: torch.Tensor) -> int | None:
 
 def _listed(names: Iterable[str]) -> str:
     """Return the first names, and how many more there are."""
-    return shortened(sorted(names), _MOST_NAMED)
+    return shortened(sorted(names), _MAX_NAMED)

@@ -20,7 +20,7 @@ from autofit.errors import InvalidArgument, Unsupported, mark_users
 from autofit.plan import ResolvedPlan, split_evenly, steps_for
 from autofit.strategy import ALONE, Phase, World
 from autofit.training.autocast import Autocast, Leave, left_beside_forwards
-from autofit.training.batch import Batch, placed
+from autofit.training.batch import Batch, FlatBatch, placed
 from autofit.training.loss import LossSource, Recipe, TrainingStep, scalar
 from autofit.training.optimizers import (
     FactoryWrapper,
@@ -31,7 +31,7 @@ from autofit.training.optimizers import (
     has_step_hooks,
     holds_any,
 )
-from autofit.training.samples import Collated, MicroBatches, Samples, is_maker, samples_in
+from autofit.training.samples import MicroBatches, Samples, samples_in
 from autofit.training.watch import BatchWatch
 from autofit.units import kind_of
 
@@ -330,17 +330,24 @@ class Training(AbstractContextManager["Training"]):
         """
         if self._ended:
             raise InvalidArgument("this training has ended: call report.apply(...) again")
-        users = self.recipe.training_step is not None
-        batch = batch if users else self._in_micro_batches(batch)
-        self._look(batch)
+        training_step = self.recipe.training_step
+        if training_step is None:
+            given, is_made = self._in_micro_batches(batch), True
+            self._look(given)
+        else:
+            samples, given = samples_in(batch, self._samples)
+            is_made = isinstance(given, FlatBatch)  # else `micro_batches` makes batches of it
+            if self._watch is not None:  # how a training_step divides it is not known yet
+                known = (given,) if is_made else ()
+                self._look(MicroBatches(known, (sum(self._sizes(samples.size(given))),)))
         # By no other part, since ranks gather for each look. Of what a training_step makes batches,
         # they are looked at as it makes them.
-        self._is_looked_at = not (users and self._is_unmade(batch))
+        self._is_looked_at = is_made
         try:
             self.zero_grad()
-            if self.recipe.training_step is not None:
-                return self._users_step(self.recipe.training_step, batch)
-            loss = self.accumulate(batch, then_updates=True)
+            if training_step is not None:
+                return self._users_step(training_step, self.placed(given) if is_made else given)
+            loss = self.accumulate(given, then_updates=True)
             self.optimizer_step()
             return loss
         finally:
@@ -371,21 +378,16 @@ class Training(AbstractContextManager["Training"]):
         assert total is not None  # a batch has at least one sample
         return self._over_ranks(total)
 
-    def _look(self, given: Any) -> None:
-        if self._watch is None or self._is_looked_at:
-            return
-        if not isinstance(given, MicroBatches):  # how a training_step divides it is not known yet
-            known = () if self._is_unmade(given) else (given,)
-            samples = samples_in(given, self._samples).size(given)
-            given = MicroBatches(known, (sum(self._sizes(samples)),))
-        gathered = None if self.ranks is None else partial(self._gathered, self.ranks)
-        self._watch.look(given, stacklevel=3, gathered=gathered)
+    def _look(self, step: MicroBatches) -> None:
+        if self._watch is not None and not self._is_looked_at:
+            gathered = None if self.ranks is None else partial(self._gathered, self.ranks)
+            self._watch.look(step, stacklevel=3, gathered=gathered)
 
     def _in_micro_batches(self, given: Any) -> MicroBatches:
         """Return what a step is given in micro-batches of the plan."""
         if isinstance(given, MicroBatches):
             return given
-        samples = samples_in(given, self._samples)
+        samples, given = samples_in(given, self._samples)
         return samples.step_of(given, self._sizes(samples.size(given)))
 
     def _sizes(self, samples: int | None) -> tuple[int, ...]:
@@ -403,9 +405,9 @@ class Training(AbstractContextManager["Training"]):
         """Return this rank's samples of those of all ranks; all of them where it trains alone."""
         if self.ranks is None:
             return batch
-        samples = samples_in(batch, self._samples)
-        sizes = split_evenly(samples.size(batch) or 0, self.world.size)
-        return list(samples.divided(batch, sizes))[self.world.rank]
+        samples, given = samples_in(batch, self._samples)
+        sizes = split_evenly(samples.size(given) or 0, self.world.size)
+        return list(samples.divided(given, sizes))[self.world.rank]
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, float]]:
         """Yield each micro-batch on the device, with its weight in the mean loss.
@@ -555,16 +557,11 @@ class Training(AbstractContextManager["Training"]):
             update = partial(wrapper, update)
         update()
 
-    def _is_unmade(self, given: Any) -> bool:
-        """Return whether a step was given what `micro_batches` makes batches of."""
-        return isinstance(samples_in(given, self._samples), Collated) or is_maker(given)
-
-    def _users_step(self, training_step: TrainingStep, batch: Batch) -> torch.Tensor:
+    def _users_step(self, training_step: TrainingStep, given: Any) -> torch.Tensor:
         self._loss_scale.was_used = False
         self._is_in_training_step = True
         try:
             with self.context():
-                given = batch if self._is_unmade(batch) else self.placed(batch)
                 loss = scalar(training_step(self, given), "training_step")
         finally:
             self._is_in_training_step = False

@@ -21,8 +21,8 @@ Gathered: TypeAlias = Callable[..., list[list[float]]]
 # The target that torch's losses ignore unless they are told another.
 IGNORED = -100
 # Samples at random are larger than the mean now and then: so much is no reason to search again.
-MOST_ABOVE_THE_MEAN = 1.25
-_MOST_LOOKED_INTO = 100  # batches: what is never ignored in those is not looked for in every step
+MAX_ABOVE_THE_MEAN = 1.25
+_MAX_LOOKS = 100  # batches: what is never ignored in those is not looked for in every step
 
 
 class BatchWatch:
@@ -54,7 +54,7 @@ class BatchWatch:
         self._plan, self._sample_shapes = plan, sample_shapes
         self._micro_batch_shapes, self._samples = micro_batch_shapes, samples
         self._keeps_split = keeps_split
-        self._looks_left = _MOST_LOOKED_INTO if weighs_samples else 0
+        self._looks_left = _MAX_LOOKS if weighs_samples else 0
         self._has_looked = False
         self._warned: set[str] = set()
 
@@ -114,7 +114,7 @@ class BatchWatch:
         if len(step.sizes) == 1 and gathered is None:
             return None
         batched = self._samples.batched if isinstance(self._samples, Rows) else None
-        found = _valid_targets(step, batched, is_first=self._looks_left == _MOST_LOOKED_INTO)
+        found = _valid_targets(step, batched, is_first=self._looks_left == _MAX_LOOKS)
         self._looks_left -= 1
         name, *own = max(
             found, key=lambda each: (each[3], each[2] - each[1]), default=("a batch", 0, 0, False)
@@ -140,7 +140,7 @@ class BatchWatch:
             for name, tensor in named_tensors(batch):
                 before = math.prod(shape_in(shapes[name])) / size if name in shapes else math.inf
                 now = math.prod(shape_of(tensor)) / max(samples, size)
-                if now > MOST_ABOVE_THE_MEAN * before:
+                if now > MAX_ABOVE_THE_MEAN * before:
                     return (
                         f"{name} has {now:.4g} elements a sample in a micro-batch of a training "
                         f"step, but {before:.4g} at most in the search's: the plan may not fit "

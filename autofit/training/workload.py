@@ -249,7 +249,7 @@ class Workload:
             sizes = [samples] * -(-len(given) // samples)
             chosen = samples_in_turn(given, sizes)
             for batch in Collated(self.collate_fn).micro_batches(chosen, sizes):
-                yield share / len(sizes), batch
+                yield share / len(sizes), batch.whole()
 
     def largest_batch(self, samples: int) -> dict[str, str] | None:
         """Describe each tensor where it is largest in batches of that many of the given samples.

@@ -66,8 +66,11 @@ def test_one_parameter_that_differs_does_not_hide_in_all_gradients_together() ->
     assert "allow_accumulation_change" in note
 
 
-def test_modules_that_are_named_by_numbers_are_quoted() -> None:
-    found = decided(lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+@pytest.mark.parametrize("is_collated", [False, True])
+def test_modules_that_normalize_are_named_and_numbers_are_quoted(is_collated: bool) -> None:
+    batch, more = (list(X), {"collate_fn": _collated}) if is_collated else ((X, Y), {})
+    layers = nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+    found = decided(lambda: nn.Sequential(*layers), batch, **more)
     assert found.comparison is not None
     assert found.comparison.modules == ("1",)
     (note,) = found.notes
@@ -287,41 +290,27 @@ def test_padding_of_the_batch_itself_is_compared(equal: bool) -> None:
     assert decided(_tagger, (IDS, targets), **given).notes == ()
 
 
-def test_batches_of_a_function_that_do_not_tell_their_samples_are_not_split() -> None:
-    def make(samples: int) -> Any:
-        return torch.randn(5, samples, 8), torch.zeros(5, samples, 1)  # time first
+def _collated(samples: list[Any]) -> Any:
+    return torch.stack(samples), torch.zeros(len(samples), 1)
 
-    found = decided(lambda: nn.Linear(8, 1), make)
+
+def _drawing(samples: list[Any]) -> Any:
+    return torch.stack(samples) + torch.randn(len(samples), 8), torch.zeros(len(samples), 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "more", "words"),
+    [
+        (lambda n: (torch.randn(5, n, 8), torch.zeros(5, n, 1)), {}, "collate_fn"),  # time first
+        (list(X), {"collate_fn": _drawing}, "another batch"),
+        ([X[0]] * 3, {"collate_fn": _collated}, "copies of one sample"),
+        ((X[:1].expand(16, 8), Y), {"training_step": lambda *_: X}, "training_step decides"),
+    ],
+)
+def test_what_cannot_be_compared_keeps_the_count_and_says_why(
+    batch: Any, more: dict[str, Any], words: str
+) -> None:
+    found = decided(lambda: nn.Linear(8, 1), batch, **more)
     assert found.why_kept is not None
     assert found.comparison is None
-    assert "collate_fn" in found.notes[0]
-
-
-def test_a_collate_fn_that_draws_is_said_to() -> None:
-    def collate(samples: list[Any]) -> Any:
-        return torch.stack(samples) + torch.randn(len(samples), 8), torch.zeros(len(samples), 1)
-
-    found = decided(lambda: nn.Linear(8, 1), list(X), collate_fn=collate)
-    assert found.why_kept is not None
-    assert "another batch" in found.why_kept
-
-
-def test_copies_of_one_sample_are_not_compared_through_collate_fn_either() -> None:
-    def collate(samples: list[Any]) -> Any:
-        return torch.stack(samples), torch.zeros(len(samples), 1)
-
-    found = decided(lambda: nn.Linear(8, 1), [X[0]] * 3, collate_fn=collate)
-    assert found.why_kept is not None
-    assert "copies of one sample" in found.why_kept
-
-
-def test_a_normalizing_model_is_found_through_collate_fn_too() -> None:
-    def collate(samples: list[Any]) -> Any:
-        return torch.stack(samples), torch.zeros(len(samples), 1)
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-
-    found = decided(build, list(X), collate_fn=collate)
-    assert found.comparison is not None
-    assert found.comparison.modules == ("1",)
+    assert words in found.notes[0]

@@ -13,8 +13,8 @@ from autofit.equivalence.comparison import (
     NotRepeatable,
     StepTrace,
     Tolerance,
-    accumulated,
     compare,
+    step_without_update,
 )
 from autofit.memory.tracer import MemoryTracer
 from autofit.plan import Plan, ResolvedPlan
@@ -26,14 +26,12 @@ from autofit.training.training import Training
 CPU = torch.device("cpu")
 
 
-def _pass(
-    model: nn.Module, batch: Any, micro_batch: int, *, calm: bool = True, **recipe: Any
-) -> StepTrace:
+def _pass(model: nn.Module, batch: Any, micro_batch: int, **recipe: Any) -> StepTrace:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     training = Training(
         model, optimizer, Recipe(**recipe), ResolvedPlan(Plan(micro_batch)), device=CPU
     )
-    return accumulated(training, batch, seed=0, calm=calm)
+    return step_without_update(training, batch, seed=0)
 
 
 def _split_against_whole(model: nn.Module, batch: Any, **recipe: Any) -> Comparison:
@@ -206,21 +204,13 @@ def test_losses_that_are_not_a_number_agree() -> None:
 
 
 def test_the_tolerance_is_what_the_coarsest_type_explains() -> None:
-    mixed = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4).bfloat16())
-    double = nn.Linear(6, 8).double()
-    model = nn.ModuleList([double, mixed[0]])
-    optimizer = torch.optim.SGD(model.parameters())
-    recipe = Recipe(loss_fn=lambda m, b: mixed[0](b).mean())
-    training = Training(model, optimizer, recipe, ResolvedPlan(Plan(5)), device=CPU)
-    assert accumulated(training, X, seed=0).tolerance == pytest.approx(2**-23 * 8192)
-    coarse = Training(
-        mixed,
-        torch.optim.SGD(mixed.parameters()),
-        Recipe(loss_fn=lambda m, b: mixed[1](mixed[0](b).bfloat16()).float().mean()),
-        ResolvedPlan(Plan(5)),
-        device=CPU,
-    )
-    assert accumulated(coarse, X, seed=0).tolerance == pytest.approx(2**-7 * 4)
+    fine, coarse = nn.Linear(6, 8), nn.Linear(8, 4).bfloat16()
+    model = nn.ModuleList([nn.Linear(6, 8).double(), fine])
+    step = _pass(model, X, 5, loss_fn=lambda model, batch: fine(batch).mean())
+    assert step.tolerance == pytest.approx(2**-23 * 8192)
+    mixed = nn.Sequential(fine, coarse)
+    step = _pass(mixed, X, 5, loss_fn=lambda m, b: coarse(fine(b).bfloat16()).float().mean())
+    assert step.tolerance == pytest.approx(2**-7 * 4)
 
 
 def _in_bfloat16(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -257,8 +247,20 @@ def test_float16_is_compared_at_a_scale_that_does_not_overflow() -> None:
     with Training(
         model, optimizer, Recipe(), ResolvedPlan(plan, strategies=strategies), device=CPU
     ) as training:
-        half = accumulated(training, X, seed=0)
+        half = step_without_update(training, X, seed=0)
         assert training.scaler is not None
         assert training.scaler.get_scale() < 2**16
     found = compare(_pass(model, X, 5), half)
     assert 0 < found.gradient < 0.01
+
+
+def test_gradients_are_compared_before_they_are_clipped_and_shown_to_before_step() -> None:
+    """A sum differs from a mean by its length alone, which clipping takes away."""
+
+    def never(model: nn.Module, optimizer: Any) -> None:
+        raise AssertionError
+
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    more: dict[str, Any] = {"clip_grad_norm": 1e-3, "before_step": never}
+    found = _split_against_whole(_body(nn.Tanh()), (X, LABELS), criterion=criterion, **more)
+    assert found.gradient > 0.1

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autofit.equivalence.comparison import compare, run_passes
+from autofit.equivalence.comparison import compare, traced_plans
 from autofit.equivalence.ranks import compare_ranks
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan, Scalar
@@ -97,7 +97,7 @@ def of_gradients(
     payloads = UNITS if mode.startswith("fsdp2") else {}
     together = ResolvedPlan(plan, payloads, (strategy,))
     passes = ((ResolvedPlan(Plan(samples)), 0), (together, 0))
-    first, second = run_passes(session.builder, passes, padded(samples))
+    first, second = traced_plans(session.builder, passes, padded(samples))
     return compare(first, second)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autofit.equivalence.steps import traced_step
+from autofit.equivalence.comparison import traced_step
 from autofit.plan import Plan, Settings
 from autofit.registry import collect_dimensions, load_strategies, numerics_of, resolve
 from autofit.space import Space

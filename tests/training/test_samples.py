@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import TensorDataset
 
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan, ResolvedPlan
-from autofit.training.batch import describe, placed, tensors_of
+from autofit.training.batch import describe, pieces, placed, tensors_of
 from autofit.training.lengths import Lengths
+from autofit.training.loss import Recipe
 from autofit.training.samples import Collated, Made, Rows
 from autofit.training.training import Training
+from autofit.training.watch import BatchWatch
 from autofit.training.workload import Workload
 
 CPU = torch.device("cpu")
@@ -50,7 +53,7 @@ def test_sorted_samples_stay_sorted_where_there_are_more_than_were_given() -> No
     assert workload.sample_batch_size == 3
     assert workload.batch(7)[:, 0].tolist() == [5, 5, 5, 3, 3, 2, 2]
     step = workload.step_of(2, 2)
-    assert [batch[:, 0].tolist() for batch in step.batches] == [[5, 3], [5, 2]]
+    assert [batch.whole()[:, 0].tolist() for batch in step.batches] == [[5, 3], [5, 2]]
 
 
 def test_a_step_collates_each_micro_batch_of_its_samples() -> None:
@@ -170,7 +173,10 @@ def test_a_function_is_believed_about_n() -> None:
     workload = Workload(build, time_first, global_batch=8)
     assert isinstance(workload.samples, Made)
     assert workload.plan() == Plan(8, global_batch=8)  # in one micro-batch
-    assert [batch["y"].shape for batch in workload.step_of(3, 2).batches] == [(3,), (2,)]
+    assert [dict(batch.named)["['y']"].shape for batch in workload.step_of(3, 2).batches] == [
+        (3,),
+        (2,),
+    ]
     assert isinstance(Workload(build, lambda n: torch.ones(n, 3)).samples, Rows)
 
 
@@ -224,3 +230,80 @@ def test_objects_are_moved_by_themselves_or_by_their_attributes() -> None:
     assert type(there["other"]) is Plain
     assert {tensor.device for tensor in tensors_of(there)} == {meta}
     assert batch["other"].x.device == CPU
+
+
+# What a step does once
+
+
+class Counted:
+    """Two tensors that torch's pytree opens, and how often it did, for their names too."""
+
+    opened = 0
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+    def parts(self) -> list[torch.Tensor]:
+        type(self).opened += 1
+        return [self.x, self.y]
+
+
+pytree.register_pytree_node(
+    Counted,
+    lambda pair: (pair.parts(), None),
+    lambda parts, _: Counted(*parts),
+    flatten_with_keys_fn=lambda pair: (
+        list(zip(map(pytree.GetAttrKey, "xy"), pair.parts(), strict=True)),
+        None,
+    ),
+)
+
+
+class WithoutKeys(Counted):
+    """Tells torch its parts, and not their keys."""
+
+
+pytree.register_pytree_node(
+    WithoutKeys, lambda pair: (pair.parts(), None), lambda parts, _: WithoutKeys(*parts)
+)
+
+
+def test_a_container_without_keys_is_cut_and_placed_too() -> None:
+    batch = WithoutKeys(torch.ones(4, 3), torch.ones(4))
+    assert describe({"pair": batch}) == {"[0]": "float32[4, 3]", "[1]": "float32[4]"}
+    first, _ = pieces(batch, (3, 1), Rows.of(batch).places(batch))
+    there = placed(first, lambda tensor: tensor.to("meta"), torch.device("meta"))
+    assert type(there) is WithoutKeys
+    assert (there.x.shape, there.y.device.type) == ((3, 3), "meta")
+
+
+@pytest.mark.parametrize("micro_batch", [6, 3, 2])
+@pytest.mark.parametrize("kind", ["rows", "collated", "made"])
+def test_a_step_flattens_a_batch_once_and_so_does_what_watches_and_weighs_it(
+    kind: str, micro_batch: int
+) -> None:
+    """As `tree_flatten_with_path` does: each container once for its leaves, once for their keys."""
+    rows = torch.ones(6, 1)
+    batch, plan = Counted(rows, rows[:, 0]), Plan.split(6, micro_batch)
+    samples, given = {
+        "rows": (Rows.of(batch), batch),
+        "collated": (Collated(lambda chosen: Counted(rows[chosen], rows[chosen, 0])), [*range(6)]),
+        "made": (Made(), lambda size: Counted(rows[:size], rows[:size, 0])),
+    }[kind]
+    recipe = Recipe(
+        loss_fn=lambda model, pair: (model(pair.x)[:, 0] - pair.y).mean(),
+        loss_weight=lambda pair: float(len(pair.x)),
+    )
+    model, watch = build(), BatchWatch(plan, {}, samples=samples, weighs_samples=True)
+    one = Training(
+        model,
+        torch.optim.SGD(model.parameters()),
+        recipe,
+        ResolvedPlan(plan),
+        device=CPU,
+        samples=samples,
+        watch=watch,
+    )
+    Counted.opened = 0
+    one.step(given)
+    assert Counted.opened == 2 * (1 if kind == "rows" else plan.accumulation_steps)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,11 +36,8 @@ def _training(
     return Training(model, optimizer, recipe, ResolvedPlan(Plan(micro_batch, **more)), device=CPU)
 
 
-def _gradients(model: nn.Module, recipe: Recipe, micro_batch: int, batch: Any) -> Any:
-    training = _training(model, recipe, micro_batch)
-    training.zero_grad()
-    loss = training.accumulate(batch)
-    return loss, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+def _norm_of_gradients(model: nn.Module) -> float:
+    return math.hypot(*(float(p.grad.norm()) for p in model.parameters() if p.grad is not None))
 
 
 def _classes(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,14 +76,9 @@ def test_a_micro_batch_without_one_valid_token_does_not_spoil_the_others() -> No
     assert len(shares) == 6
     assert sum(shares) == pytest.approx(1.0)
     assert torch.isfinite(training.step((inputs, targets)))
-
-
-def test_a_batch_that_weighs_nothing_trains_as_it_would_whole() -> None:
-    inputs, targets = _masked_batch()
     nothing = (inputs, torch.full_like(targets, IGNORED))
-    weighted = Recipe(loss_fn=_token_loss, loss_weight=_valid_tokens)
-    assert torch.isnan(_training(_mlp(), weighted, 7).step(nothing))
-    assert torch.isnan(_training(_mlp(), weighted, 2).step(nothing))
+    for size in (7, 2):  # as the whole batch would
+        assert torch.isnan(_training(_mlp(), weighted, size).step(nothing))
 
 
 def test_a_step_is_what_a_user_would_write() -> None:
@@ -107,27 +101,17 @@ def test_a_step_is_what_a_user_would_write() -> None:
 
 def test_gradients_are_clipped_over_all_micro_batches_and_then_shown_to_before_step() -> None:
     norms: list[float] = []
-
-    def before_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        norms.append(float(torch.cat(grads).norm()))
-
     recipe = Recipe(
         criterion=lambda y, t: 100 * nn.functional.cross_entropy(y, t),
         clip_grad_norm=0.5,
-        before_step=before_step,
+        before_step=lambda model, optimizer: norms.append(_norm_of_gradients(model)),
     )
-    model = _mlp()
-    before = [p.detach().clone() for p in model.parameters()]
+    model, before = _mlp(), _mlp()
     _training(model, recipe, 3).step(_classes(10))
     assert norms == [pytest.approx(0.5, rel=1e-4)]
-    moved = torch.cat(
-        [
-            (old - new.detach()).flatten()
-            for new, old in zip(model.parameters(), before, strict=True)
-        ]
-    )
-    assert float(moved.norm()) == pytest.approx(0.1 * 0.5, rel=1e-3)
+    pairs = zip(model.parameters(), before.parameters(), strict=True)
+    moved = math.hypot(*(float((old - new).detach().norm()) for new, old in pairs))
+    assert moved == pytest.approx(0.1 * 0.5, rel=1e-3)
 
 
 def test_micro_batches_are_placed_one_by_one() -> None:
@@ -234,20 +218,17 @@ def _in(settings: Any, model: nn.Module, recipe: Recipe, optimizer: Any) -> Any:
 
 def test_float16_scales_the_loss_and_clips_what_was_unscaled() -> None:
     seen: list[float] = []
-
-    def before_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        seen.append(float(torch.cat(grads).norm()))
-
-    model, batch = _mlp(), _classes(10)
-    _, exact = _gradients(_mlp(), CROSS_ENTROPY, 10, batch)
-    recipe = Recipe(criterion=nn.functional.cross_entropy, before_step=before_step)
+    model, exact, batch = _mlp(), _mlp(), _classes(10)
+    _training(exact, CROSS_ENTROPY, 10).accumulate(batch)
+    recipe = Recipe(
+        criterion=nn.functional.cross_entropy,
+        before_step=lambda model, optimizer: seen.append(_norm_of_gradients(model)),
+    )
     with _in(FLOAT16, model, recipe, torch.optim.SGD(model.parameters(), lr=0.1)) as training:
         scale = training.scaler.get_scale()
         training.step(batch)
         assert training.scaler.get_scale() == scale
-    expected = float(torch.cat([g.flatten() for g in exact]).norm())
-    assert seen == [pytest.approx(expected, rel=0.01)]
+    assert seen == [pytest.approx(_norm_of_gradients(exact), rel=0.01)]
     assert training.scaler is None
 
 
@@ -365,57 +346,47 @@ def test_strategies_are_applied_by_phase_with_their_own_settings_and_undone_back
         training.step(_classes(4))
 
 
-def test_a_strategy_that_returns_no_context_manager_is_named() -> None:
-    class Careless(_Recording):
-        def apply(self, training: Any, settings: Any, payloads: Any) -> Any:
-            return 5
+class _Broken(_Recording):
+    """Its `apply` returns no context manager, or one that raises."""
 
-    strategies: Any = [Careless("early", 0, [])]
-    resolved = ResolvedPlan(Plan(4, settings={"early.y": 2}), {}, strategies)
-    with pytest.raises(InvalidArgument, match=r"'early'.*context manager.*int"):
-        Training(_mlp(), torch.optim.SGD(_mlp().parameters()), Recipe(), resolved, device=CPU)
+    def __init__(self, applied: Any) -> None:
+        super().__init__("second", 1, [])
+        self.applied = applied
 
-
-def test_strategies_already_applied_are_undone_where_a_later_one_raises() -> None:
-    told: list[str] = []
-
-    class Broken(_Recording):
-        @contextmanager
-        def apply(self, training: Any, settings: Any, payloads: Any) -> Iterator[None]:
-            raise RuntimeError("not here")
-            yield
-
-    strategies: Any = [_Recording("first", 0, told), Broken("second", 1, told)]
-    with pytest.raises(RuntimeError, match="not here"):
-        Training(
-            _mlp(),
-            torch.optim.SGD(_mlp().parameters()),
-            Recipe(),
-            ResolvedPlan(Plan(1, settings={"first.x": 1, "second.x": 1}), strategies=strategies),
-            device=CPU,
-        )
-    assert told[-1] == "undo first"
+    def apply(self, training: Any, settings: Any, payloads: Any) -> Any:
+        return self.applied
 
 
-def _without_optimizer(training: Training, batch: Any) -> torch.Tensor:
-    training.optimizer = None  # type: ignore[assignment]  # on purpose
-    return training.loss(batch)
-
-
-def _with_another_model(training: Training, batch: Any) -> torch.Tensor:
-    training.model = nn.Linear(6, 5)
-    return training.loss(batch)
+@contextmanager
+def _raising() -> Iterator[None]:
+    raise RuntimeError("not here")
+    yield
 
 
 @pytest.mark.parametrize(
-    ("training_step", "name"), [(_without_optimizer, "optimizer"), (_with_another_model, "model")]
+    ("applied", "error", "words"),
+    [
+        (5, InvalidArgument, r"'second'.*context manager.*int"),
+        (_raising(), RuntimeError, "not here"),
+    ],
 )
-def test_a_training_step_that_replaces_a_part_is_the_users_error(
-    training_step: Any, name: str
+def test_strategies_already_applied_are_undone_where_a_later_one_is_broken(
+    applied: Any, error: type[Exception], words: str
 ) -> None:
+    told: list[str] = []
+    strategies: Any = [_Recording("first", 0, told), _Broken(applied)]
+    plan, model = Plan(1, settings={"first.x": 1, "second.x": 1}), _mlp()
+    resolved = ResolvedPlan(plan, strategies=strategies)
+    with pytest.raises(error, match=words):
+        Training(model, torch.optim.SGD(model.parameters()), Recipe(), resolved, device=CPU)
+    assert told[-1] == "undo first"
+
+
+@pytest.mark.parametrize(("name", "other"), [("optimizer", None), ("model", nn.Linear(6, 5))])
+def test_a_training_step_that_replaces_a_part_is_the_users_error(name: str, other: Any) -> None:
     model = _mlp()
-    recipe = Recipe(criterion=nn.functional.cross_entropy, training_step=training_step)
-    training = _training(model, recipe, 4)
+    replaces: Any = lambda training, batch: setattr(training, name, other)  # noqa: E731
+    training = _training(model, Recipe(training_step=replaces), 4)
     with pytest.raises(AttributeError, match=rf"training_step.*training\.{name}") as raised:
         training.step(_classes(4))
     assert is_users(raised.value)
@@ -444,15 +415,8 @@ def _island_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return (output.square()).mean()
 
 
-def _by_training(training: Any, batch: torch.Tensor) -> torch.Tensor:
-    loss = _island_loss(training.model, batch)
-    training.backward(loss)
-    training.optimizer_step()
-    return loss
-
-
-def _by_loss(training: Any, batch: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = training.loss(batch)
+def _by_training(training: Any, batch: torch.Tensor, is_loss_too: bool = False) -> torch.Tensor:
+    loss = training.loss(batch) if is_loss_too else _island_loss(training.model, batch)
     training.backward(loss)
     training.optimizer_step()
     return loss
@@ -502,7 +466,14 @@ class _Multiplying(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    "training_step", [_by_training, _by_loss, _by_hand, _by_closure, _by_functional_gradients]
+    "training_step",
+    [
+        _by_training,
+        partial(_by_training, is_loss_too=True),
+        _by_hand,
+        _by_closure,
+        _by_functional_gradients,
+    ],
 )
 def test_backward_and_update_of_a_training_step_leave_autocast(training_step: Any) -> None:
     torch.manual_seed(1)

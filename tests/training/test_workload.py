@@ -119,7 +119,8 @@ def test_a_model_says_its_loss_or_its_outputs_stand_in(answer: Any, source: Loss
         ({}, lambda y: {"labels": torch.arange(4)}, r"loss_fn=.*criterion="),
         # a loss of many numbers: by the name of who made it
         ({}, lambda y: {"loss": y.mean(1)}, r"output\.loss.*\[4\]"),
-        ({"loss_fn": lambda m, b: 3.0}, lambda y: y, r"loss_fn.*float"),
+        ({"loss_fn": lambda m, b: 3.0}, lambda y: y, r"loss_fn.*a float: leave .item"),
+        ({"loss_fn": lambda m, b: X}, lambda y: y, r"one of shape \[4, 3\]: return its mean"),
         ({"criterion": lambda y, t: y - y}, lambda y: y, r"criterion.*\[4, 2\]"),
     ],
 )
@@ -127,16 +128,6 @@ def test_what_is_no_loss_is_refused(recipe: dict[str, Any], answer: Any, words: 
     batch = (X, X) if "criterion" in recipe else X
     with pytest.raises(InvalidArgument, match=words):
         Recipe(**recipe).loss_and_source(Says(answer), batch)
-
-
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [(torch.ones(2), r"one of shape \[2\]: return its mean"), (0.5, "a float: leave .item")],
-)
-def test_what_is_no_scalar_says_how_to_make_it_one(loss: Any, words: str) -> None:
-    recipe = Recipe(loss_fn=lambda model, batch: loss)
-    with pytest.raises(InvalidArgument, match=words):
-        recipe.loss_and_source(nn.Identity(), torch.ones(2))
 
 
 def test_a_data_set_is_not_taken_for_a_batch() -> None:
@@ -149,19 +140,13 @@ def test_a_data_set_is_not_taken_for_a_batch() -> None:
     assert collated.collate_fn is default_collate
 
 
-def test_a_criterion_gets_output_and_target() -> None:
-    model, target = nn.Linear(3, 2), torch.randn(4, 2)
-    loss, source = Recipe(criterion=nn.functional.mse_loss).loss_and_source(model, (X, target))
+@pytest.mark.parametrize("inputs", [X, {"x": X}])
+def test_a_criterion_gets_output_and_target_and_inputs_by_name(inputs: Any) -> None:
+    model, target = Says(lambda y: y), torch.randn(4, 2)
+    recipe = Recipe(criterion=nn.functional.mse_loss)
+    loss, source = recipe.loss_and_source(model, (inputs, target))
     assert source is LossSource.CRITERION
     assert torch.equal(loss, nn.functional.mse_loss(model(X), target))
-
-
-def test_a_criterion_takes_inputs_by_name() -> None:
-    model = Says(lambda y: y)
-    loss, _ = Recipe(criterion=lambda y, t: (y - t).mean()).loss_and_source(
-        model, ({"x": X}, torch.zeros(4, 2))
-    )
-    assert torch.equal(loss, model.layer(X).mean())
 
 
 def test_models_are_called_as_their_batches_ask_for() -> None:
