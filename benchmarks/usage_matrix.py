@@ -40,7 +40,7 @@ def main() -> None:
     optimizer: Any = import_module("autofit.strategies.optimizer")  # lies elsewhere in the tree
     optimizer.WORTH = float("-inf")  # every implementation, however little time it saves
     compiled: Any = import_module("autofit.strategies.compile")
-    compiled.LEAST_SAVED = float("-inf")  # blocks too
+    compiled.MIN_SAVED = float("-inf")  # blocks too
     cells = list(cells_of(given.strategies, pairs=given.pairs, capabilities=DEVICE))
     print(usage_table(cells))
     for cell in cells:

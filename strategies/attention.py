@@ -56,16 +56,18 @@ class AttentionBackend(OneSetting):
         if capabilities.compute_capability is None:
             return {}
         types = [None, torch.bfloat16] if capabilities.bfloat16 else [None]
-        found = context.with_training(partial(_look, types), _SAMPLES)
-        values = [name for name in _FUSED if any(name in changing for changing, _ in found)]
+        kernels_by_type = context.with_training(partial(_look, types), _SAMPLES)
+        values = [
+            name for name in _FUSED if any(name in changing for changing, _ in kernels_by_type)
+        ]
         if not values:
             return {}
-        for dtype, (_, default) in zip(types, found, strict=True):
+        for dtype, (_, default) in zip(types, kernels_by_type, strict=True):
             if default:
                 where = "in bfloat16" if dtype else "as the model is"
                 context.note(f"{SETTING}=default runs {' and '.join(default)} {where}")
         when: dict[str, tuple[Scalar | None, ...]] = {"compile.mode": ("off", None)}
-        if not found[0][0]:
+        if not kernels_by_type[0][0]:
             when["precision.dtype"] = ("bfloat16", "float16")
         dimension = Dimension(
             ["default", *values],
@@ -106,16 +108,16 @@ def _look(
         training: runs the model.
         batch: samples for it.
     """
-    found = list[tuple[list[str], list[str]]]()
+    kernels_by_type = list[tuple[list[str], list[str]]]()
     for dtype in types:
         ran = partial(_kernels, training, batch, dtype)
         default = ran(None)
         if default and training.device.type == "meta":  # no kernel runs there
-            found.append(([*_FUSED], []))
+            kernels_by_type.append(([*_FUSED], []))
         else:
             others = [name for name in _FUSED if default and ran(name) != default]
-            found.append((others, sorted(default)))
-    return found
+            kernels_by_type.append((others, sorted(default)))
+    return kernels_by_type
 
 
 def _kernels(

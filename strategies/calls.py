@@ -98,11 +98,11 @@ def saved_bytes(model: nn.Module, run: Callable[[], object]) -> int:
     Raises:
         RuntimeError: what is saved may not be watched, as within a transform of torch.func.
     """
-    own = {None, *map(storage_of, chain(model.parameters(), model.buffers()))}
+    of_model = {None, *map(storage_of, chain(model.parameters(), model.buffers()))}
     saved: dict[StorageWeakRef | None, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if (storage := storage_of(tensor)) not in own:
+        if (storage := storage_of(tensor)) not in of_model:
             saved[storage] = tensor.untyped_storage().nbytes()
         return tensor.detach()  # an output that is saved as it is would hold itself for good
 

@@ -72,7 +72,7 @@ _REPLICATED = {"parallel.mode": ("ddp", "ddp_view", "zero1")}
 # model compiled (benchmarks/results/compile-2026-11-22.md).
 _NOT_FUSED_BETWEEN = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.05)
 # Least share of a compilation's time that compiling blocks alone must save to be offered.
-LEAST_SAVED = 0.2
+MIN_SAVED = 0.2
 _SAMPLES = 2
 # Seconds of a compilation: fixed, and for each operator of forward and backward. On a CPU between
 # what was measured of transformers and of convolutions
@@ -143,10 +143,10 @@ class Compile:
 
         if (lacking := _lacks(training.device.type)) is not None:
             raise Unsupported(f"{MODE}={mode}: {lacking}")
-        alike = [[training.model]]
+        modules = [[training.model]]
         if settings.get(REGION, WHOLE) == BLOCKS:
-            alike = _blocks_of(training.model, payloads[REGION]["modules"])
-        return compiled(training, alike, mode, float(settings.get(BUDGET, 1.0)))
+            modules = _blocks_of(training.model, payloads[REGION]["modules"])
+        return compiled(training, modules, mode, float(settings.get(BUDGET, 1.0)))
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         """Return the equivalent lines of a training script."""
@@ -161,8 +161,8 @@ class Compile:
                 f"within = within_budget({budget})",
             ]
         if settings.get(REGION, WHOLE) != BLOCKS:
-            given = ", ".join(["model", *options])
-            return ["import torch", *lines, f"model = torch.compile({given})"]
+            arguments = ", ".join(["model", *options])
+            return ["import torch", *lines, f"model = torch.compile({arguments})"]
         return lines + _lines_of_blocks(payloads[REGION], options)
 
 
@@ -171,12 +171,12 @@ def _lines_of_blocks(payload: Mapping[str, Any], options: Sequence[str]) -> list
     loop = f"for name in {list(chain.from_iterable(payload['modules']))}:"
     if not payload.get("of_torch"):
         return [loop, f"    {block}.compile({', '.join(options)})"]
-    given = ", ".join(["block.forward", *options])
+    arguments = ", ".join(["block.forward", *options])
     return [
         "import torch",
         loop,
         f"    block = {block}",
-        f"    block.forward = torch.compile({given})",
+        f"    block.forward = torch.compile({arguments})",
     ]
 
 
@@ -201,7 +201,7 @@ def _regions(context: Context, step: SeenStep) -> Dimension:
             "that each call may find changed, so that each would be compiled for itself; training "
             "needs no cache of keys and values (in transformers: config.use_cache = False)"
         )
-    if not step.blocks or saved_s < LEAST_SAVED * whole_s:
+    if not step.blocks or saved_s < MIN_SAVED * whole_s:
         return Dimension([WHOLE])
     payload: dict[str, Any] = {"modules": step.blocks}
     when: dict[str, Sequence[Scalar | None]] = {MODE: (DEFAULT,)}
@@ -241,7 +241,7 @@ def _blocks_of(model: nn.Module, names: Iterable[Iterable[str]]) -> list[list[nn
     if isinstance(model, DistributedDataParallel):  # the names are of what it wraps
         model = model.module
     try:
-        return [[model.get_submodule(name) for name in alike] for alike in names]
+        return [[model.get_submodule(name) for name in names_of_kind] for names_of_kind in names]
     except AttributeError as error:
         raise InvalidArgument(
             f"{REGION}={BLOCKS}: {error}: this plan is of another model"
@@ -260,11 +260,11 @@ def _lacks(device_type: str) -> str | None:
     if device_type not in ("cpu", "cuda"):
         return f"the device {device_type!r} is not supported"
     name = "CC" if device_type == "cuda" else "CXX"
-    given = os.environ.get(name, "")
+    chosen = os.environ.get(name, "")
     usual = ("gcc", "clang") if device_type == "cuda" else ("g++",)
-    if not any(shutil.which(compiler) for compiler in ([given] if given else usual)):
+    if not any(shutil.which(compiler) for compiler in ([chosen] if chosen else usual)):
         kind = "C" if device_type == "cuda" else "C++"
-        return f"no {kind} compiler found ({given or ' or '.join(usual)})"
+        return f"no {kind} compiler found ({chosen or ' or '.join(usual)})"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return "Python's headers (Python.h) not found"
     if device_type == "cuda" and importlib.util.find_spec("triton") is None:

@@ -30,20 +30,20 @@ _MARKS = "_dynamo"
 _COMPILED_BACKWARD = "CompiledFunctionBackward"
 # Sizes of a batch that have code of their own: the micro-batch and the rest of a batch, in training
 # and in evaluation.
-_MOST_SIZES = 4
+_MAX_SIZES = 4
 # How deep tensors are looked for in the model's arguments.
 _DEPTH = 4
 
 
 @contextmanager
 def compiled(
-    training: TrainingView, alike: Sequence[Sequence[nn.Module]], mode: str, budget: float
+    training: TrainingView, kinds: Sequence[Sequence[nn.Module]], mode: str, budget: float
 ) -> Iterator[None]:
     """Have the calls of modules compiled when they first run; leaving it undoes that.
 
     Args:
         training: of whose model they are.
-        alike: those of one sequence share their code.
+        kinds: the modules of one sequence share their code.
         mode: of torch.compile.
         budget: share of the activations that may be kept for the backward.
     """
@@ -51,14 +51,14 @@ def compiled(
     with ExitStack() as stack:
         stack.enter_context(_environment_kept())
         not_compiled = list[str]()
-        given, of_any = _given(mode, budget, not_compiled)
+        of_one_shape, of_any = _compile_options(mode, budget, not_compiled)
         if mode == _GRAPHS:
             stack.enter_context(_graphs_freed(training.device))
             stack.callback(training.wrap_forward(partial(_not_accumulating, model)))
         notes = partial(lines_since, Counted.now(), with_cuda_graphs=mode == _GRAPHS)
         stack.enter_context(_marks_kept(model))
-        for modules in alike:
-            codes = _Codes(given, of_any, not_compiled)
+        for modules in kinds:
+            codes = _Codes(of_one_shape, of_any, not_compiled)
             for module in modules:
                 stack.enter_context(attributes_kept(module, COMPILED_CALL))
                 call = _by_shapes(module, codes, is_block=module is not model)
@@ -68,7 +68,7 @@ def compiled(
         yield
 
 
-def _given(
+def _compile_options(
     mode: str, budget: float, not_compiled: list[str]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return what torch.compile is given for code of one shape, and for code that serves any.
@@ -86,14 +86,14 @@ def _given(
     """
     # torch.compile takes a mode or options; the first is what the mode stands for
     options = {"triton.cudagraphs": True} if mode == _GRAPHS else {}
-    given: dict[str, Any] = {"options": options}
+    options_of_one: dict[str, Any] = {"options": options}
     if budget != 1.0:
         from .memory_budget import within_budget  # loads inductor
 
-        given = {"backend": within_budget(budget, options)}
+        options_of_one = {"backend": within_budget(budget, options)}
     as_laid_out = {**options, "layout_optimization": False}
     of_any = partial(_compiled_or_as_written, budget, as_laid_out, not_compiled)
-    return {"dynamic": False, **given}, {"dynamic": None, "backend": of_any}
+    return {"dynamic": False, **options_of_one}, {"dynamic": None, "backend": of_any}
 
 
 def _compiled_or_as_written(
@@ -139,9 +139,9 @@ class _Codes:
     """
 
     def __init__(
-        self, given: Mapping[str, Any], given_of_any: Mapping[str, Any], not_compiled: list[str]
+        self, options: Mapping[str, Any], options_of_any: Mapping[str, Any], not_compiled: list[str]
     ) -> None:
-        self._given, self._given_of_any = given, given_of_any
+        self._options, self._options_of_any = options, options_of_any
         self._not_compiled, self._is_of_any = not_compiled, True
         self._of_shapes: dict[Any, CodeType] = {}
         self._of_any = _new_code()
@@ -152,7 +152,7 @@ class _Codes:
         Once a part of it could not be compiled, all of it runs as it is written: torch would try
         again for each shape.
         """
-        compiled = self._compiled(module, self._of_any, self._given_of_any)
+        compiled = self._compiled(module, self._of_any, self._options_of_any)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._is_of_any:
@@ -166,18 +166,18 @@ class _Codes:
 
     def of(self, module: nn.Module, shapes: Any) -> Callable[..., Any] | None:
         """Return its call for these shapes; None: there is code for as many others already."""
-        if shapes not in self._of_shapes and len(self._of_shapes) >= _MOST_SIZES:
+        if shapes not in self._of_shapes and len(self._of_shapes) >= _MAX_SIZES:
             return None
         code = self._of_shapes.setdefault(shapes, _new_code())
-        return self._compiled(module, code, self._given)
+        return self._compiled(module, code, self._options)
 
     def _compiled(
-        self, module: nn.Module, code: CodeType, given: Mapping[str, Any]
+        self, module: nn.Module, code: CodeType, options: Mapping[str, Any]
     ) -> Callable[..., Any]:
         template = _calling(module)
         call = FunctionType(code, _globals(module), "call", None, template.__closure__)
-        made: Callable[..., Any] = torch.compile(call, **given)
-        return made
+        compiled_call: Callable[..., Any] = torch.compile(call, **options)
+        return compiled_call
 
 
 def _new_code() -> CodeType:
@@ -223,8 +223,8 @@ def _by_shapes(module: nn.Module, codes: _Codes, *, is_block: bool) -> Callable[
             return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
         lengths.add(tuple(shape[1:] for shape in shapes if shape is not None))
         has_lengths = len(lengths) > 1
-        if not has_lengths and shapes not in calls and (own := codes.of(module, shapes)):
-            calls[shapes] = own
+        if not has_lengths and shapes not in calls and (code := codes.of(module, shapes)):
+            calls[shapes] = code
         output = (any_shape if has_lengths else calls.get(shapes, any_shape))(*args, **kwargs)
         if is_block:
             _refuse_second_derivatives(output)
@@ -290,9 +290,9 @@ def _globals(module: nn.Module) -> dict[str, Any]:
     that travelled to a worker has another module of that name there, so that the frame has to have
     the same globals as its forward.
     """
-    own: dict[str, Any] = getattr(type(module).forward, "__globals__", globals())
-    home = sys.modules.get(own.get("__name__", ""))
-    return globals() if home is not None and vars(home) is own else own
+    own_globals: dict[str, Any] = getattr(type(module).forward, "__globals__", globals())
+    home = sys.modules.get(own_globals.get("__name__", ""))
+    return globals() if home is not None and vars(home) is own_globals else own_globals
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_MOST_REASONS = 3
+_MAX_REASONS = 3
 _LIMIT = "Dynamo recompile limit exceeded"
 
 
@@ -60,9 +60,9 @@ def lines_since(before: Counted, *, with_cuda_graphs: bool) -> Iterator[str]:
             f"compile: {limits} x compiled as often as torch does (recompile_limit), so that "
             "calls for which no compiled code fits run eagerly"
         )
-    for reason, times in list(breaks.items())[:_MOST_REASONS]:
+    for reason, times in list(breaks.items())[:_MAX_REASONS]:
         yield f"compile: graph break ({times} x): {_line(reason)}"
-    for reason, times in _causes(again)[:_MOST_REASONS]:
+    for reason, times in _causes(again)[:_MAX_REASONS]:
         yield f"compile: recompiled ({times} x): {_line(reason)}"
 
 
@@ -72,11 +72,11 @@ def _causes(reasons: Sequence[str]) -> list[tuple[str, int]]:
     A counter that a forward keeps is another value, and another reason, each time. They have the
     guard's line of code in common, which dynamo writes behind it, or else all but the numbers.
     """
-    alike: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for reason in reasons:
         guard, _, line = reason.partition("\n")[0].partition("(HINT")[0].strip().partition("# ")
-        alike.setdefault(line or re.sub(r"\d+", "", guard), []).append(reason)
-    return [(first, 1 + len(others)) for first, *others in alike.values()]
+        groups.setdefault(line or re.sub(r"\d+", "", guard), []).append(reason)
+    return [(first, 1 + len(others)) for first, *others in groups.values()]
 
 
 def _line(reason: str) -> str:

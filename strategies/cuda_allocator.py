@@ -69,5 +69,5 @@ def _configured() -> str:
 
 def _with_own(grow: bool) -> str:
     """Return the environment's options with this one: torch resets those that are left out."""
-    own = _configured().strip(" ,")
-    return f"{own}{',' if own else ''}{_OPTION}:{grow}"
+    options = _configured().strip(" ,")
+    return f"{options}{',' if options else ''}{_OPTION}:{grow}"

@@ -38,8 +38,8 @@ def in_order(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
     if has_torch_function_unary(
         None
     ):  # a mode is on; a strict subclass does not know this function
-        made: Tensor = handle_torch_function(in_order, (), tensor, memory_format)
-        return made
+        reordered: Tensor = handle_torch_function(in_order, (), tensor, memory_format)
+        return reordered
     return tensor.contiguous(memory_format=memory_format)
 
 
@@ -79,44 +79,51 @@ class DefaultLayout(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        given = _tensors_in((args, kwargs))
-        known = [each for each in given if each in self._twins]
-        if not known and func is not in_order:
+        tensors = _tensors_in((args, kwargs))
+        followed = [each for each in tensors if each in self._twins]
+        if not followed and func is not in_order:
             return func(*args, **kwargs)
         self._call += 1
         with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse what is asked of it
-            versions = [each._version for each in known]
+            versions = [each._version for each in followed]
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            self._check(func, given, result)
-            for each, version in zip(known, versions, strict=True):
+            self._check(func, tensors, result)
+            for each, version in zip(followed, versions, strict=True):
                 if each._version != version:
                     self._writes[self._memory(each)] = self._call, _name_of(func)
-            self._follow(func, args, kwargs, given, _tensors_in(result))
+            self._follow(func, args, kwargs, tensors, _tensors_in(result))
         return result
 
     def _follow(
-        self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], made: Sequence[Tensor]
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
     ) -> None:
         """Take in what a call made, and what that would be in the default order."""
-        others = {None, *(storage_of(each) for each in given if each not in self._twins)}
+        others = {None, *(storage_of(each) for each in inputs if each not in self._twins)}
         default = _in_default_order if func is in_order else func
-        repeated = self._repeated(default, args, kwargs, made)
-        for each, twin in zip(made, repeated, strict=False):
+        repeated = self._repeated(default, args, kwargs, results)
+        for each, twin in zip(results, repeated, strict=False):
             is_same = each.shape == twin.shape and not each.is_inference()
             if is_same and storage_of(each) not in others:
                 self._twins[each] = _of_type(twin, each.dtype), self._call
 
-    def _repeated(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> list[Tensor]:
+    def _repeated(
+        self, func: Any, args: Any, kwargs: Any, results: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Return the tensors that a call makes in the default order; [] where that fails.
 
         Autocast leaves meta tensors alone: where types do not fit, all have that of the result.
         """
-        for dtype in (None, *{each.dtype for each in made}):
+        for dtype in (None, *{each.dtype for each in results}):
 
             def twin(tensor: Tensor, dtype: torch.dtype | None = dtype) -> Tensor:
-                own: Tensor = self._twins.get(tensor, (_empty(tensor, tensor.dtype),))[0]
-                return _of_type(own, dtype) if dtype and own.is_floating_point() else own
+                kept: Tensor = self._twins.get(tensor, (_empty(tensor, tensor.dtype),))[0]
+                return _of_type(kept, dtype) if dtype and kept.is_floating_point() else kept
 
             try:
                 with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
@@ -129,9 +136,9 @@ class DefaultLayout(TorchFunctionMode):
     def _memory(self, tensor: Tensor) -> _Memory:
         return storage_of(tensor), storage_of(self._twins[tensor][0])
 
-    def _check(self, func: Any, given: list[Tensor], result: Any) -> None:
+    def _check(self, func: Any, tensors: list[Tensor], result: Any) -> None:
         reader = _name_of(func)
-        for tensor in _read_by(reader, given, result):
+        for tensor in _read_by(reader, tensors, result):
             if tensor not in self._twins:
                 continue
             twin, made_in = self._twins[tensor]
@@ -158,14 +165,14 @@ def _name_of(func: Any) -> str:
     return name
 
 
-def _read_by(name: str, given: list[Tensor], result: Any) -> list[Tensor]:
+def _read_by(name: str, tensors: list[Tensor], result: Any) -> list[Tensor]:
     """Return the tensors of which a call reads more than the shape and the type."""
     tells_values = name in _TELLS_VALUES or result is None or _tensors_in(result)
     if not tells_values or name.endswith("_like") or name.startswith("new_"):
         return []
     if name in _OVERWRITES:
-        return given[1:]
-    return given[:1] if name.endswith("_as") else given
+        return tensors[1:]
+    return tensors[:1] if name.endswith("_as") else tensors
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

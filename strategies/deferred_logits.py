@@ -101,7 +101,7 @@ class Run:
             raise LogitsLost("the gradient of logits is asked for after a loss was computed")
         self.is_watched = True
 
-    def made(self) -> Tensor:
+    def values(self) -> Tensor:
         """Return the logits, without a graph.
 
         Raises:
@@ -151,27 +151,27 @@ def deferred(
 def _run(
     head: nn.Linear, rows: int, on_run: Callable[[Run], object] | None, hidden: Tensor
 ) -> Tensor:
-    given = hidden, head.weight, head.bias
-    if hidden.dim() < 2 or not _can_wait(given):
-        return functional.linear(*given)
+    operands = hidden, head.weight, head.bias
+    if hidden.dim() < 2 or not _can_wait(operands):
+        return functional.linear(*operands)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if _is_cast(hidden) else hidden.dtype
-    run = Run(*given, rows, dtype, _versions(given))
+    run = Run(*operands, rows, dtype, _versions(operands))
     if on_run is not None:
         on_run(run)
     if "torch._dynamo" in sys.modules:
         _keep_out_of_compiled_code()
-    logits: DeferredLogits = _Head.apply(*given, run)  # type: ignore[no-untyped-call]  # torch does not annotate it
+    logits: DeferredLogits = _Head.apply(*operands, run)  # type: ignore[no-untyped-call]  # torch does not annotate it
     return logits
 
 
-def _versions(given: Iterable[Tensor | None]) -> list[int]:
-    return [tensor._version for tensor in given if tensor is not None]
+def _versions(operands: Iterable[Tensor | None]) -> list[int]:
+    return [tensor._version for tensor in operands if tensor is not None]
 
 
-def _can_wait(given: Sequence[Tensor | None]) -> bool:
+def _can_wait(operands: Sequence[Tensor | None]) -> bool:
     """Return whether the product of this input, weight and bias may be computed later."""
-    tensors = [tensor for tensor in given if tensor is not None]
+    tensors = [tensor for tensor in operands if tensor is not None]
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_transformed(tensors):
         return False
     if not all(type(each) in (Tensor, nn.Parameter) for each in tensors):
@@ -255,7 +255,7 @@ class DeferredLogits(Tensor):
         change: _Change | None = None,
     ) -> DeferredLogits:
         """Return deferred logits; without strides they are contiguous. See the class."""
-        made: DeferredLogits = Tensor._make_wrapper_subclass(
+        logits: DeferredLogits = Tensor._make_wrapper_subclass(
             cls,
             rows.shape,
             strides=strides,
@@ -263,29 +263,29 @@ class DeferredLogits(Tensor):
             dtype=dtype,
             device=run.hidden.device,
         )
-        made.run, made.rows, made.change, made._logits = run, rows, change, None
-        return made
+        logits.run, logits.rows, logits.change, logits._logits = run, rows, change, None
+        return logits
 
-    def made(self) -> Tensor:
+    def values(self) -> Tensor:
         """Return the logits without a graph, made once; views of the head's, as these are views.
 
         Raises:
             LogitsLost: what they are made from has changed.
         """
         if self._logits is None and self.change is None:
-            self._logits = self.run.made()
+            self._logits = self.run.values()
         elif self._logits is None and self.change is not None:
             before, operator, others, kwargs = self.change
             if before._version != self._version:  # which views share
                 raise LogitsLost("logits were changed in place before a copy of them was used")
             with torch.no_grad():
-                self._logits = operator(before.made(), *others, **kwargs)
+                self._logits = operator(before.values(), *others, **kwargs)
         assert self._logits is not None
         return self._logits
 
     def plain(self) -> Tensor:
         """Return a view of these that is a tensor as any other."""
-        self.made()  # here, where dispatch modes see it
+        self.values()  # here, where dispatch modes see it
         with torch._C.DisableTorchFunctionSubclass():
             return self.view_as(self)
 
@@ -354,7 +354,7 @@ class DeferredLogits(Tensor):
         logits = args[0] if args else None
         if isinstance(logits, cls) and logits.run.derives:
             return logits._changed(func, args[1:], kwargs or {})
-        args, kwargs = pytree.tree_map_only(cls, cls.made, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(cls, cls.values, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _changed(
@@ -366,19 +366,19 @@ class DeferredLogits(Tensor):
             RuntimeError: that is not rows of these, with all classes of each.
         """
         rows = self._rows_after(operator, others, kwargs)
-        alike = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-        made = operator(alike, *others, **kwargs)
+        stand_in = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        result = operator(stand_in, *others, **kwargs)
         change = (self, operator, others, kwargs)
         changed = type(self)(
-            self.run, rows, made.dtype, made.stride(), made.storage_offset(), change
+            self.run, rows, result.dtype, result.stride(), result.storage_offset(), change
         )
         changed.classes_dim()
         return changed
 
     def _rows_after(self, operator: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if operator.name() in _VIEW_OPERATORS:
-            seen: Tensor = operator(self.rows, *others, **kwargs)
-            return seen
+            rows: Tensor = operator(self.rows, *others, **kwargs)
+            return rows
         dtype, dim = kwargs.get("dtype", self.dtype), self.classes_dim()
         if operator.name() not in _COPIES or "device" in kwargs or not dtype.is_floating_point:
             raise RuntimeError("not rows alone")

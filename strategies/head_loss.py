@@ -33,10 +33,10 @@ with all at once (benchmarks/results/gpu-h100-2026-11-27.md). In bfloat16 with 5
 hold 1.2 GiB with their gradient and its float32 copies, and 256 hold 150 MiB."""
 ROWS = tuple(SLOWER)
 
-FEWEST_CLASSES = 4096
+MIN_CLASSES = 4096
 """Smaller rows of logits are not worth a probe."""
 
-LEAST_SHARE = 0.1
+MIN_SHARE = 0.1
 """Of what a sample holds. So much larger can a micro-batch be at most without its logits, and
 samples seldom train faster in one a tenth larger by the 5 % that chunks of 2,048 rows cost."""
 
@@ -65,7 +65,7 @@ class HeadLoss(OneSetting):
         heads, share = look(context, SETTING, _heads, _SAMPLES) or ([], None)
         if not heads:
             return {}
-        if share is not None and share < LEAST_SHARE:
+        if share is not None and share < MIN_SHARE:
             context.note(f"{SETTING} skipped: logits are {share:.1%} of what a sample holds")
             return {}
         payload: dict[str, Any] = {"heads": heads}
@@ -87,13 +87,15 @@ class HeadLoss(OneSetting):
     def _why_unlike(self, context: Context, payload: Mapping[str, Any]) -> str | None:
         """Return how a step with the setting differs from the plain one; None: by roundings."""
         rows = ROWS[-1]
-        found = context.compare({SETTING: rows}, {SETTING: payload}, self, micro_batch=_SAMPLES)
+        comparison = context.compare(
+            {SETTING: rows}, {SETTING: payload}, self, micro_batch=_SAMPLES
+        )
         types = {p.dtype for p in context.model.parameters() if p.is_floating_point()}
         most = max(_TOLERANCE.get(dtype, _OF_HALF_PRECISION) for dtype in types)
-        if max(found.loss, found.gradient) <= most:
+        if max(comparison.loss, comparison.gradient) <= most:
             return None
-        what = ", ".join(found.differences) or "the gradient"
-        return f"a step with it differs from the plain one in {what} (by {found.gradient:.1e})"
+        what = ", ".join(comparison.differences) or "the gradient"
+        return f"a step with it differs from the plain one in {what} (by {comparison.gradient:.1e})"
 
     def applied(
         self, training: TrainingView, value: Any, payload: Any
@@ -103,7 +105,7 @@ class HeadLoss(OneSetting):
         if missing := [name for name in payload["heads"] if name not in heads]:
             raise InvalidArgument(
                 f"{SETTING} is for the heads of the model that was searched, and this model has no "
-                f"nn.Linear of {FEWEST_CLASSES} classes or more named "
+                f"nn.Linear of {MIN_CLASSES} classes or more named "
                 f"{', '.join(map(repr, missing))}: apply to that model, or search again"
             )
         from .deferred_logits import deferred  # in the worker alone
@@ -121,7 +123,7 @@ class HeadLoss(OneSetting):
 def _hints(share: float) -> dict[Scalar, CostHint]:
     """Return what chunks hold and take, of this share of the logits in a sample's bytes."""
     return {
-        rows: CostHint(bytes_per_sample=max(1 - share, LEAST_SHARE), seconds_per_sample=1 + slower)
+        rows: CostHint(bytes_per_sample=max(1 - share, MIN_SHARE), seconds_per_sample=1 + slower)
         for rows, slower in SLOWER.items()
     }
 
@@ -134,7 +136,7 @@ def _candidates(model: nn.Module) -> dict[str, nn.Linear]:
         if isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
         and "forward" not in vars(module)
-        and module.out_features >= FEWEST_CLASSES
+        and module.out_features >= MIN_CLASSES
     }
 
 
@@ -159,8 +161,9 @@ def _heads(training: TrainingView, batch: Any) -> tuple[list[str], float | None]
     runs_of = {n: [run for run in runs if run.weight is h.weight] for n, h in candidates.items()}
     heads = [
         name
-        for name, own in runs_of.items()
-        if own and all(run.logits is None and run.chunked_rows > _SAMPLES for run in own)
+        for name, runs_of_head in runs_of.items()
+        if runs_of_head
+        and all(run.logits is None and run.chunked_rows > _SAMPLES for run in runs_of_head)
     ]
     logits = _COPIES * sum(run.logits_bytes for name in heads for run in runs_of[name])
     return heads, None if kept is None else logits / max(1, kept + logits)

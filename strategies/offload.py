@@ -35,7 +35,7 @@ from .one_setting import OneSetting
 
 SETTING = "offload.activations"
 # Smaller tensors stay on the device: a choice, not measured.
-LEAST_BYTES = 2**17
+MIN_BYTES = 2**17
 # Samples of the forward that is looked at: of one, BatchNorm has one value a channel to normalize
 # over, and refuses.
 _SAMPLES = 2
@@ -63,7 +63,7 @@ class Offload(OneSetting):
         if moved == 0:
             context.note(
                 f"{SETTING} skipped: a forward of {samples} samples saves no activation of "
-                f"{LEAST_BYTES // 2**10} KiB or more"
+                f"{MIN_BYTES // 2**10} KiB or more"
             )
         if not moved:
             return {SETTING: Dimension([False])}
@@ -116,7 +116,7 @@ def _packing(
     host: _Host, model: torch.nn.Module
 ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
     """Return how to save a tensor of a forward, and how to get it back in backward."""
-    is_moved = _movable(model, LEAST_BYTES)
+    is_moved = _movable(model, MIN_BYTES)
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.device | None, int]:
         if is_moved(tensor):
@@ -138,20 +138,20 @@ def _packing(
     return pack, unpack
 
 
-def _movable(model: torch.nn.Module, least_bytes: float) -> Callable[[torch.Tensor], bool]:
+def _movable(model: torch.nn.Module, min_bytes: float) -> Callable[[torch.Tensor], bool]:
     """Return a function that says whether a tensor has memory of its own that is worth moving.
 
     Not that of parameters, also of those that are gathered for the time of a call, and buffers.
     """
-    held = {storage_of(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    of_model = {storage_of(tensor) for tensor in chain(model.parameters(), model.buffers())}
 
     def is_movable(tensor: torch.Tensor) -> bool:
         return (
             type(tensor) is torch.Tensor
             and tensor.layout is torch.strided
-            and least_bytes <= tensor.nbytes <= tensor.untyped_storage().nbytes()
+            and min_bytes <= tensor.nbytes <= tensor.untyped_storage().nbytes()
             and not isinstance(tensor._base, torch.nn.Parameter)
-            and storage_of(tensor) not in held
+            and storage_of(tensor) not in of_model
         )
 
     return is_movable
@@ -159,7 +159,7 @@ def _movable(model: torch.nn.Module, least_bytes: float) -> Callable[[torch.Tens
 
 def _moved_bytes(times: float, training: TrainingView, batch: Any) -> int:
     """Return the bytes that a forward of so many times the batch's samples would move."""
-    is_moved = _movable(training.model, LEAST_BYTES / times)
+    is_moved = _movable(training.model, MIN_BYTES / times)
     moved: dict[Any, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,8 +191,8 @@ class _Host:
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy in the host's memory; raise MemoryError where there is no room."""
         on_host = tensor.device.type in ("cpu", "meta")
-        given = 1 << (tensor.nbytes - 1).bit_length()  # what torch's host allocator takes for it
-        if self._held_bytes + given > self._most_bytes:
+        nbytes = 1 << (tensor.nbytes - 1).bit_length()  # what torch's host allocator takes for it
+        if self._held_bytes + nbytes > self._most_bytes:
             raise MemoryError(
                 f"{SETTING}: the step saves more than {self._most_bytes / 2**30:.2g} "
                 f"GiB, {HOST_SHARE:.0%} of the host's available memory"
@@ -201,8 +201,8 @@ class _Host:
             device = tensor.device if on_host else "cpu"
             copy = torch.empty_like(tensor, device=device, pin_memory=tensor.is_cuda)
             copy.copy_(tensor, non_blocking=True)
-        self._hold(given)
-        weakref.finalize(copy, self._hold, -given)
+        self._hold(nbytes)
+        weakref.finalize(copy, self._hold, -nbytes)
         return copy
 
     def _hold(self, more_bytes: int) -> None:

@@ -91,13 +91,13 @@ class OptimizerImplementation:
         samples = min(_SAMPLES_OF_ONE_STEP, context.samples_per_step)
         looks = partial(look, samples, context.world.size)
         implementations, share, shares = context.with_training(looks, samples)
-        found = {}
+        dimensions = {}
         if self.numerics >= Numerics.ROUNDING:
-            found[SETTING] = _implementations(context, implementations)
-        found.update(_of_one_step(share, shares))
+            dimensions[SETTING] = _implementations(context, implementations)
+        dimensions.update(_of_one_step(share, shares))
         return {
             setting: dimension
-            for setting, dimension in found.items()
+            for setting, dimension in dimensions.items()
             if self.numerics_of.get(setting, Numerics.REDUCED_PRECISION) <= self.numerics
             and (setting != WHEN or self._has_step)
         }
@@ -150,34 +150,36 @@ def _lines_of_state(payloads: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _implementations(context: Context, found: Mapping[str, Sequence[str]]) -> Dimension:
+def _implementations(context: Context, implementations: Mapping[str, Sequence[str]]) -> Dimension:
     """Return those of the implementations that are worth it.
 
     Without "foreach" where torch would not choose it itself: there (on a CPU) its functions
     loop over the tensors. Without what raises, or saves neither time nor temporaries, except
     on the meta device, where that cannot be measured.
     """
-    if found and context.device.type != "meta":
+    if implementations and context.device.type != "meta":
         from .optimizer_implementations import worth_it  # in the worker alone
 
         samples = min(_SAMPLES, context.samples_per_step)
         micro_batches = context.samples_per_step / samples
-        tried = list(found)
+        tried = list(implementations)
         raised: Mapping[str, str] = {}
         with suppress(torch.OutOfMemoryError):
-            look = partial(worth_it, found, WORTH, micro_batches)
-            found, raised = context.with_training(look, samples)
+            look = partial(worth_it, implementations, WORTH, micro_batches)
+            implementations, raised = context.with_training(look, samples)
         for value, why in raised.items():
             context.note(f"{SETTING}={value} skipped: a step with it raised {why}")
-        if left_out := [value for value in tried if value not in found and value not in raised]:
+        if left_out := [
+            value for value in tried if value not in implementations and value not in raised
+        ]:
             context.note(
                 f"{SETTING}: {', '.join(left_out)} skipped: saves less than {WORTH:.0%} of a step"
             )
     return Dimension(
-        ["default", *found],
-        payloads={value: {"optimizers": names} for value, names in found.items()},
-        hints=dict.fromkeys(found, _SAME_ACTIVATIONS),
-        lever=next((value for value in ("fused", "foreach") if value in found), None),
+        ["default", *implementations],
+        payloads={value: {"optimizers": names} for value, names in implementations.items()},
+        hints=dict.fromkeys(implementations, _SAME_ACTIVATIONS),
+        lever=next((value for value in ("fused", "foreach") if value in implementations), None),
     )
 
 
@@ -186,10 +188,10 @@ def _of_one_step(share: float | None, shares: Mapping[str, float]) -> dict[str, 
 
     In the backward pass where that is as exact and saves bytes.
     """
-    found = {}
+    dimensions = {}
     own_state: Mapping[str, Sequence[Scalar | None]] = {"adam_state.format": ("default", None)}
     if share is not None:
-        found[WHEN] = Dimension(
+        dimensions[WHEN] = Dimension(
             ["step", "backward"],
             hints={"backward": replace(_SAME_ACTIVATIONS, fixed_bytes=share)},
             when={
@@ -201,11 +203,11 @@ def _of_one_step(share: float | None, shares: Mapping[str, float]) -> dict[str, 
             accumulation={"backward": False},
         )
     if shares:
-        found[STATE] = Dimension(
+        dimensions[STATE] = Dimension(
             ["default", "bfloat16"],
             payloads={"bfloat16": {"optimizers": [*shares]}},
             hints={"bfloat16": replace(_SAME_ACTIVATIONS, fixed_bytes=max(shares.values()))},
             when=own_state,
             opt_in=True,
         )
-    return found
+    return dimensions

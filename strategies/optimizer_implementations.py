@@ -76,25 +76,25 @@ def applied(
 
 def _chosen(training: TrainingView, names: Iterable[str]) -> list[Optimizer]:
     """Return the optimizers of those names."""
-    given = named(training)
-    if missing := [name for name in names if name not in given]:
+    optimizers = named(training)
+    if missing := [name for name in names if name not in optimizers]:
         raise InvalidArgument(
             f"the plan is for the optimizers {[*names]}, and there is none of the name "
             f"{missing[0]!r} here: apply it to a training with the optimizers of the search"
         )
-    return [given[name] for name in names]
+    return [optimizers[name] for name in names]
 
 
 def look(
     samples: int, ranks: int, training: TrainingView, batch: Any
 ) -> tuple[dict[str, list[str]], float | None, dict[str, float]]:
     """Return the implementations that work, and the shares of bytes that others hold."""
-    found, share, shares = _found(training), None, dict[str, float]()
+    implementations, share, shares = _implementations(training), None, dict[str, float]()
     if ranks == 1:
         with suppress(torch.OutOfMemoryError):
             share = share_held(samples, training, batch)
             shares = shares_held(training)
-    return found, share, shares
+    return implementations, share, shares
 
 
 @contextmanager
@@ -141,15 +141,15 @@ def _place_step_counts(optimizer: Optimizer) -> None:
                 state["step"] = steps.to(device, dtype)
 
 
-def _found(training: TrainingView) -> dict[str, list[str]]:
+def _implementations(training: TrainingView) -> dict[str, list[str]]:
     """Return each implementation that an optimizer has and does not use already."""
-    found: dict[str, list[str]] = {}
+    names_by_value: dict[str, list[str]] = {}
     for name, optimizer in named(training).items():
-        own = _ran(optimizer) if "foreach" in optimizer.defaults else None
-        if own is None:
+        own_value = _ran(optimizer) if "foreach" in optimizer.defaults else None
+        if own_value is None:
             continue
         for value in FLAGS:
-            if value == own or (value == "fused" and "fused" not in optimizer.defaults):
+            if value == own_value or (value == "fused" and "fused" not in optimizer.defaults):
                 continue
             if value == "foreach" and not _torch_chooses_lists(optimizer):
                 continue
@@ -159,8 +159,8 @@ def _found(training: TrainingView) -> dict[str, list[str]]:
                 continue
             with implemented([optimizer], value):
                 if _ran(optimizer) == value:
-                    found.setdefault(value, []).append(name)
-    return {value: found[value] for value in FLAGS if value in found}
+                    names_by_value.setdefault(value, []).append(name)
+    return {value: names_by_value[value] for value in FLAGS if value in names_by_value}
 
 
 def _leaves_weights(optimizer: Optimizer) -> bool:
@@ -182,7 +182,7 @@ def _fused_sgd_leaves(dtype: torch.dtype) -> bool:
 
 
 def worth_it(
-    found: Mapping[str, Sequence[str]],
+    implementations: Mapping[str, Sequence[str]],
     least_share: float,
     micro_batches: float,
     training: TrainingView,
@@ -194,15 +194,15 @@ def worth_it(
     does not decide. And return why others raise: only a real step has gradients that they refuse.
     """
     optimizers, device, raised = named(training), training.device, dict[str, str]()
-    spent_s, seen = defaultdict[str, float](float), list[dict[str, float]]()
+    spent_s, spent_by_step = defaultdict[str, float](float), list[dict[str, float]]()
 
     def time_each(update: Callable[[], None]) -> None:
         """Update as it is, then by each implementation in turn, by the same gradients."""
         began = _now(device)
         spent_s[""] += _seconds(update, device)
-        for value in [each for each in found if each not in raised]:
+        for value in [each for each in implementations if each not in raised]:
             try:
-                with implemented([optimizers[name] for name in found[value]], value):
+                with implemented([optimizers[name] for name in implementations[value]], value):
                     spent_s[value] += _seconds(update, device)
             except torch.OutOfMemoryError:
                 raise
@@ -216,15 +216,18 @@ def worth_it(
         for _ in range(_STEPS):
             spent_s.clear()
             step_s = _seconds(partial(training.step, batch), device)
-            seen.append({**spent_s, _PASSES: step_s - spent_s[_ALL]})
-    update_s = {name: min(each.get(name, 0.0) for each in seen) for name in ("", _PASSES, *found)}
+            spent_by_step.append({**spent_s, _PASSES: step_s - spent_s[_ALL]})
+    update_s = {
+        name: min(each.get(name, 0.0) for each in spent_by_step)
+        for name in ("", _PASSES, *implementations)
+    }
     if not update_s[""]:  # the user's own training_step updates by itself
-        return dict(found), {}
+        return dict(implementations), {}
     least_s = least_share * (update_s[""] + micro_batches * update_s[_PASSES])
-    saves_bytes = "for_loop" in found
+    saves_bytes = "for_loop" in implementations
     worth = {
         value: names
-        for value, names in found.items()
+        for value, names in implementations.items()
         if value not in raised and (saves_bytes or update_s[""] - update_s[value] > least_s)
     }
     return worth, raised
@@ -275,5 +278,5 @@ def _smallest(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _torch_chooses_lists(optimizer: Optimizer) -> bool:
     """Return whether torch, left to itself, steps such parameters in lists."""
-    alike = [torch.nn.Parameter(torch.zeros_like(p)) for p in _smallest(optimizer)]
-    return _ran(torch.optim.SGD(alike)) == "foreach"
+    parameters = [torch.nn.Parameter(torch.zeros_like(p)) for p in _smallest(optimizer)]
+    return _ran(torch.optim.SGD(parameters)) == "foreach"

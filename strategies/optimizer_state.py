@@ -98,26 +98,26 @@ class _OneByOne:
 
 def _state_of(optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield what an optimizer holds of a float32 parameter, element by element: where, and name."""
-    held = optimizer.state.get(parameter, {}) if parameter.dtype == torch.float32 else {}
-    for name, value in held.items():
+    state = optimizer.state.get(parameter, {}) if parameter.dtype == torch.float32 else {}
+    for name, value in state.items():
         if is_dense(value) and value.shape == parameter.shape and name != "step":
-            yield held, name
+            yield state, name
 
 
 def _widen(optimizer: Optimizer, parameter: Tensor) -> None:
-    for held, name in _state_of(optimizer, parameter):
-        held[name] = held[name].float()
+    for state, name in _state_of(optimizer, parameter):
+        state[name] = state[name].float()
 
 
 def _round(optimizer: Optimizer, parameter: Tensor, generator: torch.Generator | None) -> None:
     """Round the state of a parameter to bfloat16, up or down at random."""
-    for held, name in _state_of(optimizer, parameter):
-        value = held[name]
+    for state, name in _state_of(optimizer, parameter):
+        value = state[name]
         noise = torch.empty_like(value, dtype=torch.int32)
         noise.random_(0, 1 << _LOW_BITS, generator=generator)
         noise.masked_fill_(~value.isfinite(), 0)  # else it would make numbers of them
         value.view(torch.int32).add_(noise).bitwise_and_(-1 << _LOW_BITS)
-        held[name] = value.to(torch.bfloat16)
+        state[name] = value.to(torch.bfloat16)
 
 
 def shares_held(training: TrainingView) -> dict[str, float]:
@@ -131,8 +131,8 @@ def shares_held(training: TrainingView) -> dict[str, float]:
 
 def named(training: TrainingView) -> Mapping[str, Optimizer]:
     """Return the training's optimizers by name; "" is that of one alone."""
-    given = training.optimizer
-    return given if isinstance(given, Mapping) else {"": given}
+    optimizer = training.optimizer
+    return optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
 
 
 def _share_held(optimizer: Optimizer) -> float:
@@ -141,6 +141,6 @@ def _share_held(optimizer: Optimizer) -> float:
     held_bytes = state_bytes = 0
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         held_bytes += 2 * parameter.nbytes  # with its gradient
-        states = [held[name] for held, name in _state_of(optimizer, parameter)]
+        states = [state[name] for state, name in _state_of(optimizer, parameter)]
         state_bytes += sum(state.nbytes for state in states if state.dtype == torch.float32)
     return 1 - 0.5 * state_bytes / max(1, held_bytes + state_bytes)

@@ -25,7 +25,7 @@ MODE, ACCUMULATION = "parallel.mode", "parallel.accumulation"
 COMMUNICATION = "parallel.communication"
 MODES = ("ddp", "ddp_view", "zero1", "fsdp2", "fsdp2_keep")
 SHARDED = ("fsdp2", "fsdp2_keep")
-_MOST_NAMES = 3
+_MAX_NAMES = 3
 
 # Names of parameters that require gradients -> the ranks on which they get none.
 Unused = Mapping[str, frozenset[int]]
@@ -137,16 +137,21 @@ def _is_short(settings: Mapping[str, Scalar]) -> bool:
 
 def _sharding(mode: str, modules: list[str], *, is_short: bool) -> list[str]:
     lines = ["from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"]
-    whole = given = f", reshard_after_forward={mode == 'fsdp2'}"
+    whole = arguments = f", reshard_after_forward={mode == 'fsdp2'}"
     if is_short:
         lines.append(
             "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         )
-        whole = f"{given}, mp_policy=replace(policy, output_dtype=next(model.parameters()).dtype)"
+        whole = (
+            f"{arguments}, mp_policy=replace(policy, output_dtype=next(model.parameters()).dtype)"
+        )
         lines.insert(0, "from dataclasses import replace")
-        given += ", mp_policy=policy"
+        arguments += ", mp_policy=policy"
     if modules:
-        lines += [f"for name in {modules}:", f"    fully_shard(model.get_submodule(name){given})"]
+        lines += [
+            f"for name in {modules}:",
+            f"    fully_shard(model.get_submodule(name){arguments})",
+        ]
     return [*lines, f"fully_shard(model{whole})  # the optimizer is made after this"]
 
 
@@ -210,8 +215,8 @@ def why_not_replicated(unused: Unused) -> str:
 def named(parameters: Iterable[str]) -> str:
     """Return the first parameters in quotes, and how many more there are."""
     names = list(parameters)
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(map(repr, names[:_MOST_NAMES])) + more
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(map(repr, names[:_MAX_NAMES])) + more
 
 
 def _said(ranks: Iterable[int]) -> str:

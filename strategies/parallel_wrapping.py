@@ -156,17 +156,17 @@ def state_dealt_out(
                 f"has {len(groups)}"
             )
         # No others: a rank whose share is frozen would have nothing to make an optimizer of.
-        held = groups[0]["params"]
-        if len(held) < (ranks := get_world_size()):
+        members = groups[0]["params"]
+        if len(members) < (ranks := get_world_size()):
             raise Unsupported(
-                f"parallel.mode=zero1 gives each rank whole parameters, and {len(held)} "
+                f"parallel.mode=zero1 gives each rank whole parameters, and {len(members)} "
                 f"are too few for {ranks}"
             )
-        if len(types := {str(parameter.dtype) for parameter in held}) > 1:
+        if len(types := {str(parameter.dtype) for parameter in members}) > 1:
             raise Unsupported(
                 f"parallel.mode=zero1 needs parameters of one dtype, got {', '.join(sorted(types))}"
             )
-        return ZeroRedundancyOptimizer(held, of_share)  # type: ignore[arg-type]  # any callable is called
+        return ZeroRedundancyOptimizer(members, of_share)  # type: ignore[arg-type]  # any callable is called
 
     return make
 
@@ -194,8 +194,8 @@ def _units(module: nn.Module, name: str, uses: Counter[int]) -> Iterator[str]:
 
 def _is_whole(module: nn.Module, uses: Counter[int]) -> bool:
     """Return whether a module has parameters, and shares none with modules beside it."""
-    own = _uses(module)
-    return bool(own) and all(count == uses[each] for each, count in own.items())
+    uses_within = _uses(module)
+    return bool(uses_within) and all(count == uses[each] for each, count in uses_within.items())
 
 
 def _uses(module: nn.Module) -> Counter[int]:

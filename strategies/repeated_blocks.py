@@ -63,16 +63,16 @@ def observe(training: TrainingView, batch: Any) -> SeenStep:
     note = calls_watched(model, [model, *names], count.enter, count.leave)
     with Operators(count.add), note:
         run_step(training, batch)
-    found: dict[Hashable, list[nn.Module]] = {}
+    blocks_of_kind: dict[Hashable, list[nn.Module]] = {}
     for module, name in names.items():
         if module in count.of_calls and not count.objects.get(module):
-            found.setdefault(kinds[name], []).append(module)
-    alike = [blocks for blocks in found.values() if len(blocks) > 1]
-    of_blocks = sum(count.of_calls[blocks[0]] for blocks in alike)
+            blocks_of_kind.setdefault(kinds[name], []).append(module)
+    repeated = [blocks for blocks in blocks_of_kind.values() if len(blocks) > 1]
+    of_blocks = sum(count.of_calls[blocks[0]] for blocks in repeated)
     return SeenStep(
         calls_model=model in count.of_calls,
         operators=count.operators,
-        blocks=[[names[block] for block in blocks] for blocks in alike],
+        blocks=[[names[block] for block in blocks] for blocks in repeated],
         share_of_blocks=of_blocks / max(1, count.of_calls[model]),
         objects=sorted(set().union(*map(count.objects.__getitem__, names))),
     )

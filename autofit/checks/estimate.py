@@ -71,7 +71,7 @@ def estimate_memory(
     """
     given = {"criterion": criterion, "loss_fn": loss_fn, "optimizer": optimizer}
     workload = workload_of(model, sample_batch, **given, global_batch=global_batch)
-    return predict(workload, plan=workload.plan(settings=settings), gpu=gpu, known=_known)
+    return predict(workload, plan=workload.plan(settings=settings), gpu=gpu, cache=_known)
 
 
 @hides_own_frames

@@ -259,7 +259,7 @@ def soak(
         )
         busy = record.search.busy or survey.busy
         if busy is None and record.environment["gpu"] is None:
-            busy = load_of_others(own=os.cpu_count() or 1)
+            busy = load_of_others(load_of_search=os.cpu_count() or 1)
         return trial.measurement, busy, survey.vram_budget_bytes
 
     measured, busy, budget_bytes = owned_by_rank_0(lead, ranks=ranks)

@@ -232,8 +232,8 @@ def _open(path: Path) -> int:
             continue
         except OSError as error:
             raise _unusable(path, error.strerror) from error
-        found = os.fstat(file)
-        if stat.S_ISREG(found.st_mode) and found.st_nlink < 2:  # else it is a file of that user's
+        status = os.fstat(file)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink < 2:  # else it is a file of that user's
             with suppress(PermissionError):  # another user's
                 os.fchmod(file, 0o644)  # whatever the umask: else a kill locks all others out
             return file
@@ -249,14 +249,14 @@ def _unusable(path: Path, why: str | None) -> DeviceUnavailable:
 BUSY = 0.5
 
 
-def load_of_others(own: float = 0.0) -> str | None:
+def load_of_others(load_of_search: float = 0.0) -> str | None:
     """Return the host's load in words if others use much of its cores; None: they do not.
 
     Args:
-        own: processes of the load, a mean over the last minute, that are this search's.
+        load_of_search: processes of the load, a mean over the last minute, that are this search's.
     """
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    return f"load {load:.1f} on {cores} cores" if load - own > BUSY * cores else None
+    return f"load {load:.1f} on {cores} cores" if load - load_of_search > BUSY * cores else None
 
 
 def host_memory(

@@ -61,7 +61,7 @@ class CpuDevice(Device):
 
     def in_host_memory(self) -> AbstractContextManager[None]:
         """Leave what is made inside out of the simulated allocator."""
-        return self.tracer.aside()
+        return self.tracer.untracked()
 
     def read(self) -> MemoryReading:
         return MemoryReading(

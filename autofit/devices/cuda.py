@@ -217,10 +217,10 @@ class CudaDevice(Device):
         return max(self._used_bytes() - self._own_bytes(), 0)
 
     def busy(self) -> str | None:
-        percent, held = self._nvml.busy_percent() or 0, self.foreign_bytes() or 0
+        percent, foreign_bytes = self._nvml.busy_percent() or 0, self.foreign_bytes() or 0
         parts = [f"other processes ran kernels for {percent} % of the time"] * (percent >= _BUSY)
-        parts += [f"other processes hold {format_bytes(held)}"] * (
-            held > _CROWDED * self.total_bytes
+        parts += [f"other processes hold {format_bytes(foreign_bytes)}"] * (
+            foreign_bytes > _CROWDED * self.total_bytes
         )
         return " and ".join(parts) or None
 
@@ -260,11 +260,11 @@ class CudaDevice(Device):
             return None
         after = self._nvml.bytes_by_process() or {}
         grown = self._reserved_bytes() - reserved
-        found = process_that_grew(before, after, grown) if grown else os.getpid()
-        outside = after.get(found, 0) - self._reserved_bytes() if found is not None else 0
+        process = process_that_grew(before, after, grown) if grown else os.getpid()
+        outside = after.get(process, 0) - self._reserved_bytes() if process is not None else 0
         del block
         self.release_cache()
-        return found if found in after and 0 <= outside <= CONTEXT_BYTES else None
+        return process if process in after and 0 <= outside <= CONTEXT_BYTES else None
 
 
 class AllocatorStatistics:
@@ -293,13 +293,13 @@ class AllocatorStatistics:
         torch.cuda.reset_peak_memory_stats(self._device)
         self._noted.update(dict.fromkeys(_PEAKS, 0))
 
-    def _note_and(self, reset: Callable[..., Any], names: tuple[str, ...], *given: Any) -> Any:
+    def _note_and(self, reset: Callable[..., Any], names: tuple[str, ...], *args: Any) -> Any:
         """Note what is about to be reset, on whatever device, and reset it."""
-        known = self.read()
-        result = reset(*given)
+        before = self.read()
+        result = reset(*args)
         now = torch.cuda.memory_stats(self._device)
         for name in names:
-            self._noted[name] = known[name] - (now.get(name, 0) if name in _COUNTS else 0)
+            self._noted[name] = before[name] - (now.get(name, 0) if name in _COUNTS else 0)
         return result
 
 

@@ -101,8 +101,8 @@ class Gpu:
         """
         is_share = vram_budget is None or isinstance(vram_budget, float)
         most = self.usable_bytes if is_share else self.total_bytes
-        given = most if vram_budget is None else vram_budget
-        return budget_bytes(given, total_bytes=most, free_bytes=most)
+        budget = most if vram_budget is None else vram_budget
+        return budget_bytes(budget, total_bytes=most, free_bytes=most)
 
     @property
     def native_bfloat16(self) -> bool:
@@ -188,7 +188,7 @@ def _rates(half: float, tf32: float, float32: float, bandwidth: float) -> Rates:
 
 def _of_row(row: Mapping[str, str]) -> Gpu:
     major, _, minor = row["capability"].partition(".")
-    known = Gpu(
+    gpu = Gpu(
         row["name"],
         int(float(row["memory_gib"]) * GIB),
         (int(major), int(minor)),
@@ -197,9 +197,9 @@ def _of_row(row: Mapping[str, str]) -> Gpu:
         rates=_rates(*(float(row[rate]) for rate in ("half", "tf32", "float32", "bandwidth"))),
     )
     if not row["context_mib"]:
-        return known
+        return gpu
     context, margin = (int(row[size]) * MIB for size in ("context_mib", "context_margin_mib"))
-    return replace(known, context_bytes=context, context_margin_bytes=margin)
+    return replace(gpu, context_bytes=context, context_margin_bytes=margin)
 
 
 _FORM_FACTORS = re.compile(r"sxm\d|hbm\de?")
@@ -248,12 +248,12 @@ def find_gpu(gpu: str | int | Gpu | None) -> Gpu:
         return _BY_KEY[_key(gpu)]
     if re.fullmatch(r"[\d.]+[kmgt]?i?b?", gpu.strip().lower()):
         return _of_size(parse_bytes(gpu), gpu, 1.0 if gpu.strip().isdigit() else USABLE_OF_A_SIZE)
-    known = ", ".join(_BY_NAME)
+    names = ", ".join(_BY_NAME)
     near = get_close_matches(_key(gpu), _BY_KEY, n=3)
     meant = " or ".join(dict.fromkeys(_BY_KEY[key].name for key in near))
     raise InvalidArgument(
         f"unknown GPU {gpu!r}{f' (do you mean {meant}?)' if meant else ''}; pass its memory, "
-        f'such as "24GiB", or one of: {known}'
+        f'such as "24GiB", or one of: {names}'
     )
 
 
@@ -263,17 +263,17 @@ def gpu_of(environment: Environment) -> Gpu | None:
         return None
     major, _, minor = environment.capability.partition(".")
     try:
-        known = find_gpu(environment.gpu)
+        gpu = find_gpu(environment.gpu)
     except InvalidArgument:
-        known = replace(find_gpu(environment.total_bytes), name=environment.gpu)
-    return replace(known, total_bytes=environment.total_bytes, capability=(int(major), int(minor)))
+        gpu = replace(find_gpu(environment.total_bytes), name=environment.gpu)
+    return replace(gpu, total_bytes=environment.total_bytes, capability=(int(major), int(minor)))
 
 
-def _of_size(total_bytes: int, given: object, usable_share: float) -> Gpu:
-    check_size(total_bytes, given)
+def _of_size(total_bytes: int, size: object, usable_share: float) -> Gpu:
+    check_size(total_bytes, size)
     if total_bytes <= MEASURED_CONTEXT_BYTES:
         raise InvalidArgument(
-            f"gpu={given!r} is too small: the CUDA context alone takes "
+            f"gpu={size!r} is too small: the CUDA context alone takes "
             f'{format_bytes(MEASURED_CONTEXT_BYTES)}. Pass a name such as "L4", or a '
             'size such as "24GiB"'
         )

@@ -120,9 +120,9 @@ def process_that_grew(
     before: Mapping[int, int], after: Mapping[int, int], grown_bytes: int
 ) -> int | None:
     """Return the one process that grew by at least, and less than twice, so much; else None."""
-    found = [
+    processes = [
         process
-        for process, held in after.items()
-        if grown_bytes <= held - before.get(process, 0) < 2 * grown_bytes
+        for process, nbytes in after.items()
+        if grown_bytes <= nbytes - before.get(process, 0) < 2 * grown_bytes
     ]
-    return found[0] if len(found) == 1 and grown_bytes > 0 else None
+    return processes[0] if len(processes) == 1 and grown_bytes > 0 else None

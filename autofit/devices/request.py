@@ -89,10 +89,10 @@ def device_names(device: Any) -> list[str | None]:
         device = [f"cuda:{index}" for index in range(device_count())]
     if isinstance(device, str):
         device = device.split(",")
-    given = device if isinstance(device, Sequence) else [device]  # None, or a torch.device
-    for name in given:
+    devices = device if isinstance(device, Sequence) else [device]  # None, or a torch.device
+    for name in devices:
         check_device_name(name)
-    names = [None if name is None else str(name) for name in given]
+    names = [None if name is None else str(name) for name in devices]
     if not names:
         raise InvalidArgument(
             "device is empty: pass one such as cpu, or all for every GPU that torch sees"
@@ -136,12 +136,12 @@ def device_meant(name: str | torch.device | None, model: torch.nn.Module | None)
     import torch
 
     check_device_name(name)
-    given = None if name is None else str(name)
-    if given not in (None, "cuda"):
-        return given
+    text = None if name is None else str(name)
+    if text not in (None, "cuda"):
+        return text
     tensors = () if model is None else (*model.parameters(), *model.buffers())
-    found = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-    if found is not None:
-        return str(found)
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is not None:
+        return str(device)
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
-    return f"cuda:{torch.cuda.current_device()}" if is_used else given
+    return f"cuda:{torch.cuda.current_device()}" if is_used else text

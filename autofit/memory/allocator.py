@@ -236,10 +236,10 @@ class CachingAllocator:
         size = -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES or ROUNDING_BYTES
         pool = self._pools[size <= SMALL_REQUEST_BYTES]
         if self._expandable is None:
-            found, split_from = pool.take(size), pool.split_from_bytes
+            block, split_from = pool.take(size), pool.split_from_bytes
         else:
-            found, split_from = self._expandable.best_fit(pool, size), ROUNDING_BYTES
-        block = found or self._grow(pool, size) or self._retry(pool, size)
+            block, split_from = self._expandable.best_fit(pool, size), ROUNDING_BYTES
+        block = block or self._grow(pool, size) or self._retry(pool, size)
         if block.size - size >= split_from:
             pool.add(block.cut(size))
         self.allocated_bytes += block.size

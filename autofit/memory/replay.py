@@ -184,25 +184,25 @@ def required_bytes(
     limit, fails, doubted = works, 0, 0
     while limit > 0:
         limit -= max(int(limit * _DECREASE), OWN_SEGMENT_ROUNDING_BYTES)
-        held = _held(recording, limit, expandable_segments)
-        if held is not None and not held.late_retries:
-            limit, doubted = held.peak_reserved_bytes, max(doubted - 1, 0)
+        result = _replay_or_none(recording, limit, expandable_segments)
+        if result is not None and not result.late_retries:
+            limit, doubted = result.peak_reserved_bytes, max(doubted - 1, 0)
             works, fails = (works, fails) if doubted else (limit, 0)
             continue
         fails, doubted = max(fails, limit), _CONFIRMING_LIMITS
-        if held is None or held.last_retries or recording.optional:
+        if result is None or result.last_retries or recording.optional:
             break
     while works - fails > max(OWN_SEGMENT_ROUNDING_BYTES, works * resolution):
         limit = (works + fails) // 2
-        held = _held(recording, limit, expandable_segments)
-        if held is None or held.late_retries:
+        result = _replay_or_none(recording, limit, expandable_segments)
+        if result is None or result.late_retries:
             fails = limit
         else:
-            works = held.peak_reserved_bytes
+            works = result.peak_reserved_bytes
     return works
 
 
-def _held(recording: Recording, limit_bytes: int, expandable: bool) -> Replay | None:
+def _replay_or_none(recording: Recording, limit_bytes: int, expandable: bool) -> Replay | None:
     """Return the replay under a limit; None where it runs out of memory."""
     try:
         return replay(recording, limit_bytes=limit_bytes, expandable_segments=expandable)

@@ -40,8 +40,10 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """Return a tensor's storage, or one for each part of a sparse or a wrapped tensor."""
     if type(tensor) not in _PLAIN and _unwraps_itself(type(tensor)):
         inner: Any = tensor
-        held = (getattr(inner, name) for name in inner.__tensor_flatten__()[0])
-        tensors = (each for each in held if isinstance(each, torch.Tensor))  # or what has no bytes
+        values = (getattr(inner, name) for name in inner.__tensor_flatten__()[0])
+        tensors = (
+            each for each in values if isinstance(each, torch.Tensor)
+        )  # others have no bytes
         return [storage for each in tensors for storage in storages_of(each)]
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
@@ -98,17 +100,17 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self.last_number = _FOREIGN
         self._collected: deque[_Storage] = deque()
         self._busy = False
-        self._aside = False
+        self._is_untracked = False
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
-        _told_of_sizes.append(self)
-        torch.UntypedStorage.resize_ = _set_size_and_tell  # type: ignore[method-assign, assignment]  # no operator
+        _entered.append(self)
+        torch.UntypedStorage.resize_ = _resize_and_notify  # type: ignore[method-assign, assignment]  # no operator
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        _told_of_sizes.remove(self)
-        if not _told_of_sizes:
+        _entered.remove(self)
+        if not _entered:
             del torch.UntypedStorage.resize_  # that of its C class is found again
         super().__exit__(*raised)  # type: ignore[no-untyped-call]  # torch's
 
@@ -119,18 +121,18 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """Run an operator and account for it; the body of `__torch_dispatch__`."""
         if types and any(map(_unwraps_itself, types)):
             return NotImplemented  # its inner tensors follow one by one, and those count
-        given = tensors_in((args, kwargs))
+        arguments = tensors_in((args, kwargs))
         if func is not _LIFT_FRESH:
-            self._meet(given)
+            self._meet(arguments)
         result = self.compute(func, args, kwargs)
-        if self._aside:
+        if self._is_untracked:
             self._meet(tensors_in(result))
             return result
         try:
-            self._settle(given)
+            self._settle(arguments)
             self.account(func, args, kwargs, result)
         except torch.OutOfMemoryError:
-            del given, result  # the traceback must not keep alive what did not fit
+            del arguments, result  # the traceback must not keep alive what did not fit
             raise
         return result
 
@@ -147,13 +149,13 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._settle(tensors_in(result))
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def untracked(self) -> Iterator[None]:
         """Treat storages created inside as foreign, as if they lay in the host's memory."""
-        before, self._aside = self._aside, True
+        before, self._is_untracked = self._is_untracked, True
         try:
             yield
         finally:
-            self._aside = before
+            self._is_untracked = before
 
     def end_step(self) -> None:
         """Mark the end of an optimizer step (see `recording`)."""
@@ -188,23 +190,23 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         Raises:
             torch.OutOfMemoryError: there is no room for it.
         """
-        held: list[tuple[int, Block | None]] = []
+        scratch: list[tuple[int, Block | None]] = []
         try:
             for item in items:
                 if isinstance(item, torch.Tensor):
                     self._settle([item])
                 elif item is None:
-                    self._release_all(held)
+                    self._release_all(scratch)
                 else:
-                    held.append(self._allocate(item))
+                    scratch.append(self._allocate(item))
                     if optional_for is not None:
-                        self._optional[held[-1][0]] = optional_for
+                        self._optional[scratch[-1][0]] = optional_for
         finally:
-            self._release_all(held)
+            self._release_all(scratch)
 
-    def _release_all(self, held: list[tuple[int, Block | None]]) -> None:
-        while held:
-            self._release(*held.pop())
+    def _release_all(self, blocks: list[tuple[int, Block | None]]) -> None:
+        while blocks:
+            self._release(*blocks.pop())
 
     def _meet(self, tensors: Any) -> None:
         """Register every storage that is not known yet as foreign."""
@@ -314,14 +316,14 @@ class _Storage(weakref.ref[torch.UntypedStorage]):
 
 
 # The tracers that are entered now, once for each time.
-_told_of_sizes: list[MemoryTracer] = []
-_set_size = torch.UntypedStorage.resize_
+_entered: list[MemoryTracer] = []
+_resize_storage = torch.UntypedStorage.resize_
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _set_size_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
-    result = _set_size(storage, nbytes)
-    for tracer in dict.fromkeys(_told_of_sizes):
+def _resize_and_notify(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    result = _resize_storage(storage, nbytes)
+    for tracer in dict.fromkeys(_entered):
         tracer.size_was_set(storage)
     return result
 
@@ -367,9 +369,9 @@ class CompiledMemoryTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # to
         allocate = guards._empty_strided_cpu
 
         def counted(*args: Any) -> Any:
-            made = allocate(*args)
-            self._settle([made])
-            return made
+            buffer = allocate(*args)
+            self._settle([buffer])
+            return buffer
 
         guards._empty_strided_cpu = counted
         _replace(allocate, counted)

@@ -16,7 +16,7 @@ from autofit.memory.allocator import Block, CachingAllocator, expandable_segment
 from autofit.memory.replay import Event, Recording
 from autofit.memory.tracer import MemoryTracer, tensors_in
 from autofit.prediction.cuda.tracer import CudaTracer
-from autofit.prediction.cuda.values import Unsupported
+from autofit.prediction.cuda.values import Obstacle
 from autofit.strategy import attributes_kept
 from autofit.training.optimizers import by_name
 from autofit.training.training import Training
@@ -26,7 +26,7 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 # Moments of a step that are kept; each is the largest of its part of the step.
 MOMENTS = 240
 # Parts into which a model is divided.
-MOST_PARTS = 12
+MAX_PARTS = 12
 # The kind of an allocation, and the name of the module that owns it.
 Owner: TypeAlias = tuple[str, str]
 
@@ -90,7 +90,7 @@ class Labels:
         """Note a gradient that will be sparse: for one without padding torch needs values."""
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
 
-            def note(module: torch.nn.Module, given: Any, rows: torch.Tensor) -> None:
+            def note(module: torch.nn.Module, args: Any, rows: torch.Tensor) -> None:
                 if rows.requires_grad:
                     self._note_sparse(f"{name}.weight".strip("."))
 
@@ -102,12 +102,12 @@ class Labels:
         What wrapping made before the first forward is no activation.
         """
         tracer.forward.clear()
-        seen = {id(parameter) for parameter in training.model.parameters()}
+        noted = {id(parameter) for parameter in training.model.parameters()}
 
-        def note_gathered(name: str, module: torch.nn.Module, given: Any) -> None:
+        def note_gathered(name: str, module: torch.nn.Module, args: Any) -> None:
             for last, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in seen:
-                    seen.add(id(parameter))
+                if parameter is not None and id(parameter) not in noted:
+                    noted.add(id(parameter))
                     self._note("weights", f"{name}.{last}", parameter)
                     self._await_gradient(stack, f"{name}.{last}", parameter)
 
@@ -125,10 +125,10 @@ class Labels:
             stack.enter_context(attributes_kept(training, method))
             setattr(training, method, partial(self._in_phase, phase, getattr(training, method)))
 
-    def _in_phase(self, phase: str, run: Callable[..., None], *given: Any, **named: Any) -> None:
+    def _in_phase(self, phase: str, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._begin(phase)
         try:
-            run(*given, **named)
+            run(*args, **kwargs)
         finally:
             self._begin(FORWARD)
 
@@ -168,8 +168,8 @@ class Labels:
         owner = {id(parameter): name for name, parameter in training.model.named_parameters()}
         for optimizer in by_name(training.optimizer).values():
             # ZeroRedundancyOptimizer holds an optimizer of its share of the parameters.
-            own = getattr(optimizer, "optim", optimizer)
-            for parameter, state in own.state.items():
+            inner = getattr(optimizer, "optim", optimizer)
+            for parameter, state in inner.state.items():
                 for tensor in tensors_in(dict(state) if isinstance(state, Mapping) else state):
                     self._note("optimizer_state", owner.get(id(parameter), ""), tensor)
 
@@ -181,8 +181,8 @@ class Labels:
 
     def _note_sparse(self, name: str) -> None:
         if isinstance(self.tracer, CudaTracer):
-            self.tracer.note_unsupported(
-                Unsupported(
+            self.tracer.note_obstacle(
+                Obstacle(
                     "the memory of a sparse gradient depends on which rows repeat and on the "
                     "number of steps",
                     f"the gradient of {name!r}: a dense one, as of Embedding(sparse=False), can be "
@@ -212,26 +212,26 @@ class Labels:
         repeated steps.
         """
         allocator = CachingAllocator(expandable_segments=expandable_segments())
-        held = dict.fromkeys(KINDS, 0)
+        bytes_by_kind = dict.fromkeys(KINDS, 0)
         live: dict[int, tuple[Owner, Block]] = {}
         for event, size in events:
             if event > 0 and size:
                 owner = self._owner_of((event - 1) % largest_number + 1)
                 live[event] = owner, allocator.allocate(size)
-                held[owner[0]] += live[event][1].size
+                bytes_by_kind[owner[0]] += live[event][1].size
             elif -event in live:
                 (kind, _), block = live.pop(-event)
-                held[kind] -= block.size
+                bytes_by_kind[kind] -= block.size
                 allocator.free(block)
-            yield allocator.allocated_bytes, held, live.values()
+            yield allocator.allocated_bytes, bytes_by_kind, live.values()
 
     def at_peak(self, recording: Recording) -> Mapping[str, int]:
         """Return bytes by kind at the moment of peak allocated; they add up to it."""
         best, most = dict.fromkeys(KINDS, 0), 0
         events = chain.from_iterable(recording.replayed)
-        for total, held, _ in self._walk(events, recording.largest_number):
+        for total, bytes_by_kind, _ in self._walk(events, recording.largest_number):
             if total > most:
-                most, best = total, dict(held)
+                most, best = total, dict(bytes_by_kind)
         return best
 
     def last_step(self, how: str) -> dict[str, Any]:
@@ -245,13 +245,13 @@ class Labels:
         moments: list[tuple[int, dict[str, int]]] = []
         most, peak, at_peak = -1, 0, list[tuple[Owner, int]]()
         walked = self._walk(self.tracer.events[:end], self.tracer.last_number)
-        for index, (total, held, live) in enumerate(walked, start=-begin):
+        for index, (total, bytes_by_kind, live) in enumerate(walked, start=-begin):
             if index < 0:
                 continue
             if index * parts // (end - begin) == len(moments):
-                moments.append((total, dict(held)))
+                moments.append((total, dict(bytes_by_kind)))
             elif total > moments[-1][0]:
-                moments[-1] = total, dict(held)
+                moments[-1] = total, dict(bytes_by_kind)
             if total > most:
                 most, peak = total, len(moments) - 1
                 at_peak = [(owner, block.size) for owner, block in live]
@@ -282,7 +282,7 @@ class Labels:
 def divided(by_module: Mapping[Owner, int], classes: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the model in parts with their bytes by kind, the largest first.
 
-    All names are cut at one depth, the largest that leaves no more than `MOST_PARTS`.
+    All names are cut at one depth, the largest that leaves no more than `MAX_PARTS`.
 
     Args:
         by_module: (kind, name of a module) -> bytes that it holds itself.
@@ -293,12 +293,12 @@ def divided(by_module: Mapping[Owner, int], classes: Mapping[str, str]) -> list[
     depth = max(
         depth
         for depth in range(1 + max(map(len, holding), default=0))
-        if depth == 0 or len({path[:depth] for path in holding}) <= MOST_PARTS
+        if depth == 0 or len({path[:depth] for path in holding}) <= MAX_PARTS
     )
     parts: dict[tuple[str, ...], dict[str, int]] = {}
     for (kind, module), size in by_module.items():
-        held = parts.setdefault(paths[module][:depth], dict.fromkeys(KINDS, 0))
-        held[kind] += size
+        bytes_by_kind = parts.setdefault(paths[module][:depth], dict.fromkeys(KINDS, 0))
+        bytes_by_kind[kind] += size
     counts = Counter(paths.values())
     class_of = {path: classes[name] for name, path in paths.items()}
     rows = [
@@ -306,9 +306,9 @@ def divided(by_module: Mapping[Owner, int], classes: Mapping[str, str]) -> list[
             "name": ".".join("*" if each.startswith("*") else each for each in part),
             "class": class_of[part],
             "count": counts[part],
-            "bytes": {kind: size for kind, size in held.items() if size},
+            "bytes": {kind: size for kind, size in bytes_by_kind.items() if size},
         }
-        for part, held in parts.items()
+        for part, bytes_by_kind in parts.items()
     ]
     return sorted(rows, key=lambda row: -sum(row["bytes"].values()))
 

@@ -42,13 +42,13 @@ from autofit.plan import (
 from autofit.prediction.breakdown import Labels
 from autofit.prediction.cuda.fake_cuda import fake_cuda, uncompiled
 from autofit.prediction.cuda.roofline import Cost, Operation, cost_on
-from autofit.prediction.cuda.scratch import ByCard, recording_on
+from autofit.prediction.cuda.scratch import GpuSized, recording_on
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.cuda.values import (
-    MOST_ELEMENTS,
-    Unsupported,
+    MAX_ELEMENTS,
+    Obstacle,
     is_number,
-    is_unsupported,
+    is_obstacle,
 )
 from autofit.prediction.sharded import one_of_ranks, ranks_unlike_the_first
 from autofit.probing.serialization import live_objects
@@ -86,7 +86,7 @@ class DryRun:
         micro_batch: samples of the first micro-batch of a step.
         micro_batches: how many of a step's micro-batches ran.
         allocations: every allocation and release, in order; see `recording_on`.
-        by_card: the allocations whose size the GPU decides, by number.
+        gpu_sized: the allocations whose size the GPU decides, by number.
         work: the operators of the last step.
         answers: what the GPU was asked, and its answers.
         labels: the kinds of the allocations.
@@ -100,7 +100,7 @@ class DryRun:
     micro_batch: int
     micro_batches: int
     allocations: Recording
-    by_card: Mapping[int, ByCard]
+    gpu_sized: Mapping[int, GpuSized]
     work: Sequence[Operation]
     answers: Mapping[str, object] = field(compare=False)
     labels: Labels = field(compare=False)
@@ -111,12 +111,12 @@ class DryRun:
 
     def recording_on(self, gpu: Gpu) -> Recording:
         """Return the allocations on a GPU."""
-        return recording_on(gpu, self.allocations, self.by_card)
+        return recording_on(gpu, self.allocations, self.gpu_sized)
 
     def evaluation_on(self, gpu: Gpu) -> Recording | None:
         """Return the allocations on a GPU, and after the last step those of an evaluation."""
         run = self.evaluation
-        return None if run is None else recording_on(gpu, run, self.by_card)
+        return None if run is None else recording_on(gpu, run, self.gpu_sized)
 
     def micro_batch_cost_on(self, gpu: Gpu) -> Cost | None:
         """Return the cost of a micro-batch with its share of the update; None: unknown rates."""
@@ -146,7 +146,7 @@ def dry_run(
     runs = [first, *(run(World(rank=rank, size=size))[0] for rank in dict.fromkeys(others))]
     if not others:
         return first
-    return max(runs, key=lambda made: replay(made.recording_on(gpu)).peak_allocated_bytes)
+    return max(runs, key=lambda each: replay(each.recording_on(gpu)).peak_allocated_bytes)
 
 
 def _run(
@@ -178,20 +178,20 @@ def _run(
             allocations, work = tracer.allocations, tuple(tracer.operations or ())
             evaluation = _run_evaluation(training, copied, tracer)
     parameters = training.plain_model.parameters()
-    made = DryRun(
+    run = DryRun(
         micro_batch=sizes[0],
         micro_batches=len(sizes),
         allocations=allocations,
-        by_card=dict(tracer.by_card),
+        gpu_sized=dict(tracer.gpu_sized),
         work=work,
-        answers=dict(tracer.asked.answers),
+        answers=dict(tracer.queries.answers),
         labels=labels,
         evaluation=evaluation,
         has_stand_in_loss=training.loss_source is LossSource.STAND_IN,
         parameters=None if world.size > 1 else sum(each.numel() for each in parameters),
         uncompiled=tuple(sorted(tracer.uncompiled)),
     )
-    return made, others
+    return run, others
 
 
 def _run_steps(training: Training, batch: Batch, tracer: CudaTracer, labels: Labels) -> None:
@@ -243,11 +243,11 @@ def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        unsupported = tracer.unsupported
-        if unsupported is None and not isinstance(error, AutofitError) and is_unsupported(error):
-            unsupported = Unsupported.caught(error)
-        if unsupported is not None:
-            raise _unavailable(unsupported) from error
+        obstacle = tracer.obstacle
+        if obstacle is None and not isinstance(error, AutofitError) and is_obstacle(error):
+            obstacle = Obstacle.caught(error)
+        if obstacle is not None:
+            raise _unavailable(obstacle) from error
         if plan.micro_batch >= 2**62 or "Storage size calculation overflowed" in str(error):
             raise InvalidArgument(
                 f"{plan} makes tensors of more than 2**63 bytes: give a smaller micro-batch"
@@ -257,20 +257,20 @@ def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
             if not raised_here(error):
                 mark_users(error)
         raise
-    if tracer.unsupported is not None:
-        raise _unavailable(tracer.unsupported)
+    if tracer.obstacle is not None:
+        raise _unavailable(tracer.obstacle)
 
 
-def _unavailable(unsupported: Unsupported) -> PredictionUnavailable:
+def _unavailable(obstacle: Obstacle) -> PredictionUnavailable:
     way_out = "Run it with autofit.probe on a machine with the GPU"
-    if _TWO_DEVICES.search(unsupported.reason):
+    if _TWO_DEVICES.search(obstacle.reason):
         way_out = (
             "A tensor on the CPU is combined with one of the batch or the model. If your code "
             "creates it, create it on the device of the batch (device=batch.device): it would fail "
             "on a GPU too. If a library chose the CPU because there is no GPU here, as Keras does, "
             f"it may train on one. {way_out}"
         )
-    reason = f"{unsupported.reason} ({unsupported.line})"
+    reason = f"{obstacle.reason} ({obstacle.line})"
     return PredictionUnavailable(f"memory cannot be predicted: {reason}. {way_out}")
 
 
@@ -282,7 +282,7 @@ class MetaDevice(Device):
 
     def __init__(self, tracer: CudaTracer) -> None:
         self.torch_device = torch.device("meta")
-        self._tracer, self._gpu, self._known = tracer, tracer.gpu, tracer.known
+        self._tracer, self._gpu, self._known_values = tracer, tracer.gpu, tracer.known_values
 
     @property
     def capabilities(self) -> Capabilities:
@@ -297,13 +297,13 @@ class MetaDevice(Device):
 
     def in_host_memory(self) -> AbstractContextManager[None]:
         """Leave what is made inside out of the traced allocations."""
-        return self._tracer.aside()
+        return self._tracer.untracked()
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of that shape which counts; the tensor itself if it counts already."""
         if self._tracer.number_of(tensor) is not None:
             return tensor
-        return self._known.meta_copy(tensor).requires_grad_(tensor.requires_grad)
+        return self._known_values.meta_copy(tensor).requires_grad_(tensor.requires_grad)
 
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Move the parameters and buffers of a module to the device, and return that module."""
@@ -322,7 +322,7 @@ def meta_copy(workload: Workload, tracer: CudaTracer) -> Workload:
     model of any size costs no memory. The tensors stand for host memory: they count once they are
     moved to the device. Call it inside `fake_cuda` and the tracer.
     """
-    with tracer.aside():
+    with tracer.untracked():
         if not isinstance(workload.model, torch.nn.Module):
             workload = replace(workload, model=_without_values(workload.build_model, tracer))
         refuse_compiled(workload.build_model())
@@ -334,7 +334,7 @@ def meta_copy(workload: Workload, tracer: CudaTracer) -> Workload:
                 f"memory cannot be predicted: the model cannot be copied ({type(error).__name__}: "
                 f"{error}); pass a function that builds it, or probe"
             ) from error
-        return replace(_with_batches(workload, tracer.known.meta_copy), **copies)
+        return replace(_with_batches(workload, tracer.known_values.meta_copy), **copies)
 
 
 def not_copied(workload: Workload) -> dict[str, object]:
@@ -371,7 +371,7 @@ def _small_or_without_values(
 
     A user's function that makes batches may need values (lengths of packed sequences).
     """
-    with tracer.aside():
+    with tracer.untracked():
         if not _makes_values(workload):
             return make(workload, samples)
         fewest = workload.described_size
@@ -380,8 +380,10 @@ def _small_or_without_values(
             return make(workload, samples)
         light = workload
         if workload.collate_fn is not None and not isinstance(workload.sample_batch, Lengths):
-            given: Any = workload.sample_batch
-            light = replace(workload, sample_batch=map_tensors(tracer.known.meta_copy, [*given]))
+            listed: Any = workload.sample_batch
+            light = replace(
+                workload, sample_batch=map_tensors(tracer.known_values.meta_copy, [*listed])
+            )
         return _without_values(
             lambda: make(light, samples), tracer, lambda: make(workload, samples)
         )
@@ -390,13 +392,13 @@ def _small_or_without_values(
 def _without_values(
     make: Callable[[], _Made], tracer: CudaTracer, with_values: Callable[[], _Made] | None = None
 ) -> _Made:
-    state, unsupported = torch.get_rng_state(), tracer.unsupported
+    state, obstacle = torch.get_rng_state(), tracer.obstacle
     with suppress(Exception), torch.device("meta"):
-        made = make()
-        if tracer.unsupported is unsupported:
-            return made
+        result = make()
+        if tracer.obstacle is obstacle:
+            return result
     # With values it may work; if not, the error is the user's.
-    tracer.unsupported = unsupported
+    tracer.obstacle = obstacle
     torch.set_rng_state(state)
     return (with_values or make)()
 
@@ -452,22 +454,23 @@ def sendable(workload: Workload) -> tuple[Workload, Mapping[int, torch.Tensor]]:
 
     Returns:
         The workload without its loader and the values that no dry run reads; and by id, for each
-        tensor of its model, optimizer and losses, one on meta to send in its place.
+        tensor of its model, optimizer and losses, one on meta to send in its place. By id and not
+        as a copy, since functions may reach the model too, by their closures.
     """
-    sent = _with_batches(replace(workload, loader=None), _known_alone)
+    sent = _with_batches(replace(workload, loader=None), _numbers_alone)
     return sent, _memo(_stateful_parts(workload))
 
 
-def _known_alone(tensor: torch.Tensor) -> torch.Tensor:
+def _numbers_alone(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without the values that a dry run does not know."""
-    if is_number(tensor) and not tensor.is_meta and tensor.numel() <= MOST_ELEMENTS:
+    if is_number(tensor) and not tensor.is_meta and tensor.numel() <= MAX_ELEMENTS:
         return tensor.detach().cpu().clone()  # a view would take its whole storage along
     return torch.empty_like(tensor, device="meta")
 
 
 def _stateful_parts(workload: Workload) -> dict[str, Any]:
-    given = {name: getattr(workload, name) for name in _COPIED}
-    return {name: part for name, part in given.items() if isinstance(part, _STATEFUL)}
+    parts = {name: getattr(workload, name) for name in _COPIED}
+    return {name: part for name, part in parts.items() if isinstance(part, _STATEFUL)}
 
 
 # What a strategy offers where there is no GPU: its dimensions on the meta device.
@@ -506,8 +509,8 @@ def _offered(
         with stage(tracer, not_copied(workload)):
             return collect_dimensions([strategy], context), context.notes
     except Exception as error:
-        own = str(error) if isinstance(error, PredictionUnavailable) else gone_in(error)
-        why = own or f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, PredictionUnavailable) else gone_in(error)
+        why = reason or f"{type(error).__name__}: {error}"
         raise _takes_a_run(
             f"the meaning of a setting of {strategy.name!r} is unknown: {why}"
         ) from error

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], object]
 # A table of many GPUs and variants may take hours; Ctrl-C ends it at any time.
-MOST_SECONDS = 24 * 3600.0
+MAX_SECONDS = 24 * 3600.0
 _Result = TypeVar("_Result")
 
 
@@ -50,7 +50,7 @@ def in_worker(
     workload: Workload,
     *arguments: Any,
     progress: Progress | None = None,
-    known: MutableMapping[bytes, Any] | None = None,
+    cache: MutableMapping[bytes, Any] | None = None,
 ) -> _Result:
     """Return `function(workload, *arguments)`, called in the worker with a copy of the workload.
 
@@ -59,7 +59,7 @@ def in_worker(
         workload: the workload.
         arguments: further arguments, which can be pickled.
         progress: called here with each line that the function says; None: it gets no `progress=`.
-        known: results by what was asked, from which an equal question is answered, and in which the
+        cache: results by what was asked, from which an equal question is answered, and in which the
             result is kept. Questions are equal where model (but for its weights), functions,
             shapes, the integers of the batch, torch's flags and the user's files are.
 
@@ -70,24 +70,24 @@ def in_worker(
         Exception: raised by the function, or by the user's code in it.
     """
     call, around = _written(function, workload, arguments), _surroundings()
-    asked = b"" if known is None else _digest(call, around)
-    if known is not None and asked in known:
-        kept: _Result = known[asked]
-        return kept
+    key = b"" if cache is None else _digest(call, around)
+    if cache is not None and key in cache:
+        result: _Result = cache[key]
+        return result
     with _shared.lock:
         prober = _shared.prober(around)
         _shared.progress = progress  # which is not told of the worker's start
         try:
             run = partial(_run, call, progress is not None)
-            answer: tuple[_Result, dict[str, int]] = prober.run(run, expected_seconds=MOST_SECONDS)
+            answer: tuple[_Result, dict[str, int]] = prober.run(run, expected_seconds=MAX_SECONDS)
         except BaseException:  # of a module, perhaps, that is edited next
             _shared.close()
             raise
         finally:
             _shared.progress = None
         result, _shared.read = answer
-    if known is not None:
-        known[asked] = result
+    if cache is not None:
+        cache[key] = result
     return result
 
 

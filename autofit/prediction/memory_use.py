@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autofit.probing.session import Session
 
 # What would take longer is left out: a picture is not worth more.
-MOST_SECONDS = 20.0
+MAX_SECONDS = 20.0
 
 
 def memory_uses(
@@ -40,24 +40,24 @@ def memory_uses(
         plans: by key.
         step_seconds: how long a step of the plan takes on the device, where that is known.
     """
-    began, found = time.monotonic(), {}
+    began, uses = time.monotonic(), {}
     on_cpu = session.builder.device.environment.gpu is None
     for key, resolved in plans.items():
         session.on_stage(f"looking where the memory of the {key} plan goes")
         run = len(traced_sizes(resolved.plan, session.builder.fresh_workload()))
         step_s = step_seconds.get(key, 0.0) * run / resolved.plan.accumulation_steps
-        if time.monotonic() - began + STEPS * step_s * on_cpu > MOST_SECONDS:
-            found[key] = {"why_not": f"it would have taken more than {MOST_SECONDS:.0f} s"}
+        if time.monotonic() - began + STEPS * step_s * on_cpu > MAX_SECONDS:
+            uses[key] = {"why_not": f"it would have taken more than {MAX_SECONDS:.0f} s"}
             continue
         try:
-            found[key] = _memory_use(session, resolved)
+            uses[key] = _memory_use(session, resolved)
         except PredictionUnavailable as error:
-            found[key] = {"why_not": str(error)}
+            uses[key] = {"why_not": str(error)}
         except Exception as error:
-            found[key] = {"why_not": f"{type(error).__name__}: {error}"}
+            uses[key] = {"why_not": f"{type(error).__name__}: {error}"}
         finally:
             session.builder.reclaim_or_not()
-    return found
+    return uses
 
 
 def _memory_use(session: Session, resolved: ResolvedPlan) -> dict[str, Any]:
@@ -76,12 +76,12 @@ def _in_real_steps(builder: TrainingBuilder, resolved: ResolvedPlan) -> Labels:
     """
     device = CpuDevice(record=True)
     device.limit(device.free_bytes)
-    own = TrainingBuilder(builder.fresh_workload, device, builder.seed)
-    workload, labels = own.fresh_workload(), Labels(device.tracer)
+    traced = TrainingBuilder(builder.fresh_workload, device, builder.seed)
+    workload, labels = traced.fresh_workload(), Labels(device.tracer)
     batch = workload.step_of(*traced_sizes(resolved.plan, workload))
     with (
         device.accounting(),
-        own.training(workload, resolved) as training,
+        traced.training(workload, resolved) as training,
         labels.watching(training, by_module=True),
     ):
         for _ in range(STEPS):

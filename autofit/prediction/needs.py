@@ -60,13 +60,14 @@ def need_of(
     """
     expandable = expandable_segments()
     required = required_bytes(recording, expandable_segments=expandable)
-    held = None
+    evaluation_bytes = None
     if evaluation is not None:
-        held = peak_after(evaluation, expandable_segments=expandable)
-        required, held = max(required, held), held + gpu.context_bytes
+        evaluation_bytes = peak_after(evaluation, expandable_segments=expandable)
+        required = max(required, evaluation_bytes)
+        evaluation_bytes += gpu.context_bytes
     unknown = NCCL_BYTES if world_size > 1 else 0
     margin = round(margin_bytes(recording, required, gpu)) + gpu.context_margin_bytes
-    return Need(required + gpu.context_bytes, margin, unknown, held)
+    return Need(required + gpu.context_bytes, margin, unknown, evaluation_bytes)
 
 
 def margin_bytes(recording: Recording, required: int, gpu: Gpu) -> float:
@@ -98,11 +99,11 @@ class SharedRuns:
         workload: model, sample batch, loss and optimizer.
 
     Attributes:
-        made: the dry runs, in order.
+        dry_runs: those that were made, in order.
     """
 
     def __init__(self, workload: Workload) -> None:
-        self.made: list[DryRun] = []
+        self.dry_runs: list[DryRun] = []
         self._workload = workload
         self._runs: dict[Hashable, list[DryRun]] = {}
         self._straight: dict[Hashable, Sequence[int] | None] = {}
@@ -118,31 +119,31 @@ class SharedRuns:
         plan = resolved.plan
         sizes = traced_sizes(plan, self._workload)
         is_even = len(set(sizes)) == 1
-        alike: Hashable = (plan.variant, plan.world_size, len(sizes) if is_even else sizes)
-        runs = self._runs.setdefault(alike, [])
-        known = {run.micro_batch: run for run in runs if answers_alike(gpu, run.answers)}
-        if sizes[0] in known:
-            return known[sizes[0]]
-        lined = is_even and sizes[0] != _ALONE and len(known.keys() - {_ALONE}) > 1
-        straight = self._straight.get(alike, ())
+        group: Hashable = (plan.variant, plan.world_size, len(sizes) if is_even else sizes)
+        runs = self._runs.setdefault(group, [])
+        by_size = {run.micro_batch: run for run in runs if answers_alike(gpu, run.answers)}
+        if sizes[0] in by_size:
+            return by_size[sizes[0]]
+        lined = is_even and sizes[0] != _ALONE and len(by_size.keys() - {_ALONE}) > 1
+        straight = self._straight.get(group, ())
         if lined and straight and straight[0] <= sizes[0] <= straight[-1]:
-            near = sorted(known.keys() - {_ALONE}, key=lambda at: abs(at - sizes[0]))
-            if (found := on_line(known[near[0]], known[near[1]], sizes[0])) is not None:
-                runs.append(found)
-                return found
-        made = dry_run(self._workload, resolved, gpu)
-        self.made.append(made)
-        runs.append(made)
+            near = sorted(by_size.keys() - {_ALONE}, key=lambda at: abs(at - sizes[0]))
+            if (interpolated := on_line(by_size[near[0]], by_size[near[1]], sizes[0])) is not None:
+                runs.append(interpolated)
+                return interpolated
+        run = dry_run(self._workload, resolved, gpu)
+        self.dry_runs.append(run)
+        runs.append(run)
         if lined and straight is not None:
-            ends = sorted(known.keys() - {_ALONE})
-            holds = on_line(known[ends[0]], known[ends[-1]], sizes[0]) == made
-            self._straight[alike] = sorted((*ends, sizes[0], *straight)) if holds else None
-        return made
+            ends = sorted(by_size.keys() - {_ALONE})
+            holds = on_line(by_size[ends[0]], by_size[ends[-1]], sizes[0]) == run
+            self._straight[group] = sorted((*ends, sizes[0], *straight)) if holds else None
+        return run
 
     def need(self, resolved: ResolvedPlan, gpu: Gpu) -> Need:
         """Return what a plan needs on a GPU; raises as `run` does."""
         run = self.run(resolved, gpu)
-        sizes = tuple(size.bytes_on(gpu) for size in run.by_card.values())
+        sizes = tuple(size.bytes_on(gpu) for size in run.gpu_sized.values())
         ranks = resolved.plan.world_size
         key = id(run), sizes, gpu.context_bytes, gpu.context_margin_bytes, gpu.recorded, ranks
         if key not in self._needs:
@@ -191,9 +192,9 @@ def on_line(one: DryRun, other: DryRun, micro_batch: int) -> DryRun | None:
 # Search for the largest micro-batch within a budget in few evaluations.
 
 # No GPU has room for this many samples.
-MOST = 2**36
+MAX_MICRO_BATCH = 2**36
 # Largest number of evaluations.
-MOST_LOOKS = 24
+MAX_LOOKS = 24
 _STRIDE = 16
 _FINE = 1000  # stop at three digits: 123,400 samples are as good as 123,457
 
@@ -203,7 +204,7 @@ def largest_that_fits(
     budget: int,
     *,
     start: int,
-    most: int = MOST,
+    maximum: int = MAX_MICRO_BATCH,
 ) -> int | None:
     """Return the largest micro-batch that needs at most the budget, or one very near it.
 
@@ -216,40 +217,46 @@ def largest_that_fits(
         need: micro-batch -> bytes; more than the budget where it cannot be trained.
         budget: bytes.
         start: the first micro-batch.
-        most: the largest micro-batch to think of.
+        maximum: the largest micro-batch to think of.
 
     Returns:
         A micro-batch that was evaluated; None if neither one sample nor two fit.
     """
-    looked = {start: need(start)}
-    for least in (1, 2):  # BatchNorm may refuse one sample
-        if min(looked.values()) > budget and least not in looked and least < start:
-            looked[least] = need(least)
+    bytes_by_size = {start: need(start)}
+    for smallest in (1, 2):  # BatchNorm may refuse one sample
+        if (
+            min(bytes_by_size.values()) > budget
+            and smallest not in bytes_by_size
+            and smallest < start
+        ):
+            bytes_by_size[smallest] = need(smallest)
     sides: list[bool] = []
-    while len(looked) < MOST_LOOKS:
-        fits = max((at for at, needed in looked.items() if needed <= budget), default=0)
-        above = (at for at, needed in looked.items() if needed > budget and at > fits)
-        fails = min(above, default=most + 1)
+    while len(bytes_by_size) < MAX_LOOKS:
+        fits = max((at for at, needed in bytes_by_size.items() if needed <= budget), default=0)
+        above = (at for at, needed in bytes_by_size.items() if needed > budget and at > fits)
+        fails = min(above, default=maximum + 1)
         if fits == 0 or fails - fits <= max(1, fits // _FINE):
             break
-        at = _crossing(looked, budget)
-        if fails > most and len(looked) == 1 and most < MOST:
-            at = most
-        elif fails > most:
+        at = _crossing(bytes_by_size, budget)
+        if fails > maximum and len(bytes_by_size) == 1 and maximum < MAX_MICRO_BATCH:
+            at = maximum
+        elif fails > maximum:
             at = min(max(at, 2 * fits), _STRIDE * fits)
         elif sides[-2:] in ([True, True], [False, False]):
             at = _middle(fits, fails)
         at = min(max(at, fits + 1), fails - 1)
-        looked[at] = need(at)
-        sides.append(looked[at] <= budget)
-    return max((at for at, needed in looked.items() if needed <= budget), default=None)
+        bytes_by_size[at] = need(at)
+        sides.append(bytes_by_size[at] <= budget)
+    return max((at for at, needed in bytes_by_size.items() if needed <= budget), default=None)
 
 
-def _crossing(looked: Mapping[int, int], budget: int) -> int:
+def _crossing(bytes_by_size: Mapping[int, int], budget: int) -> int:
     """Return the micro-batch where the line through the two points nearest the budget meets it."""
-    if len(looked) == 1:
-        return 2 * next(iter(looked))
-    (one, here), (other, there) = sorted(looked.items(), key=lambda look: abs(look[1] - budget))[:2]
+    if len(bytes_by_size) == 1:
+        return 2 * next(iter(bytes_by_size))
+    (one, here), (other, there) = sorted(
+        bytes_by_size.items(), key=lambda look: abs(look[1] - budget)
+    )[:2]
     if here == there:
         return _STRIDE * max(one, other)
     return int(one + (budget - here) * (other - one) / (there - here))

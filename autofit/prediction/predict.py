@@ -22,7 +22,7 @@ from autofit.prediction.cuda.roofline import Cost
 from autofit.prediction.dry_run import meta_dimensions
 from autofit.prediction.dry_run_worker import Progress, in_worker
 from autofit.prediction.needs import (
-    MOST,
+    MAX_MICRO_BATCH,
     SharedRuns,
     largest_that_fits,
     need_of,
@@ -45,7 +45,7 @@ def predict(
     payloads: Mapping[str, Any] | None = None,
     calibration: Mapping[str, Any] | None = None,
     world_size: int | None = None,
-    known: MutableMapping[bytes, Any] | None = None,
+    cache: MutableMapping[bytes, Any] | None = None,
 ) -> Prediction:
     """Predict the memory of a plan on a GPU, without a GPU.
 
@@ -66,7 +66,7 @@ def predict(
         world_size: how many GPUs train together, each with its share of the global batch; None:
             as many as the plan says, else one. The prediction is that of the GPU which needs most,
             without what NCCL holds.
-        known: earlier predictions, as for `in_worker`.
+        cache: earlier predictions, as for `in_worker`.
 
     Raises:
         InvalidArgument: an argument is not valid, there is no such GPU, setting or value, or the
@@ -75,11 +75,11 @@ def predict(
         WorkerFailed: the worker died, twice.
         Exception: raised by the user's own code.
     """
-    asked = _asked(workload, plan, strategies, payloads, world_size)
-    told = in_worker(
-        _predict, workload, calibrated(find_gpu(gpu), calibration), *asked, known=known
+    request = _request(workload, plan, strategies, payloads, world_size)
+    answer = in_worker(
+        _predict, workload, calibrated(find_gpu(gpu), calibration), *request, cache=cache
     )
-    return replace(told, _workload=workload, _gpu_assumed=gpu is None)
+    return replace(answer, _workload=workload, _gpu_assumed=gpu is None)
 
 
 def predict_each(
@@ -106,13 +106,13 @@ def predict_each(
         InvalidArgument: an argument is not valid, or the plan can run on none of them.
         Exception: as of `predict`.
     """
-    asked = _asked(workload, plan, strategies, payloads, world_size)
-    told, lacking = in_worker(_predict_each, workload, gpus, *asked, progress=progress)
-    found = {}
-    for name, (prediction, largest) in told.items():
-        found[name] = replace(prediction, _workload=workload)
-        vars(found[name])["largest_micro_batch"] = largest  # as if it had been asked for
-    return found, lacking
+    request = _request(workload, plan, strategies, payloads, world_size)
+    answers, refusals = in_worker(_predict_each, workload, gpus, *request, progress=progress)
+    predictions = {}
+    for name, (prediction, largest) in answers.items():
+        predictions[name] = replace(prediction, _workload=workload)
+        vars(predictions[name])["largest_micro_batch"] = largest  # as if it had been asked for
+    return predictions, refusals
 
 
 def calibrated(gpu: Gpu, calibration: Mapping[str, Any] | None) -> Gpu:
@@ -127,7 +127,7 @@ def calibrated(gpu: Gpu, calibration: Mapping[str, Any] | None) -> Gpu:
     return replace(gpu, context_bytes=learned, context_margin_bytes=0)
 
 
-def _asked(
+def _request(
     workload: Workload,
     plan: Plan | None,
     strategies: Iterable[str | Strategy] | None,
@@ -139,8 +139,8 @@ def _asked(
     if (ignored := ignored_options()) is not None:
         warnings.warn(ignored, stacklevel=3)
     chosen = plan_of_ranks(workload, plan, world_size)
-    own = strategies_of(chosen) if strategies is None else load_strategies(strategies)
-    return chosen, own, payloads or {}
+    used = strategies_of(chosen) if strategies is None else load_strategies(strategies)
+    return chosen, used, payloads or {}
 
 
 def plan_of_ranks(workload: Workload, plan: Plan | None, world_size: int | None) -> Plan:
@@ -248,8 +248,8 @@ class Prediction:
         the values of its batch, which are not kept for a very large one).
         """
         assert self._workload is not None  # `predict` puts it there
-        asked = replace(self, _workload=None), vram_budget_bytes
-        return in_worker(_largest_micro_batch, self._workload, *asked)
+        request = replace(self, _workload=None), vram_budget_bytes
+        return in_worker(_largest_micro_batch, self._workload, *request)
 
     def __str__(self) -> str:
         lines = [f"  {label:<20}{text}" for label, text in self._rows().items()]
@@ -382,22 +382,22 @@ def _predict_each(
 
     What smaller ones hold lies between its dry runs.
     """
-    runs, found = SharedRuns(workload), dict[str, Prediction]()
-    lacking: dict[str, InvalidArgument] = {}
+    runs, predictions = SharedRuns(workload), dict[str, Prediction]()
+    refusals: dict[str, InvalidArgument] = {}
     for gpu in gpus:
-        progress(f"{gpu.name} ({len(found) + len(lacking) + 1} of {len(gpus)})")
+        progress(f"{gpu.name} ({len(predictions) + len(refusals) + 1} of {len(gpus)})")
         try:
-            found[gpu.name] = _predict(workload, gpu, plan, strategies, payloads, runs)
+            predictions[gpu.name] = _predict(workload, gpu, plan, strategies, payloads, runs)
         except InvalidArgument as error:  # it lacks a type, say
-            lacking[gpu.name] = error
-    if not found:
-        raise next(iter(lacking.values()))
+            refusals[gpu.name] = error
+    if not predictions:
+        raise next(iter(refusals.values()))
     largest = {
         name: _largest_micro_batch(workload, each, each.gpu.usable_bytes, runs)
-        for name, each in sorted(found.items(), key=lambda item: -item[1].gpu.total_bytes)
+        for name, each in sorted(predictions.items(), key=lambda item: -item[1].gpu.total_bytes)
     }
-    told = {name: (each, largest[name]) for name, each in found.items()}
-    return told, {name: str(error) for name, error in lacking.items()}
+    answers = {name: (each, largest[name]) for name, each in predictions.items()}
+    return answers, {name: str(error) for name, error in refusals.items()}
 
 
 def _predict(
@@ -455,6 +455,6 @@ def _largest_micro_batch(
             return need.high_bytes + need.unknown_bytes
         return sys.maxsize
 
-    most = MOST if plan.global_batch is None else space.largest_micro_batch
-    found = largest_that_fits(needed, vram_budget_bytes, start=plan.micro_batch, most=most)
-    return None if found is None else at(found).micro_batch
+    maximum = MAX_MICRO_BATCH if plan.global_batch is None else space.largest_micro_batch
+    largest = largest_that_fits(needed, vram_budget_bytes, start=plan.micro_batch, maximum=maximum)
+    return None if largest is None else at(largest).micro_batch

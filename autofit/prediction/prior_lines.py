@@ -33,9 +33,9 @@ from autofit.training.workload import Workload
 # What is fixed (bytes, or seconds of a micro-batch), and what each sample of it adds.
 Line: TypeAlias = tuple[float, float]
 Lines: TypeAlias = Mapping[VariantKey, Line]
-_LEAST_SECONDS = 1e-12
+_MIN_SECONDS = 1e-12
 _TOO_LONG = "memory of the other settings was not predicted: it would take too long"
-_MOST_CORRECTIONS = 2
+_MAX_CORRECTIONS = 2
 # The share by which what is needed may differ from the budget at the larger size of a line.
 _NEAR = 0.03
 # (settings of a variant, micro-batch) -> the prediction of that plan.
@@ -67,23 +67,27 @@ def prior_lines(
     notes: dict[str, None] = {}
     sizes: Sequence[int] = ()
     for together in _most_useful_first(space):
-        found: dict[VariantKey, Sequence[Prediction]] = {}
+        predictions_of: dict[VariantKey, Sequence[Prediction]] = {}
         for settings in together:
             try:
                 sizes = sizes or _sizes(predict, space, vram_budget_bytes)
-                found[variant_key(settings)] = [predict(settings, size) for size in sizes]
+                predictions_of[variant_key(settings)] = [predict(settings, size) for size in sizes]
             except _OutOfTime:
                 notes[_TOO_LONG] = None
                 return memory, times, tuple(notes)
             except Exception as error:  # also the user's own: the baseline's probe will report it
                 notes[f"memory was not predicted before the first probe: {error}"] = None
-        if not memory and not found:  # if the plain variant cannot be predicted, no other can
+        if not memory and not predictions_of:  # where plain cannot be predicted, no other can
             break
-        if len(found) < len(together):
+        if len(predictions_of) < len(together):
             continue
-        memory |= {variant: _memory_line(predictions) for variant, predictions in found.items()}
+        memory |= {
+            variant: _memory_line(predictions) for variant, predictions in predictions_of.items()
+        }
         if space.world_size == 1:  # what ranks send to one another takes time that no rate tells
-            lines = {variant: time_line(predictions) for variant, predictions in found.items()}
+            lines = {
+                variant: time_line(predictions) for variant, predictions in predictions_of.items()
+            }
             times |= {variant: line for variant, line in lines.items() if line is not None}
     return memory, times, tuple(notes)
 
@@ -142,7 +146,7 @@ def _sizes(predict: _Predict, space: Space, budget: int) -> tuple[int, ...]:
     third = _size_at(budget, predict, plain, (first, second), bounds)
     with suppress(_OutOfTime):
         # A peak that moves from the update to the backward bends the line on the way.
-        for _ in range(_MOST_CORRECTIONS):
+        for _ in range(_MAX_CORRECTIONS):
             if abs(predict(plain, third).required_bytes / budget - 1) > _NEAR and third > second:
                 third = _size_at(budget, predict, plain, (second, third), bounds)
     return (first, second) if third == second else (second, third)
@@ -186,8 +190,8 @@ def time_line(predictions: Sequence[Prediction]) -> Line | None:
     slope = last.seconds / 2 / sizes[-1]
     if len(costs) > 1:
         slope = (last.kernel_seconds - first.kernel_seconds) / (sizes[1] - sizes[0])
-    slope = max(slope, _LEAST_SECONDS)
-    return max(last.seconds - slope * sizes[-1], _LEAST_SECONDS), slope
+    slope = max(slope, _MIN_SECONDS)
+    return max(last.seconds - slope * sizes[-1], _MIN_SECONDS), slope
 
 
 def _dry_runs(
@@ -196,12 +200,12 @@ def _dry_runs(
     """Return a function with a cache, which raises `_OutOfTime` if a call would take too long."""
     steps = 1 if space.global_batch is None else min(space.baseline.accumulation_steps, 2)
     began, longest = time.monotonic(), 0.0
-    known: dict[tuple[VariantKey, int], Prediction] = {}
+    cache: dict[tuple[VariantKey, int], Prediction] = {}
 
     def predict(settings: Settings, micro_batch: int) -> Prediction:
         nonlocal longest
-        asked = variant_key(settings), micro_batch
-        if asked not in known:
+        key = variant_key(settings), micro_batch
+        if key not in cache:
             start = time.monotonic()
             if start - began + longest > timeout_s:
                 raise _OutOfTime
@@ -211,8 +215,8 @@ def _dry_runs(
                 settings=settings,
                 world_size=space.world_size,
             )
-            known[asked] = predict_resolved(workload, resolve(plan, space, strategies), gpu)
+            cache[key] = predict_resolved(workload, resolve(plan, space, strategies), gpu)
             longest = max(longest, time.monotonic() - start)
-        return known[asked]
+        return cache[key]
 
     return predict

@@ -97,16 +97,16 @@ def _replacements(
 ) -> Iterator[tuple[Any, str, Any]]:
     for module in _WITH_HANDLES:  # of streams: torch has none for meta; the host's do nothing
         yield sys.modules[f"{_FSDP}.{module}"], _HANDLE, lambda kind: torch.cpu
-    shards, made, groups = (
+    shards, init, groups = (
         sys.modules[f"{_FSDP}.{name}"]
         for name in ("_fully_shard", "_fsdp_init", "_fsdp_param_group")
     )
     yield shards, "_get_device_from_mesh", lambda mesh: device
     # Everything is where it belongs: counts of steps and batches stay numbers on the host.
-    yield made, "_move_states_to_device", lambda parameters, buffers, device: None
+    yield init, "_move_states_to_device", lambda parameters, buffers, device: None
     yield groups.FSDPParamGroup, "_validate_no_meta_params", lambda self: None
 
-    def all_reduce(tensor: Any, *given: Any, async_op: bool = False, **named: Any) -> _Done | None:
+    def all_reduce(tensor: Any, *args: Any, async_op: bool = False, **named: Any) -> _Done | None:
         note_sent(tensor)
         return _Done(tensor) if async_op else None
 
@@ -117,7 +117,7 @@ def _replacements(
     allreduce_hook = find(
         "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook"
     )
-    yield replicas, "_verify_param_shape_across_processes", lambda *given: True
+    yield replicas, "_verify_param_shape_across_processes", lambda *args: True
 
     forward = replicas.DistributedDataParallel.forward
     own_values_kept: Any = _OwnValuesKept

@@ -428,7 +428,7 @@ class _SearchRun:
     ) -> None:
         """Keep the record as the report shows it, and then what is found beside the answer."""
         if survey.environment.gpu is None:
-            now = load_of_others(own=os.cpu_count() or 1)
+            now = load_of_others(load_of_search=os.cpu_count() or 1)
             survey = replace(survey, busy=_busy_words(survey.busy, now))
         largest = None
         try:

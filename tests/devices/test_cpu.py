@@ -50,21 +50,14 @@ def test_a_placed_tensor_is_a_copy_that_counts_until_it_dies(device: CpuDevice) 
 
 def test_a_placed_model_is_the_same_module_with_parameters_that_count(device: CpuDevice) -> None:
     model = _net()
+    model[1].weight = model[0].weight  # tied: placed once
     identities = [id(parameter) for parameter in model.parameters()]
     values = [parameter.detach().clone() for parameter in model.parameters()]
     with device.accounting():
         assert device.place_model(model) is model
     assert [id(parameter) for parameter in model.parameters()] == identities
-    assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
-    assert device.allocated_bytes() == sum(4 * p.numel() for p in model.parameters())
-
-
-def test_tied_weights_are_placed_once(device: CpuDevice) -> None:
-    model = _net()
-    model[1].weight = model[0].weight
-    with device.accounting():
-        device.place_model(model)
     assert model[1].weight is model[0].weight
+    assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
     assert device.allocated_bytes() == sum(4 * p.numel() for p in model.parameters())
 
 

@@ -169,11 +169,6 @@ def test_a_batch_that_is_let_go_while_it_is_copied_arrives_whole(device: CudaDev
 OPENS = """
 from autofit.devices.cuda import CudaDevice
 from autofit.errors import DeviceUnavailable
-from autofit.measurement import Outcome
-from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.requests import ProbeRequest
-from autofit.probing.prober import Target, open_prober
-from autofit.training.workload import Workload
 try:
     CudaDevice("cuda")
 except DeviceUnavailable as refusal:
@@ -182,19 +177,18 @@ except DeviceUnavailable as refusal:
 
 
 @pytest.mark.cuda
-def test_without_the_caching_allocator_it_is_refused(run_python: Any) -> None:
-    name = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-    ran = run_python("-c", OPENS, env=os.environ | {name: "0"}, forks_workers=False)
-    assert ran.stdout.startswith(f"{name}='0'"), ran.stderr
-    assert "unset it" in ran.stdout
-
-
-@pytest.mark.cuda
-def test_without_a_visible_gpu_it_says_why(run_python: Any) -> None:
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    ran = run_python("-c", OPENS, env=env, forks_workers=False)
-    assert "No CUDA GPUs are available" in ran.stdout, ran.stderr
-    assert 'device="cpu"' in ran.stdout
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "0", ["PYTORCH_NO_CUDA_MEMORY_CACHING='0'", "unset it"]),
+        ("CUDA_VISIBLE_DEVICES", "", ["No CUDA GPUs are available", 'device="cpu"']),
+    ],
+)
+def test_where_memory_cannot_be_counted_or_no_gpu_is_visible_it_says_why(
+    name: str, value: str, words: list[str], run_python: Any
+) -> None:
+    ran = run_python("-c", OPENS, env=os.environ | {name: value}, forks_workers=False)
+    assert all(each in ran.stdout for each in words), ran.stderr
 
 
 ALONE = """
@@ -245,10 +239,8 @@ def test_a_mig_slice_is_known_by_the_uuid_that_made_it_visible(
 
 def test_where_nvml_refuses_every_answer_is_none() -> None:
     unknown = Nvml("GPU-00000000-0000-0000-0000-000000000000")
-    assert unknown.used_bytes() is None
-    assert unknown.bytes_by_process() is None
-    assert unknown.busy_percent() is None
-    assert unknown.driver() is None
+    answers = [unknown.used_bytes(), unknown.bytes_by_process(), unknown.busy_percent()]
+    assert [*answers, unknown.driver()] == [None] * 4
 
 
 @pytest.mark.cuda

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -18,32 +19,66 @@ from autofit.memory.allocator import (
 )
 from autofit.units import KIB, MIB
 
+RELEASE = 0
+"""In place of a request: the cache is released."""
+
 
 @pytest.mark.parametrize(
-    ("request_bytes", "segment_bytes"),
+    ("options", "requests", "allocated_bytes", "reserved_bytes", "retries"),
     [
-        (1, 2 * MIB),
-        (1 * MIB, 2 * MIB),
-        (1 * MIB + 1, 20 * MIB),
-        (10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB),
-        (10 * MIB + 1, 12 * MIB),
-        (33 * MIB, 34 * MIB),
+        # the size of a new segment
+        ({}, [1], 512, 2 * MIB, 0),
+        ({}, [1 * MIB], 1 * MIB, 2 * MIB, 0),
+        ({}, [1 * MIB + 1], 1 * MIB + 512, 20 * MIB, 0),
+        ({}, [10 * MIB - 512], 10 * MIB - 512, 20 * MIB, 0),
+        ({}, [10 * MIB], 10 * MIB, 10 * MIB, 0),
+        ({}, [10 * MIB + 1], 10 * MIB + 512, 12 * MIB, 0),
+        ({}, [33 * MIB], 34 * MIB, 34 * MIB, 0),
+        # small requests share one, and large ones do not use it
+        ({}, [700 * KIB, 700 * KIB], 1400 * KIB, 2 * MIB, 0),
+        ({}, [700 * KIB, 700 * KIB, 1 * MIB + 1], 1400 * KIB + MIB + 512, 22 * MIB, 0),
+        # the large pool hands out whole a block with a rest of up to 1 MiB
+        ({}, [12 * MIB, -1, 11 * MIB], 12 * MIB, 12 * MIB, 0),
+        ({}, [12 * MIB, -1, 11 * MIB, -2, 11 * MIB - 512], 11 * MIB - 512, 12 * MIB, 0),
+        # the cache is flushed before a request is refused
+        ({"limit_bytes": 50 * MIB}, [30 * MIB, -1, 40 * MIB], 40 * MIB, 40 * MIB, 1),
+        # expandable segments grow and shrink by pages
+        ({"expandable_segments": True}, [30 * MIB], 30 * MIB, 40 * MIB, 0),
+        ({"expandable_segments": True}, [30 * MIB, 30 * MIB], 60 * MIB, 60 * MIB, 0),
+        (
+            {"expandable_segments": True},
+            [30 * MIB, 30 * MIB, -1, RELEASE],
+            30 * MIB,
+            40 * MIB,
+            0,
+        ),
+        (
+            {"expandable_segments": True},
+            [30 * MIB, 30 * MIB, -1, RELEASE, -2, RELEASE],
+            0,
+            0,
+            0,
+        ),
     ],
 )
-def test_the_size_of_a_new_segment(request_bytes: int, segment_bytes: int) -> None:
-    allocator = CachingAllocator()
-    allocator.allocate(request_bytes)
-    assert allocator.reserved_bytes == segment_bytes
-
-
-def test_small_requests_share_a_segment_and_large_ones_do_not_use_it() -> None:
-    allocator = CachingAllocator()
-    allocator.allocate(700 * KIB)
-    allocator.allocate(700 * KIB)
-    assert allocator.reserved_bytes == 2 * MIB
-    allocator.allocate(1 * MIB + 1)
-    assert allocator.reserved_bytes == 22 * MIB
+def test_blocks_and_segments(
+    options: dict[str, Any],
+    requests: list[int],
+    allocated_bytes: int,
+    reserved_bytes: int,
+    retries: int,
+) -> None:
+    """A request is of bytes, or below zero gives back the block of that number."""
+    allocator, blocks = CachingAllocator(**options), list[Block]()
+    for request in requests:
+        if request > 0:
+            blocks.append(allocator.allocate(request))
+        elif request == RELEASE:
+            allocator.empty_cache()
+        else:
+            allocator.free(blocks[-request - 1])
+    found = allocator.allocated_bytes, allocator.reserved_bytes, allocator.retries
+    assert found == (allocated_bytes, reserved_bytes, retries)
 
 
 def test_peaks_and_their_reset() -> None:
@@ -56,13 +91,6 @@ def test_peaks_and_their_reset() -> None:
     assert allocator.reserved_bytes == 0
 
 
-def test_the_cache_is_flushed_before_a_request_is_refused() -> None:
-    allocator = CachingAllocator(limit_bytes=50 * MIB)
-    allocator.free(allocator.allocate(30 * MIB))
-    allocator.allocate(40 * MIB)
-    assert (allocator.retries, allocator.reserved_bytes) == (1, 40 * MIB)
-
-
 def test_a_segment_with_a_live_block_survives_the_flush() -> None:
     allocator = CachingAllocator(limit_bytes=30 * MIB)
     first, _ = allocator.allocate(4 * MIB), allocator.allocate(4 * MIB)
@@ -71,20 +99,6 @@ def test_a_segment_with_a_live_block_survives_the_flush() -> None:
         allocator.allocate(16 * MIB)
     assert allocator.retries == 1
     allocator.allocate(10 * MIB)
-
-
-def test_expandable_segments_grow_and_shrink_by_pages() -> None:
-    allocator = CachingAllocator(expandable_segments=True)
-    first = allocator.allocate(30 * MIB)
-    assert allocator.reserved_bytes == 40 * MIB
-    second = allocator.allocate(30 * MIB)
-    assert allocator.reserved_bytes == 60 * MIB
-    allocator.free(first)
-    allocator.empty_cache()
-    assert allocator.reserved_bytes == 40 * MIB
-    allocator.free(second)
-    allocator.empty_cache()
-    assert allocator.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -115,15 +129,11 @@ def test_no_two_live_blocks_overlap_and_the_books_balance(expandable: bool) -> N
 # -- Where segments lie: the rule that recorded trainings of an H200 show
 
 
-def test_new_segments_lie_below_the_others_and_small_ones_above() -> None:
-    large, small = Addresses(100, upwards=False), Addresses(100, upwards=True)
-    assert [large.take(20), large.take(30)] == [80, 50]
+def test_new_segments_lie_below_the_others_and_freed_addresses_are_given_again_first() -> None:
+    addresses, small = Addresses(100, upwards=False), Addresses(100, upwards=True)
     assert [small.take(2), small.take(2)] == [100, 102]
-
-
-def test_freed_addresses_are_given_again_from_the_lowest_up() -> None:
-    addresses = Addresses(100, upwards=False)
-    first, second, third, _ = (addresses.take(20) for _ in range(4))
+    first, second, third, last = (addresses.take(20) for _ in range(4))
+    assert (first, last) == (80, 20)
     addresses.give_back(first, 20)
     addresses.give_back(third, 20)
     assert addresses.take(10) == third
@@ -135,24 +145,21 @@ def test_freed_addresses_are_given_again_from_the_lowest_up() -> None:
 # -- Whether a process uses expandable segments: what its user chose
 
 
-@pytest.mark.parametrize("name", CONFIGURED_BY)
-def test_either_variable_chooses_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for each in CONFIGURED_BY:
         monkeypatch.delenv(each, raising=False)
+
+
+@pytest.mark.usefixtures("unset")
+@pytest.mark.parametrize("name", CONFIGURED_BY)
+def test_either_variable_chooses_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not expandable_segments()
     monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
     assert expandable_segments()
 
 
-def test_the_large_pool_hands_out_whole_a_block_with_a_rest_of_up_to_1_mib() -> None:
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(12 * MIB))
-    taken = allocator.allocate(11 * MIB)
-    assert (taken.size, allocator.allocated_bytes) == (12 * MIB, 12 * MIB)
-    allocator.free(taken)
-    assert allocator.allocate(11 * MIB - 512).size == 11 * MIB - 512
-
-
+@pytest.mark.usefixtures("unset")
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -171,8 +178,6 @@ def test_the_large_pool_hands_out_whole_a_block_with_a_rest_of_up_to_1_mib() -> 
 def test_options_that_the_simulation_lacks_are_named(
     options: str, named: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in CONFIGURED_BY:
-        monkeypatch.delenv(each, raising=False)
     assert ignored_options() is None
     monkeypatch.setenv(CONFIGURED_BY[1], options)
     said = ignored_options()

@@ -29,17 +29,18 @@ def test_a_repeated_step_releases_what_the_step_before_it_left() -> None:
     _, _, third, fourth = recording.replayed
     assert third[1] == (-2, 0)
     assert fourth[1] == (-third[0][0], 0)
-    assert replay(recording).peak_allocated_bytes == 1024
 
 
-def test_what_every_step_leaves_behind_adds_up() -> None:
-    recording = Recording([(1, 512), (2, 512)], [1, 2])
-    assert replay(recording).peak_allocated_bytes == 4 * 512
-
-
-def test_what_a_step_releases_for_good_is_released_once() -> None:
-    recording = Recording([(1, 4 * MIB), (-1, 0), (2, 512)], [1, 3])
-    assert replay(recording).peak_allocated_bytes == 4 * MIB
+@pytest.mark.parametrize(
+    ("recording", "peak_allocated_bytes"),
+    [
+        (Recording([(1, 512), (2, 512)], [1, 2]), 4 * 512),  # what every step leaves adds up
+        (Recording([(1, 4 * MIB), (-1, 0), (2, 512)], [1, 3]), 4 * MIB),  # released for good
+        (Recording([(1, 512), (2, 512), (-1, 0)], [1, 3]), 1024),  # of the step before
+    ],
+)
+def test_the_peak_of_repeated_steps(recording: Recording, peak_allocated_bytes: int) -> None:
+    assert replay(recording).peak_allocated_bytes == peak_allocated_bytes
 
 
 def test_required_lies_below_peak_reserved_where_a_flush_in_warm_up_helps() -> None:

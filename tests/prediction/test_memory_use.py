@@ -16,7 +16,7 @@ from autofit.devices.base import Environment
 from autofit.devices.cpu import CpuDevice
 from autofit.devices.gpu_catalogue import find_gpu
 from autofit.plan import Plan, ResolvedPlan
-from autofit.prediction.breakdown import KINDS, MOMENTS, MOST_PARTS, divided
+from autofit.prediction.breakdown import KINDS, MAX_PARTS, MOMENTS, divided
 from autofit.prediction.memory_use import memory_uses
 from autofit.prediction.predict import predict
 from autofit.probing.requests import ProbeRequest
@@ -125,7 +125,7 @@ def test_alike_modules_are_one_part() -> None:
     assert names["body.*.*", "Linear"] == 30
     assert names["body.*.*", "ReLU"] == 30
     assert names["head", "Linear"] == 1
-    assert len(use["modules"]) <= MOST_PARTS
+    assert len(use["modules"]) <= MAX_PARTS
 
 
 def test_what_a_container_holds_itself_is_a_part_of_its_own() -> None:

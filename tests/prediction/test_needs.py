@@ -69,7 +69,7 @@ def test_a_gpu_that_answers_alike_needs_no_dry_run_of_its_own(
         run = dry_run(workload, plan(8, dtype), gpu)
         assert shared.need(plan(8, dtype), gpu) == need_of(run.recording_on(gpu), gpu)
         assert shared.run(plan(8, dtype), gpu).recording_on(gpu) == run.recording_on(gpu)
-    assert len(shared.made) == dry_runs
+    assert len(shared.dry_runs) == dry_runs
 
 
 def test_code_that_asks_for_the_card_has_a_dry_run_for_each() -> None:
@@ -83,7 +83,7 @@ def test_code_that_asks_for_the_card_has_a_dry_run_for_each() -> None:
         shared.need(ResolvedPlan(Plan(4096)), find_gpu(name)).required_bytes
         for name in ("T4", "H100")
     )
-    assert len(shared.made) == 2
+    assert len(shared.dry_runs) == 2
     assert nine > seven
 
 
@@ -100,7 +100,7 @@ def test_what_departs_from_a_line_is_run() -> None:
     for size in (4, 32, 16, 20):
         run = dry_run(workload, ResolvedPlan(Plan(size)), gpu)
         assert shared.need(ResolvedPlan(Plan(size)), gpu) == need_of(run.recording_on(gpu), gpu)
-    assert len(shared.made) == 4
+    assert len(shared.dry_runs) == 4
 
 
 # -- Memory and time lines before the first probe

@@ -14,7 +14,7 @@ from autofit.devices.gpu_catalogue import find_gpu
 from autofit.errors import InvalidArgument, PredictionUnavailable
 from autofit.memory.allocator import CONFIGURED_BY
 from autofit.plan import Plan
-from autofit.prediction.needs import MOST_LOOKS, largest_that_fits
+from autofit.prediction.needs import MAX_LOOKS, largest_that_fits
 from autofit.prediction.predict import predict
 from autofit.training.workload import Workload
 from autofit.units import GIB, MIB
@@ -185,7 +185,7 @@ def test_long_steps_hide_no_larger_micro_batch(start: int, sample_bytes: int) ->
 
 def test_the_number_of_looks_is_bounded() -> None:
     _, looked = looks(lambda n: int(n**0.3 * 1e6), int(2**6 * 1e6), 3)
-    assert len(looked) <= MOST_LOOKS
+    assert len(looked) <= MAX_LOOKS
 
 
 class Guarded(nn.Module):

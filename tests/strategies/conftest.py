@@ -26,7 +26,7 @@ def any_time_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def any_blocks_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offer to compile blocks alone, however little time that saves."""
-    monkeypatch.setattr("autofit.strategies.compile.LEAST_SAVED", float("-inf"))
+    monkeypatch.setattr("autofit.strategies.compile.MIN_SAVED", float("-inf"))
 
 
 @pytest.fixture

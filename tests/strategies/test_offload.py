@@ -323,7 +323,7 @@ class Cramped:
 
 
 def cramp() -> None:
-    setattr(Training, "host_available_bytes", 2 * offload.LEAST_BYTES)  # noqa: B010  # a property
+    setattr(Training, "host_available_bytes", 2 * offload.MIN_BYTES)  # noqa: B010  # a property
 
 
 @pytest.mark.slow

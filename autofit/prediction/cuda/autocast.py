@@ -78,12 +78,12 @@ def cast_cache() -> Iterator[None]:
 def kernels() -> dict[str, Callable[..., Any]]:
     """Return a kernel by name for each operator that has an autocast kernel on CUDA."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    given = (
+    names = (
         name.removeprefix("aten::")
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("aten::") and has_kernel(name, "AutocastCUDA")
     )
-    return {name: _kernel(name) for name in given}
+    return {name: _kernel(name) for name in names}
 
 
 # By id of a weight: the weight, which stays alive as in C++, and its cast.

@@ -158,9 +158,9 @@ def _with_indices(index: Any) -> Any:
     return index
 
 
-def _moved(made: torch.Tensor) -> torch.Tensor:
+def _moved(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the host on the GPU, as a leaf; the move is one that a dry run sees."""
-    return made.detach().to(_META).requires_grad_(made.requires_grad)
+    return tensor.detach().to(_META).requires_grad_(tensor.requires_grad)
 
 
 _tensor: Any = torch.Tensor

@@ -154,7 +154,7 @@ def _group_norm_backward(args: Any) -> tuple[Any, Order]:
     """Return likewise; the gradient is copied too."""
     taken = (each.contiguous() for each in args[:2])
     results = aten.native_group_norm_backward(*taken, *args[2:])
-    return results, [*_copies(args[:2]), *(made for made in results if made is not None)]
+    return results, [*_copies(args[:2]), *(each for each in results if each is not None)]
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -455,7 +455,7 @@ ORDERS: dict[str, Callable[[Any, Any], Order]] = {
     "native_layer_norm": lambda args, result: [*_copies(args[:1]), *result],
     "native_layer_norm_backward": lambda args, result: [
         *_copies(args[:2]),
-        *(made for made in result if made is not None),
+        *(each for each in result if each is not None),
     ],
 }
 # From the positional arguments: the results, and the order of allocations.

@@ -24,7 +24,7 @@ import torch
 
 from autofit.devices.gpu_catalogue import Gpu, Rates
 from autofit.memory.tracer import storages_of, tensors_in
-from autofit.prediction.cuda.scratch import ByCard, Size
+from autofit.prediction.cuda.scratch import GpuSized, Size
 from autofit.training.flops import formula_of
 
 # Least seconds between two operations of eager PyTorch.
@@ -66,7 +66,7 @@ class Operation:
 
     flops: int
     traffic_bytes: int
-    scratch: tuple[ByCard, ...] = ()
+    scratch: tuple[GpuSized, ...] = ()
     dtype: torch.dtype = torch.float32
     tf32: bool = False
 
@@ -116,25 +116,25 @@ def operation_of(
         return None
     if name in _WRITE_ONLY:
         read = read[1:]
-    own = [size for size in sizes if isinstance(size, int)]
-    traffic = sum(map(_nbytes, read)) + sum(map(_nbytes, written)) + 2 * sum(own)
+    scratch_bytes = [size for size in sizes if isinstance(size, int)]
+    traffic = sum(map(_nbytes, read)) + sum(map(_nbytes, written)) + 2 * sum(scratch_bytes)
     if name in _BATCH_NORMS:
         traffic += _read_again(name, args)
-    by_card = tuple(size for size in sizes if not isinstance(size, int))
+    gpu_sized = tuple(size for size in sizes if not isinstance(size, int))
     count = formula_of(func)
     if count is None:
-        return Operation(0, traffic, by_card)
+        return Operation(0, traffic, gpu_sized)
     flops, dtype = 0, read[0].dtype
     with suppress(Exception):  # an estimate of time must not cost a prediction of memory
         flops = count(*args, **kwargs, out_val=result)
     tf32 = dtype == torch.float32 and tf32_allowed(cudnn=name in _CUDNN)
-    return Operation(flops, traffic, by_card, dtype, tf32)
+    return Operation(flops, traffic, gpu_sized, dtype, tf32)
 
 
 def _changed(func: Any, args: Any) -> list[Any]:
     """Return the arguments that an operator on lists changes."""
     pairs = zip(args, func._schema.arguments, strict=False)
-    return [arg for arg, told in pairs if told.alias_info and told.alias_info.is_write]
+    return [arg for arg, schema in pairs if schema.alias_info and schema.alias_info.is_write]
 
 
 def tf32_allowed(*, cudnn: bool) -> bool:
@@ -164,8 +164,8 @@ def _nbytes(tensor: torch.Tensor) -> int:
     strides = tensor.stride()
     if 0 not in strides:
         return tensor.numel() * tensor.element_size()
-    own = (size for size, stride in zip(tensor.shape, strides, strict=True) if stride)
-    return prod(own) * tensor.element_size()
+    sizes = (size for size, stride in zip(tensor.shape, strides, strict=True) if stride)
+    return prod(sizes) * tensor.element_size()
 
 
 # Operator -> how many of its arguments are as large as the data; the place of `training`.

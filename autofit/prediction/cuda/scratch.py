@@ -75,7 +75,7 @@ class Reduction:
             return 0
         outputs = prod(size for at, size in enumerate(self.shape) if at not in self.dims)
         inputs = numel // outputs
-        kept_stride, reduced_stride = (self._least_stride(of=of) for of in (False, True))
+        kept_stride, reduced_stride = (self._min_stride(of=of) for of in (False, True))
         along = kept_stride == inf or reduced_stride < kept_stride
         width_work, height_work = (inputs, outputs) if along else (outputs, inputs)
         output_vector = 1
@@ -84,25 +84,25 @@ class Reduction:
         elif not along and kept_stride == 1:
             output_vector = _output_vector(self.shape, self.strides, self.dims)
             width_work //= output_vector
-        width, height = _block(width_work, height_work, _MOST_THREADS // output_vector)
+        width, height = _block(width_work, height_work, _MAX_THREADS // output_vector)
         input_step, output_step = (width, 1) if along else (1, width)
-        if -(-inputs // input_step) < min(height * _FEWEST_VALUES, _MOST_VALUES):
+        if -(-inputs // input_step) < min(height * _MIN_VALUES, _MAX_VALUES):
             return 0
         values = -(-inputs // (input_step * height))
         grid = -(-(outputs // output_vector) // output_step)
         target = gpu.multiprocessors * (gpu.threads_per_multiprocessor // (width * height))
-        if values < _MOST_VALUES or grid > target:
+        if values < _MAX_VALUES or grid > target:
             return 0
         blocks = max(
-            min(-(-target // grid), -(-values // _FEWEST_VALUES)),
-            -(-values // _MOST_VALUES),
+            min(-(-target // grid), -(-values // _MIN_VALUES)),
+            -(-values // _MAX_VALUES),
         )
         if blocks <= 1:
             return 0
         partial = self.accumulator_bytes * outputs * blocks
         return partial if along else partial * width * output_vector
 
-    def _least_stride(self, *, of: bool) -> float:
+    def _min_stride(self, *, of: bool) -> float:
         """Return the least stride of the reduced (or kept) dimensions; infinite without one."""
         sizes = enumerate(zip(self.strides, self.shape, strict=True))
         return min(
@@ -117,9 +117,9 @@ class Reduction:
 
 
 # Memory whose size the GPU decides: where only such sizes differ, a dry run serves both GPUs.
-ByCard: TypeAlias = Workspace | Reduction
+GpuSized: TypeAlias = Workspace | Reduction
 # Bytes.
-Size: TypeAlias = int | ByCard
+Size: TypeAlias = int | GpuSized
 # Positional arguments -> sizes of the buffers.
 Sizes: TypeAlias = Callable[[Any], list[Size]]
 
@@ -134,25 +134,25 @@ def bytes_on(gpu: Gpu, size: Size) -> int:
     return size if isinstance(size, int) else size.bytes_on(gpu)
 
 
-def recording_on(gpu: Gpu, recording: Recording, by_card: Mapping[int, ByCard]) -> Recording:
+def recording_on(gpu: Gpu, recording: Recording, gpu_sized: Mapping[int, GpuSized]) -> Recording:
     """Return a recording with the sizes that the GPU decides as they are on this one."""
-    sizes = {number: size.bytes_on(gpu) for number, size in by_card.items()}
+    sizes = {number: size.bytes_on(gpu) for number, size in gpu_sized.items()}
     events = tuple((number, sizes.get(number, nbytes)) for number, nbytes in recording.events)
     return replace(recording, events=events)
 
 
-_MOST_THREADS = 512
+_MAX_THREADS = 512
 _WARP = 32
 # Values that a thread reduces.
-_FEWEST_VALUES, _MOST_VALUES = 16, 256
+_MIN_VALUES, _MAX_VALUES = 16, 256
 _VECTOR = 4
 
 
-def _block(width_work: int, height_work: int, most_threads: int) -> tuple[int, int]:
+def _block(width_work: int, height_work: int, max_threads: int) -> tuple[int, int]:
     """Return the threads of a block, along the fastest dimension and across it."""
-    widest = _power_of_two_below(width_work, most_threads)
-    height = min(_power_of_two_below(height_work, most_threads), most_threads // min(widest, _WARP))
-    return min(widest, most_threads // height), height
+    widest = _power_of_two_below(width_work, max_threads)
+    height = min(_power_of_two_below(height_work, max_threads), max_threads // min(widest, _WARP))
+    return min(widest, max_threads // height), height
 
 
 def _power_of_two_below(work: int, most: int) -> int:

@@ -36,7 +36,7 @@ from autofit.prediction.cuda.operators import (
 )
 from autofit.prediction.cuda.roofline import Operation, operation_of
 from autofit.prediction.cuda.scratch import (
-    ByCard,
+    GpuSized,
     Reduction,
     Size,
     Workspace,
@@ -47,9 +47,9 @@ from autofit.prediction.cuda.values import (
     NEEDS_VALUES,
     KnownValues,
     NeedsValues,
-    Unsupported,
+    Obstacle,
     asked_by_an_optimizer,
-    is_unsupported,
+    is_obstacle,
 )
 from autofit.units import MIB
 
@@ -69,22 +69,22 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         gpu: the GPU whose memory use is emulated.
 
     Attributes:
-        gpu, asked: the GPU; it notes what it is asked.
-        by_card: the allocations whose size the GPU decides, by their numbers.
-        unsupported: the first thing that could not be done, also if the user's code caught it.
-        known: the values of tensors that are known.
+        gpu, queries: the GPU; it notes what it is asked.
+        gpu_sized: the allocations whose size the GPU decides, by their numbers.
+        obstacle: the first thing that could not be done, also if the user's code caught it.
+        known_values: those of some tensors.
         operations: while it is a list, the work of operators is added to it.
         uncompiled: the lines that call compiled functions, which ran as they are written.
     """
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__(device_type="meta", record=True)
-        self.asked = AskedGpu(gpu)
-        self.gpu = cast(Gpu, self.asked)
-        self.by_card: dict[int, ByCard] = {}
-        self._given = gpu
-        self.unsupported: Unsupported | None = None
-        self.known = KnownValues()
+        self.queries = AskedGpu(gpu)
+        self.gpu = cast(Gpu, self.queries)
+        self.gpu_sized: dict[int, GpuSized] = {}
+        self._plain_gpu = gpu
+        self.obstacle: Obstacle | None = None
+        self.known_values = KnownValues()
         self.operations: list[Operation] | None = None
         self.uncompiled: set[str] = set()
         self._shape_cache = ShapeCache()
@@ -117,33 +117,33 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
 
     def note(self, error: Exception) -> None:
         """Keep an error that is being raised now if it is the first that is unsupported."""
-        if is_unsupported(error):
-            self.note_unsupported(Unsupported.raised_here(error))
+        if is_obstacle(error):
+            self.note_obstacle(Obstacle.raised_here(error))
 
-    def note_unsupported(self, unsupported: Unsupported) -> None:
+    def note_obstacle(self, obstacle: Obstacle) -> None:
         """Keep it if it is the first; the dry run has no result then."""
-        self.unsupported = self.unsupported or unsupported
+        self.obstacle = self.obstacle or obstacle
 
     def is_on_gpu(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor stands for one of the GPU, and not of the host's memory."""
         with torch._C.DisableTorchFunction():
-            return tensor.is_meta and not self._aside
+            return tensor.is_meta and not self._is_untracked
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = _name(func)
         if name in _PRODUCTS:
             _check_factors(args)
-        real = self.known.arguments(func, args, kwargs)
+        real = self.known_values.arguments(func, args, kwargs)
         if real is not None and name == "_to_copy" and kwargs.get("device") == _HOST:
             return func(*real[0], **real[1])
         if name in NEEDS_VALUES and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             if real is not None:
-                return self.known.answer(func, real)
+                return self.known_values.answer(func, real)
             if name == "_local_scalar_dense" and asked_by_an_optimizer():
                 return torch.ones((), dtype=args[0].dtype).item()
             raise NeedsValues(NEEDS_VALUES[name])
         result = self._shapes(name, func, args, kwargs)
-        self.known.follow(func, real, args, kwargs, result)
+        self.known_values.follow(func, real, args, kwargs, result)
         return result
 
     def _shapes(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -184,8 +184,8 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
     @property
     def allocations(self) -> Recording:
         """The events so far, with zero for the sizes that the GPU decides."""
-        live, by_card = self.recording, self.by_card
-        events = tuple((number, 0 if number in by_card else size) for number, size in live.events)
+        live, gpu_sized = self.recording, self.gpu_sized
+        events = tuple((number, 0 if number in gpu_sized else size) for number, size in live.events)
         first: dict[Hashable, int] = {}  # of a purpose, and its name where sizes are compared
         purposes = live.optional.items()
         optional = {number: first.setdefault(purpose, number) for number, purpose in purposes}
@@ -226,9 +226,9 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         return sizes
 
     def _allocate(self, nbytes: Size) -> tuple[int, Block | None]:
-        number, block = super()._allocate(bytes_on(self._given, nbytes))
+        number, block = super()._allocate(bytes_on(self._plain_gpu, nbytes))
         if not isinstance(nbytes, int):
-            self.by_card[number] = nbytes
+            self.gpu_sized[number] = nbytes
         return number, block
 
     def _use_workspace(self, library: str, size: Size) -> None:
@@ -286,15 +286,15 @@ class ShapeCache:
         key = _call_key(func, args, kwargs) if _makes_new_tensors(func) else None
         if key is None:
             return run(func, args, kwargs)
-        if (known := self._looks.get(key)) is not None:
-            kind, looks = known
-            made = [
+        if (looked_up := self._looks.get(key)) is not None:
+            kind, looks = looked_up
+            results = [
                 None
                 if look is None
                 else torch.empty_strided(look[0], look[1], dtype=look[2], device="meta")
                 for look in looks
             ]
-            return kind(made) if kind is not None else made[0]
+            return kind(results) if kind is not None else results[0]
         result = run(func, args, kwargs)
         several = isinstance(result, (tuple, list))
         tensors = list(result) if several else [result]
@@ -338,18 +338,19 @@ def _is_simple(tensor: torch.Tensor) -> bool:
     return tensor.is_meta and tensor.layout is torch.strided and not tensor.is_complex()
 
 
-def _are_new(results: list[Any], given: Any) -> bool:
+def _are_new(results: list[Any], args: Any) -> bool:
     """Return whether each result is all of a storage of its own.
 
     The schema does not tell: that of `_unsafe_view` names no alias.
     """
     if not all(type(each) is torch.Tensor and _is_simple(each) for each in results):
         return False
-    storages = [tensor.untyped_storage() for tensor in (*results, *tensors_in(given))]
-    own = storages[: len(results)]
-    whole = all(storage.nbytes() == each.nbytes for storage, each in zip(own, results, strict=True))
-    others = [storage._cdata for storage in storages[len(results) :]]
-    return whole and len({each._cdata for each in own} - {*others}) == len(own)
+    storages = [tensor.untyped_storage() for tensor in (*results, *tensors_in(args))]
+    of_results, of_args = storages[: len(results)], storages[len(results) :]
+    pairs = zip(of_results, results, strict=True)
+    whole = all(storage.nbytes() == each.nbytes for storage, each in pairs)
+    keys = {each._cdata for each in of_results} - {each._cdata for each in of_args}
+    return whole and len(keys) == len(of_results)
 
 
 def _look(tensor: torch.Tensor) -> _Look:

@@ -26,7 +26,7 @@ from autofit.memory.tracer import tensors_in
 from autofit.torch_private import pytree
 
 # Larger tensors are not followed, so that a dry run costs neither time nor memory.
-MOST_ELEMENTS = 2**23
+MAX_ELEMENTS = 2**23
 # Operators whose result depends on values, and the question that they ask.
 NEEDS_VALUES = {
     "_local_scalar_dense": "a tensor is read as a number (by .item(), float(), an if or the like)",
@@ -58,7 +58,7 @@ class NeedsValues(Exception):
 
 
 @dataclass(frozen=True)
-class Unsupported:
+class Obstacle:
     """Something that a dry run cannot do.
 
     The user's code may catch the exception (`try: ... except Exception`) and go on as it never
@@ -74,19 +74,19 @@ class Unsupported:
     line: str
 
     @classmethod
-    def raised_here(cls, error: Exception) -> Unsupported:
+    def raised_here(cls, error: Exception) -> Obstacle:
         """Return it from the place of the raise, with the line found among the callers."""
         frames = traceback.extract_stack()
         inside = [at for at, frame in enumerate(frames) if frame.filename.startswith(_OURS)]
         return cls(_first_line(error), users_line(frames[inside[0] :]))
 
     @classmethod
-    def caught(cls, error: Exception) -> Unsupported:
+    def caught(cls, error: Exception) -> Obstacle:
         """Return it from the place of the catch, with the line found in the traceback."""
         return cls(_first_line(error), users_line(traceback.extract_tb(error.__traceback__)))
 
 
-def is_unsupported(error: Exception) -> bool:
+def is_obstacle(error: Exception) -> bool:
     """Return whether the meta device caused an error, and not the user's code."""
     if isinstance(error, (NeedsValues, NotImplementedError)):
         return True
@@ -123,7 +123,7 @@ class KnownValues:
 
     def learn(self, tensor: torch.Tensor, values: torch.Tensor | None) -> None:
         """Keep the values of a meta tensor, the first of its storage, unless they are too many."""
-        if values is None or values.numel() > MOST_ELEMENTS or not tensor.is_meta:
+        if values is None or values.numel() > MAX_ELEMENTS or not tensor.is_meta:
             return
         real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         storage = tensor.untyped_storage()
@@ -142,25 +142,25 @@ class KnownValues:
         """Return a tensor with values on the CPU; None where a meta tensor's are unknown."""
         if not tensor.is_meta:
             return tensor
-        known = self._values.get(_key(tensor))
-        if known is None:
+        storage = self._values.get(_key(tensor))
+        if storage is None:
             return None
         real = torch.empty(0, dtype=tensor.dtype)
-        return real.set_(known[1], tensor.storage_offset(), tensor.shape, tensor.stride())
+        return real.set_(storage[1], tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return an operator's arguments with values; None where one of them is unknown."""
         name = func._schema.name
         if func.is_view or ("empty" in name and name != _EMPTY_LIKE):
             return None  # shares its argument's storage, and so its values; or has none
-        given = list(tensors_in((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         # Or it makes a constant on the device, or moves a tensor there
         device = kwargs.get("device")
         is_for_meta = device is not None and torch.device(device).type == "meta"
-        is_for_meta = is_for_meta and (bool(given) or name in _CONSTANTS)
-        if not any(tensor.is_meta for tensor in given) and not is_for_meta:
+        is_for_meta = is_for_meta and (bool(tensors) or name in _CONSTANTS)
+        if not any(tensor.is_meta for tensor in tensors) and not is_for_meta:
             return None  # runs on the host anyway
-        if any(self._is_unknown(tensor) for tensor in given):
+        if any(self._is_unknown(tensor) for tensor in tensors):
             return None
         if torch.Tag.nondeterministic_seeded in func.tags:
             return None
@@ -192,7 +192,7 @@ class KnownValues:
                 func(*real[0], **real[1])
             return
         results = list(tensors_in(result))
-        small = all(tensor.numel() <= MOST_ELEMENTS for tensor in results)
+        small = all(tensor.numel() <= MAX_ELEMENTS for tensor in results)
         if real is None or not results or not small or not results[0].is_meta:
             return
         with suppress(Exception):  # operators that the CPU lacks leave their results unknown

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from autofit.devices.gpu_catalogue import find_gpu
 from autofit.prediction.cuda import attention
 from autofit.prediction.cuda.attention import Call, chosen_kernel
-from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import stage
+from tests.prediction.cuda.listening import Listening
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -80,30 +80,21 @@ def test_the_rows_of_a_mask_are_padded_to_multiples_of_eight(length: int, stored
     assert attention._aligned(mask, made).stride(-2) == stored
 
 
-def test_the_users_switch_is_heeded() -> None:
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        assert chosen_kernel(call(), find_gpu("H100")) == SDPBackend.EFFICIENT_ATTENTION
-    with sdpa_kernel(
-        [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True
-    ):
-        assert chosen_kernel(call(), find_gpu("A100")) == SDPBackend.EFFICIENT_ATTENTION
-    with sdpa_kernel(SDPBackend.MATH):
-        assert chosen_kernel(call(), find_gpu("H100")) == SDPBackend.MATH
-
-
-class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own hook
-    def __init__(self, gpu: str) -> None:
-        super().__init__(find_gpu(gpu))
-        self.operators: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "attention" in str(func):
-            self.operators.append(str(func).split(".")[1].removeprefix("_scaled_dot_product_"))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+@pytest.mark.parametrize(
+    ("gpu", "kernels", "in_order"),
+    [
+        ("H100", [SDPBackend.EFFICIENT_ATTENTION], False),
+        ("A100", [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], True),
+        ("H100", [SDPBackend.MATH], False),
+    ],
+)
+def test_the_users_switch_is_heeded(gpu: str, kernels: list[SDPBackend], in_order: bool) -> None:
+    with sdpa_kernel(kernels, set_priority=in_order):
+        assert chosen_kernel(call(), find_gpu(gpu)) == kernels[0]
 
 
 def run(gpu: str, dtype: torch.dtype, *, checkpointed: bool, mask: bool = False) -> list[str]:
-    tracer = _Listening(gpu)
+    tracer = Listening(find_gpu(gpu))
     with stage(tracer):
         query: Any = torch.randn(2, 8, 64, 64, device="cuda", dtype=dtype, requires_grad=True)
         bias = torch.ones(64, 64, dtype=torch.bool, device="cuda").tril() if mask else None
@@ -113,10 +104,10 @@ def run(gpu: str, dtype: torch.dtype, *, checkpointed: bool, mask: bool = False)
 
         out = checkpoint(attend, query, use_reentrant=False) if checkpointed else attend(query)
         out.sum().backward()
-        assert out.shape == query.shape
-        assert query.grad.shape == query.shape
+        assert out.shape == query.grad.shape == query.shape
         del query, out
-    return tracer.operators
+    attention_alone = (name for name in tracer.operators if "attention" in name)
+    return [name.split(".")[1].removeprefix("_scaled_dot_product_") for name in attention_alone]
 
 
 @pytest.mark.parametrize(
@@ -128,11 +119,6 @@ def test_forward_recomputation_and_backward_use_it(
 ) -> None:
     name = f"{kernel}_attention"
     assert run(gpu, dtype, checkpointed=False) == [name, f"{name}_backward"]
+    if dtype == FP32:  # a boolean mask becomes an additive one
+        assert run(gpu, dtype, checkpointed=False, mask=True) == [name, f"{name}_backward"]
     assert run(gpu, dtype, checkpointed=True) == [name, name, f"{name}_backward"]
-
-
-def test_a_boolean_mask_becomes_an_additive_one() -> None:
-    assert run("A100", FP32, checkpointed=False, mask=True) == [
-        "efficient_attention",
-        "efficient_attention_backward",
-    ]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from autofit.devices.gpu_catalogue import find_gpu
 from autofit.prediction.cuda.convolutions import Convolution, Direction, workspace_bytes
 from autofit.prediction.cuda.tracer import CudaTracer
-from autofit.prediction.dry_run import stage
 
 H200 = find_gpu("H200")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -20,11 +17,9 @@ SLACK = 1024
 
 
 @pytest.fixture(params=[False, True])
-def tf32(request: pytest.FixtureRequest) -> Iterator[bool]:
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = request.param
-    yield request.param
-    torch.backends.cudnn.allow_tf32 = before
+def tf32(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", request.param)
+    return bool(request.param)
 
 
 def convolution(
@@ -74,44 +69,46 @@ def test_a_workspace_is_as_large_as_it_was_recorded(
     assert workspace_bytes(case, direction, H200) == pytest.approx(recorded, abs=slack)
 
 
-def test_float32_runs_on_tensor_cores_where_tf32_is_allowed(tf32: bool) -> None:
-    case = convolution((32, 256, 20, 20), 256, 3, FP32, stride=2)
-    expected = 18743312 if tf32 else 0
-    assert abs(workspace_bytes(case, Direction.FORWARD, H200) - expected) < SLACK
+@pytest.mark.parametrize(
+    ("direction", "case", "in_tf32", "in_float32"),
+    [
+        (FORWARD, convolution((32, 256, 20, 20), 256, 3, FP32, stride=2), 18743312, 0),
+        (Direction.WEIGHT, convolution((32, 64, 40, 40), 64, 3, FP32), None, 59572224),
+        (Direction.DATA, convolution((32, 64, 40, 40), 64, 3, FP32), None, 0),
+        (
+            FORWARD,
+            convolution((32, 256, 40, 40), 64, 1, FP32, channels_last=True),
+            None,
+            65536016,
+        ),
+    ],
+    ids=["strided", "transformed tiles", "none for data", "copied channels last"],
+)
+def test_float32_runs_on_tensor_cores_where_tf32_is_allowed(
+    direction: Direction, case: Convolution, in_tf32: int | None, in_float32: int, tf32: bool
+) -> None:
+    expected = in_tf32 if tf32 else in_float32
+    if expected is not None:
+        slack = SLACK if expected else 0
+        assert workspace_bytes(case, direction, H200) == pytest.approx(expected, abs=slack)
 
 
-def test_float32_multiplies_transformed_tiles() -> None:
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        case = convolution((32, 64, 40, 40), 64, 3, FP32)
-        assert abs(workspace_bytes(case, Direction.WEIGHT, H200) - 59572224) < SLACK
-        assert workspace_bytes(case, Direction.DATA, H200) == 0
-        last = convolution((32, 256, 40, 40), 64, 1, FP32, channels_last=True)
-        assert abs(workspace_bytes(last, Direction.FORWARD, H200) - 65536016) < SLACK
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
-
-
+@pytest.mark.usefixtures("tracer")
 def test_gradients_take_the_layout_of_data_and_weight_whatever_the_results_gradient_has() -> None:
-    tracer = CudaTracer(H200)
-    with stage(tracer):
-        weight = torch.randn(8, 16, 3, 3, device="cuda", requires_grad=True)
-        data = torch.randn(2, 32, 8, 8, device="cuda").to(memory_format=torch.channels_last)
-        half = data[:, :16].requires_grad_()  # with gaps, and still channels last
-        result = torch.nn.functional.conv2d(half, weight)
-        assert result.is_contiguous(memory_format=torch.channels_last)
-        gradients = torch.autograd.grad(result, (half, weight), torch.randn_like(result))
-        assert all(each.is_contiguous(memory_format=torch.channels_last) for each in gradients)
-        del weight, data, half, result, gradients
+    weight = torch.randn(8, 16, 3, 3, device="cuda", requires_grad=True)
+    data = torch.randn(2, 32, 8, 8, device="cuda").to(memory_format=torch.channels_last)
+    half = data[:, :16].requires_grad_()  # with gaps, and still channels last
+    result = torch.nn.functional.conv2d(half, weight)
+    gradients = torch.autograd.grad(result, (half, weight), torch.randn_like(result))
+    layout = torch.channels_last
+    assert all(each.is_contiguous(memory_format=layout) for each in (result, *gradients))
 
 
-def test_a_transposed_convolution_takes_the_workspace_of_a_data_gradient() -> None:
+def test_a_transposed_convolution_takes_the_workspace_of_a_data_gradient(
+    tracer: CudaTracer,
+) -> None:
     """cuDNN runs its forward pass as the gradient of another's data: 3x3 needs nothing then."""
-    tracer = CudaTracer(H200)
-    with stage(tracer):
-        torch.backends.cudnn.allow_tf32 = False
-        data = torch.empty(8, 64, 56, 56, device="cuda")
-        layer = torch.nn.ConvTranspose2d(64, 64, 3, padding=1, bias=False).cuda()
-        layer(data)
+    torch.backends.cudnn.allow_tf32 = False
+    layer = torch.nn.ConvTranspose2d(64, 64, 3, padding=1, bias=False).cuda()
+    layer(torch.empty(8, 64, 56, 56, device="cuda"))
     assert list(tracer.recording.optional) == []

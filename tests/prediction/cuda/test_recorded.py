@@ -12,10 +12,10 @@ import torch
 from autofit.devices.gpu_catalogue import Gpu, find_gpu
 from autofit.prediction.cuda.operators import ORDERS
 from autofit.prediction.cuda.scratch import Reduction, Size, bytes_on, scratch
-from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import STEPS, stage
 from benchmarks.traces.recorded import RecordedTraining, recorded_trainings
 from benchmarks.traces.trainings import TRAININGS
+from tests.prediction.cuda.listening import Listening
 
 H200 = find_gpu("H200")
 EXACT = {
@@ -42,17 +42,12 @@ def taken(sizes: list[Size], gpu: Gpu = H200) -> list[int]:
     return [nbytes for size in sizes if (nbytes := bytes_on(gpu, size))]
 
 
-class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Notes each operator that runs, and the scratch memory of each call of one."""
+class _Weighing(Listening):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Notes the scratch memory of each call of an operator, too."""
 
     def __init__(self) -> None:
         super().__init__(H200)
-        self.operators: list[str] = []
         self.scratch: dict[str, list[list[int]]] = defaultdict(list)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operators.append(str(func))
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def account(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func._schema.name.removeprefix("aten::")
@@ -63,8 +58,8 @@ class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own ho
 
 
 @cache
-def ran(training: str) -> _Listening:
-    tracer = _Listening()
+def ran(training: str) -> _Weighing:
+    tracer = _Weighing()
     with stage(tracer):
         steps = TRAININGS[training].steps("cuda")
         for _ in range(STEPS):
@@ -94,16 +89,19 @@ def test_kernels_allocate_what_was_recorded(training: str) -> None:
         assert found[operator] == sizes
 
 
-def test_the_gradient_of_a_convolutions_bias() -> None:
-    """A batch of 8 images of 192x192 with 32 channels, as recorded."""
-    image = torch.empty(8, 32, 192, 192, device="meta")
-    assert Reduction.of(image, frozenset({0, 2, 3})).bytes_on(H200) == 2176
-
-
-@pytest.mark.parametrize("shape", [(8, 8), (0, 8)])
-def test_a_small_reduction_needs_no_buffer(shape: tuple[int, int]) -> None:
-    reduction = Reduction.of(torch.empty(shape, device="meta"), frozenset({0}))
-    assert reduction.bytes_on(H200) == 0
+@pytest.mark.parametrize(
+    ("shape", "dims", "nbytes"),
+    [
+        ((8, 32, 192, 192), {0, 2, 3}, 2176),  # the gradient of a convolution's bias, as recorded
+        ((8, 8), {0}, 0),
+        ((0, 8), {0}, 0),
+    ],
+)
+def test_a_reduction_needs_a_buffer_where_it_is_large(
+    shape: tuple[int, ...], dims: set[int], nbytes: int
+) -> None:
+    tensor = torch.empty(shape, device="meta")
+    assert Reduction.of(tensor, frozenset(dims)).bytes_on(H200) == nbytes
 
 
 # -- The emulation runs the very operators that CUDA ran, in the same order

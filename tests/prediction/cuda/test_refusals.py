@@ -78,35 +78,23 @@ def test_a_mask_larger_than_the_scores_is_not_added_in_their_memory() -> None:
 
 
 def test_casts_are_kept_over_attention_where_autocast_is_on_without_a_context() -> None:
-    def twice(data: Tensor, weight: Tensor, between: bool) -> Tensor:
-        torch.set_autocast_enabled("cuda", True)
-        try:
-            heads = functional.linear(data, weight)
-            heads = attention(heads, torch.zeros(16, 16, device=heads.device)) if between else heads
-            return functional.linear(data, weight) + heads.sum()
-        finally:
-            torch.set_autocast_enabled("cuda", False)
-            torch.clear_autocast_cache()
-
-    class Wide(nn.Module):
-        def __init__(self, between: bool) -> None:
-            super().__init__()
-            self.weight, self.between = nn.Parameter(torch.zeros(64, 64 * 1024)), between
-
-        def forward(self, data: Tensor) -> Tensor:
+    def peak(between: bool) -> int:
+        def twice(model: nn.Linear, data: Tensor) -> Tensor:
             wide = data.repeat(1, 1, 1024)
-            return twice(wide, self.weight, self.between)
+            torch.set_autocast_enabled("cuda", True)
+            try:
+                heads = model(wide)
+                if between:
+                    heads = attention(heads, torch.zeros(16, 16, device=heads.device))
+                return (model(wide) + heads.sum()).float().square().mean()
+            finally:
+                torch.set_autocast_enabled("cuda", False)
+                torch.clear_autocast_cache()
 
-    found = [
-        predict(
-            Workload(
-                lambda between=between: Wide(between),  # type: ignore[misc]
-                torch.randn(1, 16, 64),
-                loss_fn=lambda m, b: m(b).float().square().mean(),
-            ),
-            gpu="H200",
-        ).peak_allocated_bytes
-        for between in (False, True)
-    ]
+        wide = Workload(
+            lambda: nn.Linear(64 * 1024, 64, bias=False), torch.randn(1, 16, 64), loss_fn=twice
+        )
+        return predict(wide, gpu="H200").peak_allocated_bytes
+
     cast = 64 * 64 * 1024 * 2
-    assert found[1] - found[0] < cast / 2
+    assert peak(between=True) - peak(between=False) < cast / 2

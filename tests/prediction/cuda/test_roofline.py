@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autofit.devices.gpu_catalogue import Gpu, Rates, find_gpu
+from autofit.devices.gpu_catalogue import Rates, find_gpu
 from autofit.plan import Plan, ResolvedPlan
+from autofit.prediction.cuda.fake_cuda import replaced
 from autofit.prediction.cuda.roofline import LAUNCH_S, Operation, cost_on
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import dry_run, stage
@@ -30,10 +31,7 @@ COUNTS_BYTES = Rates(INFINITE, INFINITE, INFINITE, 1.0)
 
 def cost(run: Callable[..., object], rates: Rates, *, prepare: Any = None) -> Any:
     """Return the cost of a function's operations on an H200 with these rates."""
-    return cost_of(replace(H200, rates=rates), run, prepare=prepare)
-
-
-def cost_of(gpu: Gpu, run: Callable[..., object], *, prepare: Any = None) -> Any:
+    gpu = replace(H200, rates=rates)
     tracer = CudaTracer(gpu)
     with stage(tracer):
         made = prepare() if prepare is not None else ()
@@ -123,14 +121,8 @@ def test_an_operator_moves_what_it_reads_and_writes(
     assert found.launch_seconds == (LAUNCH_S if moved else 0)
 
 
-@contextmanager
-def tf32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+def tf32() -> AbstractContextManager[None]:
+    return replaced(torch.backends.cuda.matmul, "allow_tf32", True)
 
 
 @pytest.mark.parametrize(
@@ -153,27 +145,27 @@ def test_a_product_has_the_rate_of_the_type_it_runs_in(how: Any, rate: float) ->
     assert found.kernel_seconds == 2 * 16**3 / rate
 
 
+def moved(make: Callable[[], nn.Module], layout: torch.memory_format, dtype: torch.dtype) -> Any:
+    """Return the bytes that a layer moves of a batch of images."""
+
+    def prepare() -> tuple[nn.Module, torch.Tensor]:
+        return make(), ones(8, 64, 32, 32, dtype=dtype).to(memory_format=layout)
+
+    return cost(lambda layer, x: layer(x), COUNTS_BYTES, prepare=prepare).kernel_seconds
+
+
 def test_tensor_cores_convolve_faster_in_channels_last() -> None:
-    def seconds(layout: torch.memory_format) -> float:
-        def prepare() -> tuple[nn.Module, torch.Tensor]:
-            layer = nn.Conv2d(64, 64, 3, padding=1, device="cuda", dtype=torch.bfloat16)
-            x = ones(8, 64, 32, 32, dtype=torch.bfloat16)
-            return layer, x.to(memory_format=layout)
+    def bytes_in(layout: torch.memory_format) -> Any:
+        return moved(
+            lambda: nn.Conv2d(64, 64, 3, padding=1, device="cuda", dtype=HALF), layout, HALF
+        )
 
-        found = cost(lambda layer, x: layer(x), COUNTS_BYTES, prepare=prepare)
-        return found.kernel_seconds
-
-    assert seconds(torch.channels_last) < seconds(torch.contiguous_format)
+    assert bytes_in(torch.channels_last) < bytes_in(torch.contiguous_format)
 
 
 def test_batch_normalization_reads_data_once_where_cudnn_keeps_it() -> None:
-    def seconds(layout: torch.memory_format, dtype: torch.dtype, *, train: bool = True) -> float:
-        def prepare() -> tuple[nn.Module, torch.Tensor]:
-            x = ones(8, 64, 32, 32, dtype=dtype).to(memory_format=layout)
-            return nn.BatchNorm2d(64, device="cuda").train(train), x
-
-        found = cost(lambda layer, x: layer(x), COUNTS_BYTES, prepare=prepare)
-        return found.kernel_seconds
+    def seconds(layout: torch.memory_format, dtype: torch.dtype, *, train: bool = True) -> Any:
+        return moved(lambda: nn.BatchNorm2d(64, device="cuda").train(train), layout, dtype)
 
     last, contiguous, half = torch.channels_last, torch.contiguous_format, torch.float16
     data = 2 * 8 * 64 * 32 * 32
@@ -195,36 +187,31 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def step(rates: Rates, *, gpu: Gpu = H200, steps: int = 1, **options: Any) -> Any:
-    given = {"optimizer": lambda ps: torch.optim.SGD(ps, 0.1)} | options
-    workload = Workload(given.pop("model", Net), torch.ones(4, 512), **given)
-    plan = Plan(64, accumulation_steps=steps)
-    gpu = replace(gpu, rates=rates)
-    return dry_run(workload, ResolvedPlan(plan), gpu).micro_batch_cost_on(gpu)
+def flops_of_a_step(model: Callable[[], nn.Module]) -> Any:
+    workload = Workload(model, torch.ones(4, 512), optimizer=lambda ps: torch.optim.SGD(ps, 0.1))
+    gpu = replace(H200, rates=COUNTS_FLOPS)
+    cost: Any = dry_run(workload, ResolvedPlan(Plan(64)), gpu).micro_batch_cost_on(gpu)
+    return cost.kernel_seconds
 
 
 def test_a_step_counts_what_checkpointing_recomputes() -> None:
     forward = 2 * 64 * 512 * 2048 * 2
     first_input_needs_no_gradient = forward / 2
-    plain = step(COUNTS_FLOPS).kernel_seconds
+    plain = flops_of_a_step(Net)
     assert plain == 3 * forward - first_input_needs_no_gradient
-    recomputed = step(COUNTS_FLOPS, model=lambda: Net(checkpointed=True)).kernel_seconds
+    recomputed = flops_of_a_step(lambda: Net(checkpointed=True))
     last_output_is_not_needed_again = forward / 2
     assert recomputed == plain + forward - last_output_is_not_needed_again
 
 
 def test_a_prediction_costs_a_large_model_by_type_and_a_small_one_by_launches() -> None:
-    def cost_of(dtype: str, width: int) -> Any:
+    def cost_of(dtype: str, width: int, gpu: str = "H200") -> Any:
         workload = Workload(lambda: nn.Linear(width, width), torch.ones(4, width))
         plan = Plan(width, settings={"precision.dtype": dtype})
-        return predict(workload, plan=plan, gpu="H200").micro_batch_cost
+        return predict(workload, plan=plan, gpu=gpu).micro_batch_cost
 
     large = {name: cost_of(name, 8192).seconds for name in ("default", "tf32", "bfloat16")}
     assert large["bfloat16"] < large["tf32"] < large["default"]
     small = cost_of("default", 8)
     assert small.seconds == small.launch_seconds > small.kernel_seconds > 0
-
-
-def test_a_gpu_that_is_not_known_has_no_cost() -> None:
-    workload = Workload(lambda: nn.Linear(8, 8), torch.ones(4, 8))
-    assert predict(workload, gpu="24GiB").micro_batch_cost is None
+    assert cost_of("default", 8, gpu="24GiB") is None, "its rates are not known"

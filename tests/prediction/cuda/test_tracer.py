@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,17 +51,16 @@ def test_the_workspace_that_the_environment_chooses_is_taken_and_not_said_to_be_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
-    held = traced(lambda: on_device(8, 8) @ on_device(8, 8)).allocator.allocated_bytes
-    assert 8 * MIB + 2**17 <= held < 10 * MIB
+    taken = traced(lambda: on_device(8, 8) @ on_device(8, 8)).allocator.allocated_bytes
+    assert 8 * MIB + 2**17 <= taken < 10 * MIB
     assert ignored_options() is None
 
 
 def test_the_workspace_of_a_convolution_is_dispensable() -> None:
-    def convolve() -> None:
-        layer = nn.Conv2d(64, 64, 3, padding=1, device="cuda", dtype=torch.bfloat16)
-        layer(torch.randn(256, 64, 32, 32, device="cuda", dtype=torch.bfloat16))
-
-    recording = traced(convolve).recording
+    half: Any = {"device": "cuda", "dtype": torch.bfloat16}
+    recording = traced(
+        lambda: nn.Conv2d(64, 64, 3, padding=1, **half)(torch.randn(256, 64, 32, 32, **half))
+    ).recording
     assert len(recording.optional) == 1
     required = required_bytes(recording)
     assert required < replay(recording).peak_allocated_bytes
@@ -82,18 +82,16 @@ def test_values_are_refused(read: Callable[[torch.Tensor], object]) -> None:
         traced(lambda: read(on_device(4, 4)))
 
 
+@pytest.mark.usefixtures("tracer")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_in_groups_have_the_shapes_of_gradients(dtype: torch.dtype) -> None:
-    def multiply() -> None:
-        tokens: Any = torch.randn(64, 16, device="cuda", dtype=dtype, requires_grad=True)
-        experts: Any = torch.randn(4, 16, 32, device="cuda", dtype=dtype, requires_grad=True)
-        ends = torch.tensor([16, 32, 48, 64], device="cuda", dtype=torch.int32)
-        product = torch._grouped_mm(tokens, experts, offs=ends)
-        assert product.shape == (64, 32)
-        product.sum().backward()  # type: ignore[no-untyped-call]  # torch's
-        assert (tokens.grad.shape, experts.grad.shape) == (tokens.shape, experts.shape)
-
-    traced(multiply)
+    tokens: Any = torch.randn(64, 16, device="cuda", dtype=dtype, requires_grad=True)
+    experts: Any = torch.randn(4, 16, 32, device="cuda", dtype=dtype, requires_grad=True)
+    ends = torch.tensor([16, 32, 48, 64], device="cuda", dtype=torch.int32)
+    product = torch._grouped_mm(tokens, experts, offs=ends)
+    product.sum().backward()  # type: ignore[no-untyped-call]  # torch's
+    shapes = product.shape, tokens.grad.shape, experts.grad.shape
+    assert shapes == ((64, 32), tokens.shape, experts.shape)
 
 
 # The cache of what operators return.
@@ -105,15 +103,9 @@ def on_meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-class Runs:
-    """Runs operators, and counts."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.count += 1
-        return func(*args, **kwargs)
+def running() -> Mock:
+    """Return what runs operators, and counts."""
+    return Mock(side_effect=lambda func, args, kwargs: func(*args, **kwargs))
 
 
 def looks(result: Any) -> list[Any]:
@@ -134,9 +126,9 @@ def looks(result: Any) -> list[Any]:
     ids=["add", "normalize", "some results", "sum"],
 )  # fmt: skip
 def test_a_second_time_nothing_is_run_and_the_result_looks_the_same(func: Any, args: Any) -> None:
-    shapes, run = ShapeCache(), Runs()
+    shapes, run = ShapeCache(), running()
     first, again = (shapes.result(func, args, {}, run) for _ in range(2))
-    assert run.count == 1
+    assert run.call_count == 1
     assert looks(again) == looks(first) == looks(func(*args))
     assert type(again) is type(first)
 
@@ -153,13 +145,13 @@ def test_a_second_time_nothing_is_run_and_the_result_looks_the_same(func: Any, a
     ids=["quiet alias", "quiet views", "view", "in place", "on the host"],
 )
 def test_what_makes_no_new_tensors_on_the_device_is_always_run(func: Any, args: Any) -> None:
-    shapes, run = ShapeCache(), Runs()
+    shapes, run = ShapeCache(), running()
     for _ in range(2):
         shapes.result(func, args, {}, run)
-    assert run.count == 2
+    assert run.call_count == 2
 
 
 def test_arguments_that_are_equal_and_of_another_type_are_distinguished() -> None:
-    shapes, run, whole = ShapeCache(), Runs(), on_meta(4, dtype=torch.int64)
+    shapes, run, whole = ShapeCache(), running(), on_meta(4, dtype=torch.int64)
     types = [shapes.result(aten.add.Tensor, (whole, one), {}, run).dtype for one in (1, 1.0, True)]
     assert types == [torch.int64, torch.float32, torch.int64]
