@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -276,27 +275,6 @@ except WorkerFailed:
 """
 
 
-def said_by_ranks(program: str) -> list[str]:
-    """What each of two ranks prints."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env=os.environ | world | {"RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    try:
-        return [rank.communicate(timeout=240)[0].strip() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-
-
 @pytest.mark.parametrize(
     ("program", "said"),
     [
@@ -306,8 +284,25 @@ def said_by_ranks(program: str) -> list[str]:
     ],
     ids=["two calls", "an error", "a death"],
 )
-def test_all_ranks_end_as_rank_0_does(program: str, said: list[str]) -> None:
-    assert said_by_ranks(program) == said
+def test_all_ranks_end_as_rank_0_does(python: Any, program: str, said: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        python(
+            "-c",
+            program,
+            env=os.environ | world | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        assert [rank.communicate(timeout=240)[0].strip() for rank in ranks] == said
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 # -- Ranks that are never started: too many, too late, or where they could not meet.

@@ -230,17 +230,18 @@ def test_ranks_that_die_as_they_join_are_a_failed_worker(monkeypatch: Any) -> No
     assert is_fault(NoReply(Outcome.CRASHED, ""))
 
 
-class Ends(nn.Sequential):
+class Ends(nn.Module):
     """Does something to its process from a micro-batch on."""
 
     def __init__(self, end: Callable[[], object], least: int) -> None:
-        super().__init__(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())))
-        self.end, self.least = end, least
+        super().__init__()
+        layers = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())]
+        self.body, self.end, self.least = nn.Sequential(*layers), end, least
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if len(inputs) >= self.least:
             self.end()
-        return super().forward(inputs)
+        return self.body(inputs)
 
 
 def _is_killed() -> None:

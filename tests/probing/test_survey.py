@@ -70,7 +70,7 @@ WEIGHED = {"criterion": nn.CrossEntropyLoss(ignore_index=1)}
         ([], {"criterion": nn.CrossEntropyLoss(reduction="sum")}, {"loss_weight"}),
         (
             [],
-            {"criterion": lambda y, _: CROSS_ENTROPY(y @ y.T, torch.arange(len(y)))},
+            {"criterion": _contrastive},
             {"loss_weight"},
         ),
         ([], WEIGHED, {"loss_weight"}),
@@ -117,8 +117,12 @@ def _fails(output: Any, target: Any) -> torch.Tensor:
         ([], {"criterion": _fails}, None, "LookupError: no such class"),
         (
             [],
-            {"sample_batch": (torch.ones(2, 6), torch.ones(2).long())},
-            "criterion",
+            {
+                "sample_batch": torch.ones(2, 6, dtype=torch.int64),
+                "criterion": None,
+                "loss_fn": lambda model, batch: model(batch.float()).mean(),
+            },
+            "loss_fn",
             "one sample.*samples that differ",
         ),
     ],
