@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+import autofit
 from autofit.checks.check import check
 from autofit.checks.probe import probe
-from autofit.checks.verdict import Verdict, compare_with, read_fraction
+from autofit.checks.verdict import Regression, Verdict, compare_with, read_fraction
+from autofit.devices.gpu_catalogue import Gpu, find_gpu
 from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Dimension, Plan
@@ -22,6 +25,7 @@ from autofit.prediction.predict import predict
 from autofit.report.record import Record, SearchSummary
 from autofit.training.workload import Workload
 from autofit.units import GIB, MIB
+from benchmarks.workload_models import GPT
 
 
 def build() -> nn.Module:
@@ -33,34 +37,69 @@ def workload(**options: Any) -> Workload:
     return Workload(build, (torch.randn(8, 512), torch.randn(8, 512)), **given)
 
 
-def test_it_fits_by_prediction() -> None:
-    verdict: Any = check(workload(), vram_budget="2GiB", gpu="L4")
-    assert verdict.fits is True
-    assert verdict.method == "predict"
-    assert verdict.headroom_bytes == 2 * GIB - verdict.required_bytes
-    assert "2.00 GiB" in str(verdict)
+def predicted(workload: Workload, micro_batch: int = 8, vram_budget: Any = "2GiB") -> Any:
+    return check(workload, plan=Plan(micro_batch), vram_budget=vram_budget, gpu="L4")
 
 
-def test_it_does_not_fit_by_prediction() -> None:
-    verdict: Any = check(workload(), plan=Plan(100_000), vram_budget="2GiB", gpu="L4")
+def test_what_fits_by_prediction_does_not_in_the_margin_above_what_is_required() -> None:
+    enough = predicted(workload())
+    assert (enough.fits, enough.method) == (True, "predict")
+    assert enough.headroom_bytes == 2 * GIB - enough.required_bytes
+    assert "2.00 GiB" in str(enough)
+    just_enough = predicted(workload(), vram_budget=enough.required_bytes + 1)
+    assert just_enough.fits is False
+    assert just_enough.margin_bytes > 0
+
+
+def test_what_does_not_fit_by_prediction_has_a_largest_micro_batch_that_does() -> None:
+    verdict = predicted(workload(), 100_000)
     assert verdict.fits is False
-    smaller = Plan(verdict.largest_micro_batch)
-    assert check(workload(), plan=smaller, vram_budget="2GiB", gpu="L4").fits
-    assert str(smaller.micro_batch) in str(verdict)
+    assert str(verdict.largest_micro_batch) in str(verdict)
+    assert predicted(workload(), verdict.largest_micro_batch).fits
     explained = verdict.explain()
     assert all(word in explained for word in ("required", "VRAM budget", "activations", "weights"))
 
 
 def test_a_model_that_refuses_one_sample_has_a_largest_micro_batch() -> None:
     """BatchNorm over single values raises ValueError at a micro-batch of 1."""
-
-    def normalized() -> nn.Module:
-        return nn.Sequential(nn.Linear(512, 4096), nn.BatchNorm1d(4096), nn.Linear(4096, 512))
-
-    given = replace(workload(), model=normalized)
-    verdict: Any = check(given, plan=Plan(200_000), vram_budget="2GiB", gpu="L4")
+    normalized = nn.Sequential(nn.Linear(512, 4096), nn.BatchNorm1d(4096), nn.Linear(4096, 512))
+    verdict = predicted(replace(workload(), model=normalized), 200_000)
     assert verdict.fits is False
     assert verdict.largest_micro_batch > 2
+
+
+def test_what_cannot_be_traced_is_undecided() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(batch[0]).mean()
+        return loss * (1 if loss.item() > 0 else 2)
+
+    made = workload(criterion=None, loss_fn=loss_fn, global_batch=20)
+    verdict = check(made, vram_budget="2GiB", gpu="L4")
+    assert verdict.fits is None
+    assert verdict.required_bytes is verdict.headroom_bytes is None
+    assert "loss.item() > 0" in str(verdict)
+    assert verdict.plan == Plan.split(20, 8)
+
+
+def test_a_probe_on_the_cpu_device() -> None:
+    enough: Any = check(workload(), vram_budget="400MiB", device="cpu")
+    assert (enough.fits, enough.method) == (True, "probe")
+    assert enough.required_bytes < 400 * MIB
+    assert (enough.device, enough.gpu, enough.plan) == ("cpu", None, Plan(8))
+    assert re.search("8 x 1.*400 MiB.*cpu", str(enough))
+    assert check(workload(), vram_budget="60MiB", device="cpu").fits is False
+
+
+@pytest.mark.parametrize("where", [{"gpu": "L4"}, {"device": "cpu"}], ids=["predicted", "probed"])
+def test_a_check_without_a_loss_tells_nothing_unless_it_may(where: Any) -> None:
+    """What stands in for a loss keeps less memory: a fit would be of another training."""
+    without = Workload(
+        lambda: nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64)), torch.randn(8, 64)
+    )
+    verdict = check(without, vram_budget="2GiB", **where)
+    assert verdict.fits is verdict.required_bytes is None
+    assert "loss" in str(verdict)
+    assert check(without, vram_budget="2GiB", allow_stand_in_loss=True, **where).fits
 
 
 @pytest.mark.parametrize(
@@ -86,66 +125,24 @@ def test_what_is_no_workload_is_refused(tell: Any, given: Any) -> None:
         tell(given)
 
 
-def test_the_margin_decides_between_required_and_budget() -> None:
-    exact: Any = check(workload(), vram_budget="2GiB", gpu="L4")
-    just_enough = check(workload(), vram_budget=exact.required_bytes + 1, gpu="L4")
-    assert just_enough.fits is False
-    assert just_enough.margin_bytes > 0
-
-
-def test_what_cannot_be_traced_is_undecided() -> None:
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = model(batch[0]).mean()
-        return loss * (1 if loss.item() > 0 else 2)
-
-    made = workload(criterion=None, loss_fn=loss_fn)
-    verdict = check(made, vram_budget="2GiB", gpu="L4")
-    assert verdict.fits is None
-    assert verdict.required_bytes is verdict.headroom_bytes is None
-    assert "loss.item() > 0" in str(verdict)
-    split = check(replace(made, global_batch=20), vram_budget="2GiB", gpu="L4")
-    assert split.plan == Plan.split(20, 8)
-
-
-def test_a_probe_on_the_cpu_device() -> None:
-    enough: Any = check(workload(), vram_budget="400MiB", device="cpu")
-    assert (enough.fits, enough.method) == (True, "probe")
-    assert enough.required_bytes < 400 * MIB
-    assert (enough.device, enough.gpu, enough.plan) == ("cpu", None, Plan(8))
-    assert re.search("8 x 1.*400 MiB.*cpu", str(enough))
-    little = check(workload(), vram_budget="60MiB", device="cpu")
-    assert little.fits is False
-
-
-def make_without_loss(samples: int = 8) -> Workload:
-    """A model that returns a plain tensor, and nobody said what its loss is."""
-    return Workload(
-        lambda: nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64)), torch.randn(samples, 64)
-    )
-
-
-@pytest.mark.parametrize("where", [{"gpu": "L4"}, {"device": "cpu"}], ids=["predicted", "probed"])
-def test_a_check_without_a_loss_tells_nothing_unless_it_may(where: Any) -> None:
-    """What stands in for a loss keeps less memory: a fit would be of another training."""
-    verdict = check(make_without_loss(), vram_budget="2GiB", **where)
-    assert verdict.fits is None
-    assert "loss" in str(verdict)
-    assert verdict.required_bytes is None
-    allowed = check(make_without_loss(), vram_budget="2GiB", allow_stand_in_loss=True, **where)
-    assert allowed.fits is True
-
-
 # -- Today's verdict against an earlier one
 
 
-def verdict(method: str, required: int | None, peak: int | None) -> Verdict:
-    return Verdict(True, Plan(8), method, 10**9, required_bytes=required, peak_allocated_bytes=peak)
+def verdict(method: str, required: int | None, peak: int | None = None, **more: Any) -> Verdict:
+    return Verdict(
+        True, Plan(8), method, 10**9, required_bytes=required, peak_allocated_bytes=peak, **more
+    )
 
 
-def written(tmp_path: Path, content: object) -> Path:
-    path = tmp_path / "before.json"
-    path.write_text(json.dumps(content))
-    return path
+@pytest.fixture
+def compared(tmp_path: Path) -> Callable[[object, Verdict], Regression]:
+    """Compare a verdict with what an earlier one's file holds."""
+
+    def compare(before: object, now: Verdict) -> Regression:
+        (tmp_path / "before.json").write_text(json.dumps(before))
+        return compare_with(now, tmp_path / "before.json", 0.05)
+
+    return compare
 
 
 @pytest.mark.parametrize(
@@ -157,9 +154,9 @@ def written(tmp_path: Path, content: object) -> Path:
     ids=["one method", "two methods"],
 )
 def test_verdicts_compare_what_they_have_in_common(
-    tmp_path: Path, before: Verdict, now: Verdict, quantity: str, growth: float
+    compared: Any, before: Verdict, now: Verdict, quantity: str, growth: float
 ) -> None:
-    regression = compare_with(now, written(tmp_path, before.to_dict()), 0.05)
+    regression = compared(before.to_dict(), now)
     assert regression.quantity == quantity
     assert regression.growth == pytest.approx(growth)
     assert regression.passed
@@ -179,13 +176,8 @@ def report(device: str, gpu: str | None) -> dict[str, Any]:
         version="0.1.0",
         created="2026-01-02T03:04:05Z",
         environment={"device": device, "gpu": gpu, "torch": "2.13.0"},
-        workload={
-            "fingerprint": "f00d",
-            "parameters": 36,
-            "global_batch": None,
-            "loss": None,
-            "sample_shapes": {},
-        },
+        workload={"fingerprint": "f00d", "parameters": 36, "sample_shapes": {}}
+        | dict.fromkeys(("global_batch", "loss")),
         vram_budget_bytes=10**9,
         search=SearchSummary(1, 0, 1.0, "it was told to", 0),
         dimensions={"folding.level": Dimension([0, 1])},
@@ -195,44 +187,43 @@ def report(device: str, gpu: str | None) -> dict[str, Any]:
     ).to_dict()
 
 
-def test_a_probe_compares_with_what_a_report_held(tmp_path: Path) -> None:
-    before = written(tmp_path, report("cuda:0", "NVIDIA L4"))
-    now = replace(verdict("probe", 1100, 800), device="cuda", gpu="NVIDIA L4")
-    regression = compare_with(now, before, 0.05)
+ON_L4 = report("cuda:0", "NVIDIA L4")
+
+
+def test_a_probe_compares_with_what_a_report_held(compared: Any) -> None:
+    regression = compared(ON_L4, verdict("probe", 1100, 800, device="cuda", gpu="NVIDIA L4"))
     assert (regression.before_bytes, regression.now_bytes) == (1000, 1100)
     assert not regression.passed
     assert regression.differs == ()
 
 
-def test_another_plan_gpu_or_method_is_named(tmp_path: Path) -> None:
-    before = written(tmp_path, report("cuda:0", "NVIDIA L4"))
-    now = replace(verdict("predict", 1100, 800), device="cuda", gpu="H200", plan=Plan(16))
-    line = str(compare_with(now, before, 0.05))
-    assert re.search("8 x 1.*16 x 1.*L4.*H200.*probe", line)
-    named_alike = replace(now, gpu="L4", plan=Plan(8), method="probe")
-    assert compare_with(named_alike, before, 0.05).differs == ()
+def test_another_plan_gpu_or_method_is_named(compared: Any) -> None:
+    now = replace(verdict("predict", 1100, 800, device="cuda", gpu="H200"), plan=Plan(16))
+    assert re.search("8 x 1.*16 x 1.*L4.*H200.*probe", str(compared(ON_L4, now)))
+    named_alike = verdict("probe", 1100, 800, device="cuda", gpu="L4")
+    assert compared(ON_L4, named_alike).differs == ()
 
 
-def test_bytes_on_the_cpu_are_not_held_against_a_gpus(tmp_path: Path) -> None:
-    before = written(tmp_path, report("cpu", None))
-    now = replace(verdict("predict", 1100, 800), device="cuda", gpu="L4")
+def test_bytes_on_the_cpu_are_not_held_against_a_gpus(compared: Any) -> None:
+    before = report("cpu", None)
     with pytest.raises(InvalidArgument, match=r"cpu.*L4"):
-        compare_with(now, before, 0.05)
-    assert compare_with(replace(now, device="cpu", gpu=None), before, 0.05).passed
-
-
-def test_nothing_in_common_is_refused(tmp_path: Path) -> None:
-    before = written(tmp_path, verdict("predict", 1000, None).to_dict())
-    with pytest.raises(InvalidArgument, match="cannot be compared"):
-        compare_with(verdict("probe", None, None), before, 0.05)
+        compared(before, verdict("predict", 1100, 800, device="cuda", gpu="L4"))
+    assert compared(before, verdict("predict", 1100, 800, device="cpu")).passed
 
 
 @pytest.mark.parametrize(
-    "content", [[1000], ["best"], "1000", 1000, None, {"best": 3}, {"plan": {"settings": None}}]
+    ("content", "words"),
+    [
+        (verdict("predict", 1000).to_dict(), "cannot be compared"),
+        *((each, r"before\.json") for each in ([1000], ["best"], "1000", 1000, None, {"best": 3})),
+        ({"plan": {"settings": None}}, r"before\.json"),
+    ],
 )
-def test_json_that_is_no_earlier_verdict_is_refused(tmp_path: Path, content: object) -> None:
-    with pytest.raises(InvalidArgument, match=r"before\.json"):
-        compare_with(verdict("probe", 1, 1), written(tmp_path, content), 0.05)
+def test_what_is_no_earlier_verdict_or_has_nothing_in_common_is_refused(
+    compared: Any, content: object, words: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        compared(content, verdict("probe", None))
 
 
 @pytest.mark.parametrize(
@@ -252,14 +243,85 @@ def test_what_is_no_fraction_or_may_mean_percent_is_refused(text: str, words: st
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
-def test_a_check_against_nothing_is_refused() -> None:
+def test_a_check_against_nothing_is_refused_and_against_a_size_or_a_budget_assumes_a_gpu() -> None:
     with pytest.raises(InvalidArgument, match="nothing to check against"):
         check(workload())
     assert check(workload(), vram_budget="2GiB").gpu_assumed
+    of_a_size = check(workload(), gpu="8GiB")
+    assert of_a_size.vram_budget_bytes < 8 * GIB
+    assert "assumed" in str(of_a_size)
 
 
-def test_a_size_as_a_gpu_is_said_to_be_assumed() -> None:
-    verdict = check(workload(), gpu="8GiB")
-    assert verdict.vram_budget_bytes < 8 * GIB
-    assert verdict.notes
-    assert "assumed" in str(verdict)
+# -- A table of GPUs: what it tells of a GPU is what a prediction for that GPU alone tells.
+
+
+def with_memory(name: str, size: int) -> Gpu:
+    return replace(find_gpu(name), total_bytes=size)
+
+
+def decoder(**options: Any) -> Workload:
+    ids = torch.randint(0, 5000, (4, 256))
+    return Workload(lambda: GPT(5000, 256, 256, 2, 4), {"ids": ids}, **options)
+
+
+@pytest.mark.slow
+def test_a_row_says_what_a_prediction_for_that_gpu_alone_says() -> None:
+    workload, said = decoder(global_batch=256), list[str]()
+    gpus = [with_memory("L4", 2 * GIB + 1), with_memory("T4", 2 * GIB)]
+    table = autofit.predict(workload, gpu=gpus, progress=said.append)
+    assert list(table.predictions) == ["T4", "L4"], "by memory"
+    assert said == ["T4 (1 of 2)", "L4 (2 of 2)"]
+    for gpu in gpus:
+        alone, row = autofit.predict(workload, gpu=gpu), table.predictions[gpu.name]
+        assert row.required_bytes == alone.required_bytes
+        assert row.largest_micro_batch == alone.largest_micro_batch
+        assert f"{alone.largest_micro_batch}" in str(table)
+    read = json.loads(json.dumps(table.to_dict()))
+    assert [row["fits"] for row in read["gpus"]] == [True, True]
+    assert table.fits
+
+
+def test_gpus_that_answer_alike_take_the_dry_runs_of_one(tmp_path: Path) -> None:
+    def marks(*names: str) -> int:
+        file = tmp_path / "-".join(names)
+
+        def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            with file.open("a") as runs:  # in whichever process
+                runs.write(".")
+            return model(batch).square().mean()
+
+        workload = Workload(nn.Linear(64, 64), torch.randn(8, 64), loss_fn=loss_fn)
+        autofit.predict(workload, gpu=[with_memory(name, GIB) for name in names])
+        return file.stat().st_size
+
+    assert marks("L4", "RTX 4090") == marks("L4")
+
+
+@pytest.mark.slow
+def test_a_gpu_that_lacks_a_setting_of_the_plan_is_named() -> None:
+    plan = Plan(4, accumulation_steps=2, settings={"precision.dtype": "bfloat16"})
+    table = autofit.predict(decoder(), gpu=["T4", "L4"], plan=plan)
+    assert list(table.predictions) == ["L4"]
+    assert "bfloat16" in table.lacking["T4"]
+    assert "T4: " in str(table)
+    with pytest.raises(InvalidArgument, match="bfloat16"):
+        autofit.predict(decoder(), gpu=["T4"], plan=plan)
+
+
+def test_where_one_sample_does_not_fit_there_is_no_largest() -> None:
+    table = autofit.predict(decoder(), gpu=[with_memory("L4", 640 * MIB)])
+    assert not table.fits
+    assert "none" in str(table)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"gpu": ["Voodoo 2"]}, "Voodoo 2"),
+        ({"gpu": []}, "gpu is empty"),
+        ({"strategies": ["nothing"]}, "nothing"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidArgument, match=named):
+        autofit.predict(decoder(), **{"gpu": ["L4"], **options})

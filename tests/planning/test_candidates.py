@@ -11,17 +11,21 @@ import numpy as np
 import pytest
 
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
-from autofit.plan import CostHint, Dimension, NoFeasiblePlan, Plan, variant_key
+from autofit.plan import CostHint, Dimension, NoFeasiblePlan, Plan, Settings, variant_key
 from autofit.planning import planner
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.candidates import _is_needless, planned_seconds
 from autofit.planning.constants import MAX_VARIANTS
+from autofit.planning.experts import Experts
 from autofit.planning.planner import Proposal, believing
 from autofit.planning.search_spec import SearchSpec
+from autofit.report.record import Record
 from autofit.searching.engine import run_search
 from autofit.space import Space
 from autofit.testing import SimulatedProber
+from autofit.testing.simulated import PlanFunction
 from autofit.units import GIB, MIB
+from tests.simulated import make_trial
 
 MODE, BUDGET, DTYPE = "compile.mode", "compile.memory_budget", "precision.dtype"
 COMPILED = {
@@ -48,55 +52,48 @@ def _bytes(plan: Plan) -> float:
     return GIB + each * (1 - 0.25 * int(plan.settings[BUDGET])) * plan.micro_batch
 
 
+def _run(spec: SearchSpec, held: PlanFunction, seconds: PlanFunction) -> Record:
+    """Search on a device of these bytes and seconds of a plan."""
+    return run_search(
+        SimulatedProber(spec.vram_budget_bytes, held, seconds, time_noise=0.002), spec
+    )
+
+
+def _mode(trial: Trial) -> str:
+    return str(trial.plan.settings[MODE])
+
+
 def _searched(steps: int, budget: int = 4 * GIB) -> tuple[SearchSpec, Sequence[Trial]]:
-    space = Space(COMPILED, 8, global_batch=64)
-    spec = SearchSpec(space, budget, planned_samples=64 * steps)
-    prober = SimulatedProber(budget, _bytes, _seconds, time_noise=0.002)
-    trials = run_search(prober, spec).trials
+    spec = SearchSpec(Space(COMPILED, 8, global_batch=64), budget, planned_samples=64 * steps)
     return spec, [
-        replace(trial, measurement=replace(trial.measurement, seconds=1.0 + _cost_s(trial.plan)))
-        for trial in trials
+        replace(trial, measurement=replace(trial.measurement, seconds=1.0 + COST_S[_mode(trial)]))
+        for trial in _run(spec, _bytes, _seconds).trials
     ]
 
 
-def _cost_s(plan: Plan) -> float:
-    return COST_S[str(plan.settings[MODE])]
-
-
-def test_a_costly_value_is_first_tried_at_the_size_of_the_plan_beside_it() -> None:
+def test_the_value_that_costs_least_is_tried_first_and_at_the_size_of_the_plan_beside_it() -> None:
     _, trials = _searched(10_000)
-    seen: set[str] = set()
-    for at, trial in enumerate(trials):
-        mode = str(trial.plan.settings[MODE])
-        if mode != "off" and mode not in seen:
-            cheap = {**trial.plan.settings, MODE: "off", BUDGET: 0}
-            ran = [each.plan for each in trials[:at]]
-            assert any((p.micro_batch, p.settings) == (trial.plan.micro_batch, cheap) for p in ran)
-            seen.add(mode)
-    assert seen == {"blocks", "whole"}
-
-
-def test_the_value_that_costs_least_is_tried_first() -> None:
-    _, trials = _searched(10_000)
-    modes = [str(t.plan.settings[MODE]) for t in trials if t.plan.settings[MODE] != "off"]
-    assert modes[0] == "blocks"
+    first = {_mode(trial): at for at, trial in reversed(list(enumerate(trials)))}
+    assert first["off"] < first["blocks"] < first["whole"]
+    for at in (first["blocks"], first["whole"]):
+        plan = trials[at].plan
+        cheap = {**plan.settings, MODE: "off", BUDGET: 0}
+        ran = [(each.plan.micro_batch, each.plan.settings) for each in trials[:at]]
+        assert (plan.micro_batch, cheap) in ran
 
 
 def test_sizes_are_tried_again_with_a_costly_value_where_that_recomputes() -> None:
     """64 samples fit with a memory budget alone, and the step has one launch in place of two."""
     _, trials = _searched(100_000, round(3.9 * GIB))
     best = max((t for t in trials if t.ok), key=lambda t: t.samples_per_second or 0.0)
-    assert best.plan.settings[MODE] == "whole"
-    assert best.plan.micro_batch == 64
+    assert (_mode(best), best.plan.micro_batch) == ("whole", 64)
 
 
-@pytest.mark.parametrize("steps", [0, 10, 300, 1000, 10_000])
+@pytest.mark.parametrize("steps", [1, 10, 300, 1000, 10_000])
 def test_costly_probes_take_at_most_a_tenth_of_the_training(steps: int) -> None:
-    spec, trials = _searched(steps) if steps else _searched(1)
-    spent_s = sum(
-        _cost_s(t.plan) for t in trials if t.kind is not TrialKind.CONFIRMATION and _cost_s(t.plan)
-    )
-    cheap = [trial for trial in trials if not _cost_s(trial.plan)]
+    spec, trials = _searched(steps)
+    spent_s = sum(COST_S[_mode(t)] for t in trials if t.kind is not TrialKind.CONFIRMATION)
+    cheap = [trial for trial in trials if _mode(trial) == "off"]
     assert spent_s <= 0.1 * planned_seconds(Beliefs(spec, cheap))
 
 
@@ -106,25 +103,18 @@ def test_a_dearer_value_is_tried_where_a_cold_start_took_less_than_expected(
 ) -> None:
     """40 s are more than a tenth of this training, and a fifth of that is not."""
     spec, trials = _searched(1000)
-    assert {trial.plan.settings[MODE] for trial in trials} == {"off", "blocks"}
+    assert {_mode(trial) for trial in trials} == {"off", "blocks"}
+    took: Any = {"seconds": 1.0 + took_s, "start_up_s": took_s, "start_is_warm": False}
     searched = [
-        replace(
-            trial,
-            measurement=replace(
-                trial.measurement, seconds=1.0 + took_s, start_up_s=took_s, start_is_warm=False
-            ),
-        )
-        if _cost_s(trial.plan)
-        else trial
-        for trial in trials
-        if trial.kind is not TrialKind.CONFIRMATION
+        replace(t, measurement=replace(t.measurement, **(took if COST_S[_mode(t)] else {})))
+        for t in trials
+        if t.kind is not TrialKind.CONFIRMATION
     ]
     decided = planner.decide(Beliefs(spec, searched))
-    mode = decided.plan.settings[MODE] if isinstance(decided, Proposal) else "off"
-    assert mode in modes
+    assert (decided.plan.settings[MODE] if isinstance(decided, Proposal) else "off") in modes
 
 
-LEVEL, COSTLY, HARMFUL = "checkpointing.level", "slow.start", "harm.on"
+LEVEL, HARMFUL = "checkpointing.level", "harm.on"
 LARGE = {
     DTYPE: Dimension(("default", "tf32", "bfloat16", "float16")),
     LEVEL: Dimension(tuple(range(8))),
@@ -186,11 +176,9 @@ def test_the_cost_of_a_risk_grows_with_every_oom_that_was_chosen() -> None:
 
 def test_a_costly_value_is_tried_beside_a_plan_that_recomputes() -> None:
     """Where nothing fits without recomputation but a plan that is slow."""
+    hints = {n: CostHint(1 - 0.4 * n, seconds_per_sample=1 + 0.05 * n) for n in (1, 2)}
     dimensions = {
-        LEVEL: Dimension(
-            (0, 1, 2),
-            hints={n: CostHint(1 - 0.4 * n, seconds_per_sample=1 + 0.05 * n) for n in (1, 2)},
-        ),
+        LEVEL: Dimension((0, 1, 2), hints=hints),
         MODE: Dimension(("off", "whole"), trial_cost_s=60.0),
     }
     spec = SearchSpec(Space(dimensions, 1, global_batch=64), 2 * GIB, planned_samples=10**8)
@@ -203,8 +191,7 @@ def test_a_costly_value_is_tried_beside_a_plan_that_recomputes() -> None:
     def held(plan: Plan) -> float:
         return GIB + 64 * MIB * (1 - 0.4 * int(plan.settings[LEVEL])) * plan.micro_batch
 
-    prober = SimulatedProber(2 * GIB, held, seconds, time_noise=0.002)
-    best = run_search(prober, spec).best.plan
+    best = _run(spec, held, seconds).best.plan
     assert (best.settings[MODE], best.settings[LEVEL], best.micro_batch) == ("whole", 2, 64)
 
 
@@ -216,32 +203,32 @@ def test_a_costly_value_that_takes_no_accumulation_is_tried_at_the_whole_batch()
         each = 0.01 + 2e-3 * plan.micro_batch + 2e-5 * plan.micro_batch**2
         return plan.accumulation_steps * each / (2.5 if plan.settings[MODE] == "graphs" else 1.0)
 
-    prober = SimulatedProber(2 * GIB, lambda plan: GIB + 8 * MIB * plan.micro_batch, seconds)
-    trials = run_search(prober, spec).trials
-    assert any(trial.plan.settings[MODE] == "graphs" and trial.ok for trial in trials)
+    trials = _run(spec, lambda plan: GIB + 8 * MIB * plan.micro_batch, seconds).trials
+    assert any(_mode(trial) == "graphs" and trial.ok for trial in trials)
 
 
 def test_a_global_batch_of_more_samples_than_a_step_may_have_micro_batches_is_searched() -> None:
-    def seconds(plan: Plan) -> float:
-        return plan.accumulation_steps * (0.01 + 1e-4 * plan.micro_batch)
-
     spec = SearchSpec(Space({}, 8, global_batch=2**17), GIB)
-    prober = SimulatedProber(GIB, lambda plan: 14 * MIB * plan.micro_batch, seconds)
-    assert run_search(prober, spec).best.plan.micro_batch > 8
+    found = _run(
+        spec,
+        lambda plan: 14 * MIB * plan.micro_batch,
+        lambda plan: plan.accumulation_steps * (0.01 + 1e-4 * plan.micro_batch),
+    )
+    assert found.best.plan.micro_batch > 8
+    with pytest.raises(NoFeasiblePlan):
+        _run(spec, lambda plan: 2.0 * GIB, lambda plan: 1.0)
 
 
 def test_several_in_flight_show_no_value_to_work() -> None:
     """A value that failed stays excluded while plans without it are pending."""
     spec, prober = _large()
-    beliefs = Beliefs(spec, run_search(prober, spec, max_probes=3).trials)
     harmful = spec.space.plan(8, {**spec.space.default_settings, HARMFUL: True})
     failed = Trial(9, TrialKind.SEARCH, harmful, Measurement(Outcome.UNSUPPORTED))
-    after = Beliefs(spec, [*beliefs.measured, failed])
+    after = Beliefs(spec, [*run_search(prober, spec, max_probes=3).trials, failed])
     pending = believing(after, [(harmful, TrialKind.SEARCH)])
-    assert pending.exclusions.why(harmful.settings) == after.exclusions.why(harmful.settings)
-    assert after.exclusions.why(harmful.settings) is not None
-    beside = {**harmful.settings, DTYPE: "bfloat16"}
-    assert pending.exclusions.why(beside) == after.exclusions.why(beside) is not None
+    for settings in (harmful.settings, {**harmful.settings, DTYPE: "bfloat16"}):
+        why = after.exclusions.why(settings)
+        assert pending.exclusions.why(settings) == why is not None
 
 
 def test_a_plan_that_recomputes_is_needless_where_the_same_variant_ran_without() -> None:
@@ -254,8 +241,159 @@ def test_a_plan_that_recomputes_is_needless_where_the_same_variant_ran_without()
     assert needless.tolist() == [False, True, False]
 
 
-def test_nothing_that_fits_is_no_error_of_a_global_batch_that_is_too_large_for_one_step() -> None:
-    spec = SearchSpec(Space({}, 8, global_batch=2**17), GIB)
-    prober = SimulatedProber(GIB, lambda plan: 2.0 * GIB, lambda plan: 1.0)
-    with pytest.raises(NoFeasiblePlan):
-        run_search(prober, spec)
+# -- The first plans of a search: those that an expert would try.
+
+LAYOUT, FUSED = "layout.format", "optimizer.fused"
+LEVERS = {
+    FUSED: Dimension(("default", "fused"), lever="fused"),
+    DTYPE: Dimension(("default", "tf32", "bfloat16", "float16"), lever="bfloat16"),
+    LAYOUT: Dimension(("default", "channels_last"), lever="channels_last"),
+}
+LEVELS = Dimension(
+    (0, 1, 2),
+    hints={n: CostHint(1 - 0.3 * n, seconds_per_sample=1 + 0.15 * n) for n in (1, 2)},
+)
+NUMERICS = {DTYPE: 2, LAYOUT: 1, FUSED: 1}
+
+
+def _spec(dimensions: dict[str, Dimension], budget: int = 8 * GIB, **space: Any) -> SearchSpec:
+    return SearchSpec(Space(dimensions, 4, **space), budget, numerics=NUMERICS)
+
+
+def test_each_precision_is_tried_with_all_levers_on_and_alone() -> None:
+    space = _spec({**LEVERS, LEVEL: LEVELS})
+    experts = Experts.of(space)
+    assert experts.leading == DTYPE
+    on: Settings = {FUSED: "fused", LAYOUT: "channels_last", LEVEL: 0}
+    off: Settings = {FUSED: "default", LAYOUT: "default", LEVEL: 0}
+    order = ["bfloat16", "float16", "tf32", "default"]
+    expected: list[Settings] = [{**on, DTYPE: value} for value in order]
+    assert experts.variants == [*expected, *({**off, DTYPE: value} for value in order)]
+
+
+def _seconds_of_expert(plan: Plan) -> float:
+    settings = plan.settings
+    of_sample = {"default": 10.0, "tf32": 6.0, "bfloat16": 4.0, "float16": 4.1}[
+        str(settings.get(DTYPE, "default"))
+    ]
+    of_sample *= 0.9 if settings.get(LAYOUT) == "channels_last" else 1.0
+    of_sample *= 1 + 0.15 * int(settings.get(LEVEL, 0))
+    update = 0.004 if settings.get(FUSED) == "fused" else 0.01
+    return plan.accumulation_steps * 0.005 + 1e-3 * of_sample * plan.samples_per_step + update
+
+
+def _bytes_of_expert(plan: Plan) -> float:
+    half = plan.settings.get(DTYPE) in ("bfloat16", "float16")
+    growing = (60 if half else 100) * (1 - 0.3 * int(plan.settings.get(LEVEL, 0)))
+    return GIB + growing * MIB * plan.micro_batch
+
+
+def test_without_a_lever_the_plain_variant_is_all_that_an_expert_knows() -> None:
+    spec = _spec({"a.x": Dimension(("off", "on"))})
+    assert Experts.of(spec) == Experts(None, [{"a.x": "off"}])
+
+
+def test_levers_that_exclude_each_other_are_not_tried_together() -> None:
+    apart = Dimension(("off", "on"), lever="on", when={DTYPE: ("default",)})
+    variants = Experts.of(_spec({**LEVERS, "other.on": apart})).variants
+    assert {v["other.on"] for v in variants if v[DTYPE] != "default"} == {"off"}
+
+
+@pytest.mark.parametrize(("excluded", "left"), [(FUSED, LAYOUT), (LAYOUT, FUSED)])
+def test_all_levers_together_are_those_that_no_fault_excludes(excluded: str, left: str) -> None:
+    spec = _spec({**LEVERS, LEVEL: LEVELS})
+    plain = spec.space.default_settings
+    failed = spec.space.plan(4, {**plain, excluded: LEVERS[excluded].values[1]})
+    ran = make_trial(0, spec.space.plan(4, plain), step_times_s=[0.1])
+    beliefs = Beliefs(spec, [ran, make_trial(1, failed, Outcome.NONFINITE)])
+    first = Experts.of(spec, beliefs.exclusions.why).variants[0]
+    assert first == {**plain, DTYPE: "bfloat16", left: LEVERS[left].values[1]}
+
+
+def test_the_plans_of_an_expert_are_run_with_the_levers_that_are_left() -> None:
+    spec = _spec(LEVERS, max_micro_batch=256)
+
+    def fault(plan: Plan) -> Measurement | None:
+        fails = plan.settings[FUSED] == "fused"
+        return Measurement(Outcome.UNSUPPORTED, detail="no kernel") if fails else None
+
+    prober = SimulatedProber(8 * GIB, _bytes_of_expert, _seconds_of_expert, fault=fault)
+    ran = [trial.plan.settings for trial in run_search(prober, spec).trials]
+    assert {FUSED: "default", LAYOUT: "channels_last", DTYPE: "bfloat16"} in ran
+
+
+def _searched_by_expert(budget: int = 8 * GIB, **space: Any) -> Record:
+    spec = _spec({**LEVERS, LEVEL: LEVELS}, budget, **space)
+    return _run(spec, _bytes_of_expert, _seconds_of_expert)
+
+
+ON: Settings = {FUSED: "fused", LAYOUT: "channels_last", DTYPE: "bfloat16", LEVEL: 0}
+
+
+def test_a_search_begins_with_the_plans_of_an_expert_and_its_answer_is_not_behind_them() -> None:
+    found = _searched_by_expert(max_micro_batch=256)
+    first = [trial.plan for trial in found.trials[:5]]
+    assert first[0] == Plan(4, settings=first[0].settings)
+    assert (first[1].micro_batch, first[1].settings) == (8, first[0].settings)
+    assert first[2].settings == ON
+    assert first[2].micro_batch > 16
+    assert all(plan.settings[LEVEL] == 0 for plan in first)
+    searched = [t for t in found.trials if t.kind is not TrialKind.CONFIRMATION]
+    assert {t.plan.settings[DTYPE] for t in searched} == {"default", "tf32", "bfloat16", "float16"}
+    fitting = (Plan(n, settings=ON) for n in range(1, 257))
+    largest = [plan for plan in fitting if _bytes_of_expert(plan) <= 8 * GIB][-1]
+    expert_s, best_s = map(_seconds_of_expert, (largest, found.best.plan))
+    assert found.best.plan.micro_batch / best_s >= 0.98 * largest.micro_batch / expert_s
+
+
+@pytest.mark.parametrize("global_batch", [None, 64])
+def test_no_probe_recomputes_where_the_same_variant_is_known_to_fit_without(
+    global_batch: int | None,
+) -> None:
+    """Unless it measured faster there, which it is not here."""
+    largest: dict[tuple[Any, ...], int] = {}
+    for trial in _searched_by_expert(5 * GIB, global_batch=global_batch).trials:
+        bare = tuple({**trial.plan.settings, LEVEL: 0}.items())
+        if trial.plan.settings[LEVEL]:
+            assert trial.plan.micro_batch > largest.get(bare, 0)
+        elif trial.ok:
+            largest[bare] = max(largest.get(bare, 0), trial.plan.micro_batch)
+
+
+@pytest.mark.parametrize("budget_gib", [2, 3, 5, 8])
+def test_an_answer_that_recomputes_holds_less_than_the_plain_plan_of_its_size_or_is_faster(
+    budget_gib: int,
+) -> None:
+    best = _searched_by_expert(budget_gib * GIB, global_batch=64).best.plan
+    plain = replace(best, settings={**best.settings, LEVEL: 0})
+    if best != plain:
+        assert _bytes_of_expert(best) < _bytes_of_expert(plain)
+        assert _bytes_of_expert(plain) > 0.97 * budget_gib * GIB
+
+
+def test_a_size_above_one_that_failed_against_expectation_is_tried_once() -> None:
+    """The caching allocator fails at 9 and 10 samples alone."""
+
+    def held(plan: Plan) -> float:
+        return 3 * GIB if plan.micro_batch in (8, 9, 10) else 100 * MIB * plan.micro_batch
+
+    result = _run(_spec({}, 2 * GIB, max_micro_batch=16), held, _seconds_of_expert)
+    assert result.best.plan.micro_batch == 16
+    assert result.search.oom_probes <= 1
+
+
+def test_bfloat16_at_the_whole_batch_is_tried_where_half_of_it_is_slower() -> None:
+    """As on a processor, where weights are cast once a micro-batch."""
+    dimensions = {DTYPE: Dimension(("default", "bfloat16"), lever="bfloat16")}
+    spec = SearchSpec(Space(dimensions, 8, global_batch=32), 2 * GIB, numerics=NUMERICS)
+
+    def seconds(plan: Plan) -> float:
+        half = plan.settings[DTYPE] == "bfloat16"
+        cast = 0.03 if half else 0.0
+        return plan.accumulation_steps * (0.005 + cast) + 0.032 * (2.0 if half else 3.0)
+
+    def held(plan: Plan) -> float:
+        return GIB + (28 if plan.settings[DTYPE] == "bfloat16" else 40) * MIB * plan.micro_batch
+
+    best = _run(spec, held, seconds).best.plan
+    assert (best.micro_batch, best.settings[DTYPE]) == (32, "bfloat16")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
-from autofit.measurement import Measurement, Outcome, TrialKind
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Dimension, Plan, Settings
 from autofit.planning import planner
 from autofit.planning.beliefs import Beliefs
+from autofit.planning.planner import believing
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space
@@ -23,6 +25,7 @@ from tests.simulated import (
     MakeDevice,
     SimulatedDevice,
     make_trial,
+    measured,
     with_predicted_lines,
 )
 
@@ -62,29 +65,6 @@ def test_no_step_is_longer_than_six_times_the_largest_measured(searched: Searche
         largest = max(largest, request.plan.micro_batch)
 
 
-def _probed(device: SimulatedDevice, max_probes: int | None = None) -> list[Any]:
-    prober = device.prober()
-    run_search(prober, device.spec(), max_probes=max_probes)
-    return prober.probed
-
-
-def test_costly_values_are_tried_last_and_on_leaders_only(make_device: MakeDevice) -> None:
-    costly = Dimension((False, True), trial_cost_s=30.0)
-    other = make_device(
-        dimensions={
-            "precision.dtype": Dimension(("default", "bfloat16")),
-            "checkpointing.level": Dimension((0, 1, 2)),
-            "compile.model": costly,
-        }
-    )
-    requests = [r for r in _probed(other) if not r.full_accumulation]
-    compiled = [bool(r.plan.settings["compile.model"]) for r in requests]
-    assert any(compiled)
-    for at, request in enumerate(requests):
-        cheap = [dict(r.plan.variant) for r in requests[:at]]
-        assert not compiled[at] or {**request.plan.settings, "compile.model": False} in cheap
-
-
 def test_a_costly_value_is_tried_where_nothing_fits_without_it() -> None:
     space = Space(
         {"offload.activations": Dimension((False, True), trial_cost_s=1.0)}, 4, max_micro_batch=64
@@ -99,24 +79,23 @@ def test_a_costly_value_is_tried_where_nothing_fits_without_it() -> None:
     assert best.micro_batch in (7, 8)
 
 
-def test_with_a_global_batch_every_plan_keeps_it(make_device: MakeDevice) -> None:
-    other = make_device(global_batch=50)
-    prober = other.prober()
-    result = run_search(prober, other.spec())
-    for request in prober.probed:
-        assert request.plan.global_batch == 50
-        assert sum(request.plan.micro_batch_sizes) == 50
-    assert other.speed(result.best.plan) >= 0.97 * other.optimum()
-
-
-def test_a_split_that_may_not_change_leaves_one_geometry(make_device: MakeDevice) -> None:
-    other = make_device(global_batch=50, may_change_accumulation=False)
-    splits = {r.plan.accumulation_steps for r in _probed(other, 8)}
-    assert splits == {other.space.baseline.accumulation_steps}
-
-
-def test_the_largest_micro_batch_is_kept(make_device: MakeDevice) -> None:
-    assert max(r.plan.micro_batch for r in _probed(make_device(max_micro_batch=9), 8)) <= 9
+@pytest.mark.parametrize(
+    ("space", "keeps"),
+    [
+        ({"max_micro_batch": 9}, lambda plan: plan.micro_batch <= 9),
+        ({"global_batch": 50}, lambda plan: sum(plan.micro_batch_sizes) == 50),
+        (
+            {"global_batch": 50, "may_change_accumulation": False},
+            lambda plan: plan.accumulation_steps == 13,
+        ),
+    ],
+)
+def test_every_plan_keeps_what_the_space_fixes(
+    make_device: MakeDevice, space: dict[str, Any], keeps: Callable[[Plan], bool]
+) -> None:
+    device = make_device(**space)
+    result = run_search(device.prober(), device.spec(), max_probes=8)
+    assert all(keeps(trial.plan) for trial in result.trials)
 
 
 @pytest.mark.parametrize("most_changed", [1, 2], ids=["one setting at a time", "every variant"])
@@ -153,114 +132,113 @@ def test_a_hidden_limit_is_found_within_six_failures(limit: int, cause: str) -> 
     assert best / (60 + best) >= 0.95 * limit / (60 + limit)
 
 
-def _compiling(make_device: MakeDevice, **costs: Any) -> SimulatedDevice:
+MODE = "compile.mode"
+
+
+def _compiling(**costs: Any) -> SimulatedDevice:
     """A device on which nothing is to choose but what is compiled."""
-    return make_device(dimensions={"compile.mode": Dimension(("off", "whole", "parts"), **costs)})
+    dimensions = {MODE: Dimension(("off", "whole", "parts"), **costs)}
+    return SimulatedDevice(Space(dimensions, sample_batch_size=4))
 
 
-@pytest.mark.parametrize(("samples", "tried"), [(1_000, False), (10_000_000, True)])
-def test_a_costly_value_is_tried_where_the_training_is_long_enough(
-    make_device: MakeDevice, samples: int, tried: bool
+@pytest.fixture(scope="module")
+def compiling() -> tuple[SimulatedDevice, Sequence[Trial], Trial]:
+    """A device on which compiling costs 30 s, the trials of a search, and one that compiled."""
+    device = _compiling(trial_cost_s=30.0)
+    trials = run_search(device.prober(), device.spec()).trials
+    return device, trials, next(t for t in trials if t.plan.settings[MODE] != "off")
+
+
+Compiling: TypeAlias = tuple[SimulatedDevice, Sequence[Trial], Trial]
+
+
+def test_a_costly_value_is_tried_where_the_training_and_the_time_are_long_enough(
+    compiling: Compiling,
 ) -> None:
-    other = _compiling(make_device, trial_cost_s=30.0)
-    spec = replace(other.spec(), planned_samples=samples)
-    result = run_search(other.prober(), spec)
-    assert any(t.plan.settings["compile.mode"] != "off" for t in result.trials) is tried
-    assert SearchSpec.from_json(spec.to_json()).planned_samples == samples
-
-
-def test_no_costly_value_is_tried_that_the_time_does_not_suffice_for(
-    make_device: MakeDevice,
-) -> None:
-    other = _compiling(make_device, trial_cost_s=30.0)
-    spec, cheap = other.spec(), replace(other.spec(), planned_samples=1_000)
-    beliefs = Beliefs(spec, run_search(other.prober(), cheap).trials)
+    device, _, _ = compiling
+    spec = replace(device.spec(), planned_samples=1_000)
+    assert SearchSpec.from_json(spec.to_json()).planned_samples == 1_000
+    cheap = run_search(device.prober(), spec).trials
+    assert {trial.plan.settings[MODE] for trial in cheap} == {"off"}
+    beliefs = Beliefs(device.spec(), cheap)
     assert isinstance(planner.decide(beliefs, seconds_left=29.0), planner.NothingLeft)
     decided: Any = planner.decide(beliefs, seconds_left=31.0)
-    assert decided.plan.settings["compile.mode"] != "off"
+    assert decided.plan.settings[MODE] != "off"
 
 
-def test_the_start_of_a_costly_plan_counts_over_the_training(make_device: MakeDevice) -> None:
-    other = _compiling(make_device, trial_cost_s=30.0)
-    trials = run_search(other.prober(), other.spec()).trials
+@pytest.mark.parametrize("samples", [1_000, 1_000_000])
+def test_the_start_of_a_costly_plan_counts_over_the_training(
+    compiling: Compiling, samples: int
+) -> None:
+    device, trials, compiled = compiling
     started = [
         replace(t, measurement=replace(t.measurement, start_up_s=50.0))
-        if t.plan.settings["compile.mode"] != "off"
+        if t.plan.settings[MODE] != "off"
         else t
         for t in trials
     ]
-    plan = next(t.plan for t in started if t.plan.settings["compile.mode"] != "off")
-    unknown = Beliefs(other.spec(), started).mean_log_speed(plan)
-    for samples in (1_000, 1_000_000):
-        spec = replace(other.spec(), planned_samples=samples)
-        seconds = samples / math.exp(unknown) + 50.0
-        counted = Beliefs(spec, started).mean_log_speed(plan)
-        assert math.exp(counted) == pytest.approx(samples / seconds)
+    unknown = Beliefs(device.spec(), started).mean_log_speed(compiled.plan)
+    counted = Beliefs(replace(device.spec(), planned_samples=samples), started)
+    expected = samples / (samples / math.exp(unknown) + 50.0)
+    assert math.exp(counted.mean_log_speed(compiled.plan)) == pytest.approx(expected)
 
 
-def test_a_warm_start_counts_where_one_was_measured(make_device: MakeDevice) -> None:
-    other = _compiling(make_device, trial_cost_s=30.0)
-    trials = run_search(other.prober(), other.spec()).trials
-    compiled = next(t for t in trials if t.plan.settings["compile.mode"] != "off")
-    spec = replace(other.spec(), planned_samples=10_000)
-    for is_warm, counted_s in ((False, 50.0), (True, 5.0)):
-        starts = [
-            replace(
-                compiled,
-                measurement=replace(compiled.measurement, start_up_s=seconds, start_is_warm=warm),
-            )
-            for seconds, warm in ((50.0, False), (5.0, is_warm))
-        ]
-        beliefs = Beliefs(spec, [*trials, *starts])
-        assert beliefs.start_up_s[beliefs.index(compiled.plan)] == counted_s
-
-
-def test_what_a_cold_start_took_tells_what_others_of_the_setting_take(
-    make_device: MakeDevice,
+@pytest.mark.parametrize(("is_warm", "counted_s"), [(False, 50.0), (True, 5.0)])
+def test_a_warm_start_counts_where_one_was_measured(
+    compiling: Compiling, is_warm: bool, counted_s: float
 ) -> None:
+    device, trials, compiled = compiling
+    starts = [
+        replace(
+            compiled,
+            measurement=replace(compiled.measurement, start_up_s=seconds, start_is_warm=warm),
+        )
+        for seconds, warm in ((50.0, False), (5.0, is_warm))
+    ]
+    spec = replace(device.spec(), planned_samples=10_000)
+    beliefs = Beliefs(spec, [*trials, *starts])
+    assert beliefs.start_up_s[beliefs.index(compiled.plan)] == counted_s
+
+
+@pytest.mark.parametrize(("is_warm", "factor"), [(False, 0.4), (True, 1.0), (None, 1.0)])
+def test_what_a_cold_start_took_tells_what_others_of_the_setting_take(
+    make_device: MakeDevice, is_warm: bool | None, factor: float
+) -> None:
+    costs_s = {"parts": 20.0, "whole": 50.0}
     dimensions = {
-        "compile.mode": Dimension(
-            ("off", "parts", "whole"), trial_costs_s={"parts": 20.0, "whole": 50.0}
-        ),
+        MODE: Dimension(("off", "parts", "whole"), trial_costs_s=costs_s),
         "offload.on": Dimension((False, True), trial_cost_s=4.0),
     }
     device = make_device(dimensions=dimensions)
-    off: Settings = {"compile.mode": "off", "offload.on": False}
-    parts: Settings = {**off, "compile.mode": "parts"}
-    for is_warm, factor in ((False, 0.4), (True, 1.0), (None, 1.0)):
-        trials = [
-            make_trial(0, Plan(4, settings=off), step_times_s=[0.1]),
-            make_trial(
-                1,
-                Plan(4, settings=parts),
-                step_times_s=[0.1],
-                start_up_s=8.0,
-                start_is_warm=is_warm,
-            ),
-        ]
-        beliefs = Beliefs(device.spec(), trials)
-        costs_s = dict(zip(map(str, beliefs.variants), beliefs.trial_costs_s.tolist(), strict=True))
-        whole = {**off, "compile.mode": "whole"}
-        assert costs_s[str(whole)] == pytest.approx(50.0 * factor)
-        assert costs_s[str({**off, "offload.on": True})] == pytest.approx(4.0)
+    off: Settings = {MODE: "off", "offload.on": False}
+    start: dict[str, Any] = {"start_up_s": 8.0, "start_is_warm": is_warm}
+    trials = [
+        make_trial(0, Plan(4, settings=off), step_times_s=[0.1]),
+        make_trial(1, Plan(4, settings={**off, MODE: "parts"}), step_times_s=[0.1], **start),
+    ]
+    beliefs = Beliefs(device.spec(), trials)
+    whole, on = (
+        beliefs.trial_costs_s[beliefs.index(Plan(4, settings={**off, **changed}))]
+        for changed in ({MODE: "whole"}, {"offload.on": True})
+    )
+    assert whole == pytest.approx(50.0 * factor)
+    assert on == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("start_up_s", [None, 2.0])
 def test_a_later_cold_start_that_took_less_or_was_not_timed_makes_none_cheap(
-    make_device: MakeDevice, start_up_s: float | None
+    start_up_s: float | None,
 ) -> None:
     """Of a loss that was not finite in the warm-up nothing is timed; parts may be cached."""
-    device = _compiling(make_device, trial_cost_s=30.0)
-    first, *_ = (v for v in Beliefs(device.spec(), []).variants if v["compile.mode"] != "off")
+    spec, whole = _compiling(trial_cost_s=30.0).spec(), {MODE: "whole"}
     outcome = Outcome.NONFINITE if start_up_s is None else Outcome.OK
     cold: dict[str, Any] = {"start_is_warm": False}
     trials = [
-        make_trial(0, Plan(4, settings=first), step_times_s=[0.1], start_up_s=60.0, **cold),
-        make_trial(1, Plan(8, settings=first), outcome, start_up_s=start_up_s, **cold),
+        make_trial(0, Plan(4, settings=whole), step_times_s=[0.1], start_up_s=60.0, **cold),
+        make_trial(1, Plan(8, settings=whole), outcome, start_up_s=start_up_s, **cold),
     ]
-    beliefs = Beliefs(device.spec(), trials)
-    assert beliefs.trial_costs_s[beliefs.index(trials[0].plan)] == pytest.approx(60.0)
-    alone = Beliefs(device.spec(), trials[1:])
+    both, alone = Beliefs(spec, trials), Beliefs(spec, trials[1:])
+    assert both.trial_costs_s[both.index(trials[0].plan)] == pytest.approx(60.0)
     assert alone.trial_costs_s[alone.index(trials[1].plan)] == (start_up_s or 30.0)
 
 
@@ -270,8 +248,76 @@ def test_settings_that_forbid_accumulation_are_probed_in_one_micro_batch(
     name = "update.when"
     whole = {**DIMENSIONS, name: Dimension(("step", "backward"), accumulation={"backward": False})}
     device = make_device(dimensions=whole, global_batch=24)
-    result = run_search(device.prober(), device.spec())
-    assert {trial.plan.accumulation_steps for trial in result.trials} > {1}
-    chosen = [trial.plan for trial in result.trials if trial.plan.settings[name] == "backward"]
-    assert chosen
-    assert all(plan.accumulation_steps == 1 for plan in chosen)
+    plans = [trial.plan for trial in run_search(device.prober(), device.spec()).trials]
+    steps = {"step": set[int](), "backward": set[int]()}
+    for plan in plans:
+        steps[str(plan.settings[name])].add(plan.accumulation_steps)
+    assert steps["step"] > {1}
+    assert steps["backward"] == {1}
+
+
+# -- What is believed of plans that other workers are running.
+
+
+def _believing(beliefs: Beliefs, *plans: Plan) -> Beliefs:
+    return believing(beliefs, [(plan, TrialKind.SEARCH) for plan in plans])
+
+
+def test_a_plan_in_flight_is_not_proposed_again(device: SimulatedDevice) -> None:
+    beliefs = Beliefs(device.spec(), measured(device, [device.space.baseline]))
+    in_flight: list[Plan] = []
+    for _ in range(4):
+        decided: Any = planner.decide(_believing(beliefs, *in_flight))
+        in_flight.append(decided.plan)
+    assert len(set(in_flight)) == 4
+
+
+def test_a_belief_opens_no_larger_stride(make_device: MakeDevice) -> None:
+    """Of 4 samples measured the next are at most 24, whatever is believed of 16."""
+    device = make_device(dimensions={})
+    larger = device.space.plan(16, {})
+    beliefs = Beliefs(device.spec(), measured(device, [device.space.baseline]))
+    believed = _believing(beliefs, larger)
+    assert believed.largest.tolist() == [16]
+    assert beliefs.reach.tolist() == believed.reach.tolist() == [24]
+    both = Beliefs(device.spec(), measured(device, [device.space.baseline, larger]))
+    assert both.reach.tolist() > [24]
+
+
+def test_while_nothing_fits_workers_try_different_variants(device: SimulatedDevice) -> None:
+    beliefs = Beliefs(device.spec(), [make_trial(0, device.space.baseline, Outcome.OOM)])
+    first: Any = planner.decide(beliefs)
+    second: Any = planner.decide(_believing(beliefs, first.plan))
+    assert second.plan.variant != first.plan.variant
+
+
+def test_a_plan_in_flight_is_believed_to_fit(make_device: MakeDevice) -> None:
+    """Whatever this worker would forecast of it: another one found it feasible."""
+    device = make_device(dimensions={})
+    plans = [device.space.plan(size, {}) for size in (4, 8, 12, 40)]
+    beliefs = Beliefs(device.spec(), measured(device, plans[:3]))
+    assert beliefs.held.quantile(plans[3]) > device.budget
+    (believed,) = _believing(beliefs, plans[3]).pending
+    assert believed.ok
+    assert believed.measurement.peak_reserved_bytes == device.budget
+
+
+def test_a_compilation_counts_once_and_as_long_as_another_one_shows(
+    make_device: MakeDevice,
+) -> None:
+    """A plain and a compiled probe take 3 s, and compiling took 80 s, not the 30 expected."""
+    costly = Dimension(("off", "blocks", "whole"), trial_costs_s={"blocks": 30.0, "whole": 60.0})
+    off, blocks, whole = (Plan(4, settings={MODE: mode}) for mode in costly.values)
+    timed: dict[str, Any] = {"step_times_s": [0.1] * 10, "peak_reserved_bytes": 1 << 30}
+    cold: dict[str, Any] = {"start_up_s": 80.0, "start_is_warm": False}
+    trials = [
+        make_trial(0, off, seconds=3.0, **timed),
+        make_trial(1, blocks, seconds=83.0, **timed, **cold),
+    ]
+    beliefs = Beliefs(make_device(dimensions={MODE: costly}).spec(), trials)
+    plain = replace(off, micro_batch=5)
+    assert planner.forecast(beliefs, plain).seconds == pytest.approx(4, abs=1.5)
+    assert planner.forecast(beliefs, whole).seconds == pytest.approx(164, abs=2)
+    pending = _believing(beliefs, plain, whole).pending
+    seconds = [trial.measurement.seconds or 0.0 for trial in pending]
+    assert seconds[1] - seconds[0] == pytest.approx(160)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from autofit.measurement import Measurement
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.prober import Deadlines, Prober, Target, open_prober
 from autofit.probing.requests import ProbeRequest
+from autofit.probing.worker_channel import WorkerChannel
 from autofit.training.workload import Workload
 from tests.faulty_model import NO_FAULT
 
@@ -101,6 +102,14 @@ def open_module_probing() -> Iterator[Opens]:
     """`opener`, for all tests of a module."""
     with opener() as opens:
         yield opens
+
+
+@pytest.fixture
+def channel() -> Iterator[WorkerChannel]:
+    """To a worker that nobody has opened yet, nor asked for anything."""
+    workload = Workload(torch.nn.Linear(4, 4), torch.ones(8, 4), loss_fn=lambda m, b: m(b).mean())
+    with closing(WorkerChannel(workload, device="cpu")) as channel:
+        yield channel
 
 
 def is_running(pid: int) -> bool:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from autofit.codec import from_json, to_json
-from autofit.errors import InvalidArgument
+from autofit.errors import InvalidArgument, SearchTimedOut, WorkerFailed
 from autofit.measurement import Measurement, Outcome, RankUse
 from autofit.plan import Dimension, Plan
+from autofit.probing import rank_channel
 from autofit.probing.agreement import Answer, agree
 from autofit.probing.fault_table import OTHER_COUNT
 from autofit.probing.looks import check_alike, check_shared
 from autofit.probing.probe import probe_if
-from autofit.probing.rank_channel import device_of_rank
+from autofit.probing.rank_channel import RankChannel, device_of_rank
 from autofit.probing.requests import NoReply, Reply
 from autofit.registry import load_strategies
 from autofit.strategy import World
@@ -241,3 +247,87 @@ def test_ranks_of_another_number_are_refused_where_a_report_is_applied(
         _world_of(Plan(4, world_size=2))
     with pytest.raises(InvalidArgument, match="start the ranks with torchrun"):
         probe_if(lambda survey: None, workload(), device="cpu")
+
+
+# -- One call by ranks that something else than torchrun started, where rank 0 serves the store.
+
+CALLS_TWICE = """
+from autofit.probing.torchrun import owned_by_rank_0
+print(owned_by_rank_0(lambda ranks: 10 * ranks), owned_by_rank_0(lambda ranks: "again"))
+"""
+RAISES = """
+from autofit.probing.torchrun import owned_by_rank_0
+def lead(ranks):
+    raise LookupError("of rank 0")
+try:
+    owned_by_rank_0(lead)
+except LookupError as error:
+    print(error)
+"""
+DIES = """
+import os
+from autofit.errors import WorkerFailed
+from autofit.probing.torchrun import owned_by_rank_0
+try:
+    owned_by_rank_0(lambda ranks: os._exit(3))
+except WorkerFailed:
+    print("the store is gone")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (CALLS_TWICE, ["20 again", "20 again"]),
+        (RAISES, ["of rank 0", "of rank 0"]),
+        (DIES, ["", "the store is gone"]),
+    ],
+    ids=["two calls", "an error", "a death"],
+)
+def test_all_ranks_end_as_rank_0_does(python: Any, program: str, said: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        python(
+            "-c",
+            program,
+            env=os.environ | world | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        assert [rank.communicate(timeout=240)[0].strip() for rank in ranks] == said
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+# -- Ranks that are never started: too many, too late, or where they could not meet.
+
+
+def few() -> Workload:
+    return Workload(
+        nn.Linear(4, 2), torch.ones(4, 4), loss_fn=lambda model, batch: model(batch).sum()
+    )
+
+
+def test_more_ranks_than_a_machine_runs_are_refused_before_any_has_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_channel, "WorkerChannel", None)  # would be called
+    with pytest.raises(InvalidArgument, match=r"ranks=1000000.* at most"):
+        RankChannel(10**6, few(), device="cpu")
+
+
+def test_ranks_that_cannot_meet_are_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_channel, "_HOST", "192.0.2.1")  # of no machine (RFC 5737)
+    with pytest.raises(WorkerFailed, match=r"192\.0\.2\.1"):
+        RankChannel(2, few(), device="cpu")
+
+
+def test_no_files_are_made_for_ranks_after_the_search_has_ended() -> None:
+    with pytest.raises(SearchTimedOut):
+        RankChannel(2, few(), device="cpu", ends_at=time.monotonic() - 1)

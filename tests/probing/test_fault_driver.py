@@ -22,16 +22,22 @@ import autofit
 from autofit.errors import DeviceUnavailable, WorkerFailed
 from autofit.measurement import Outcome
 from autofit.probing import worker_channel
-from autofit.probing.prober import Prober
-from autofit.probing.session import Session
+from autofit.probing.prober import Deadlines, Prober, Target, open_prober
 from autofit.probing.worker_channel import WorkerChannel, WorkerProcess
+from autofit.registry import load_strategies
 from autofit.searching import events
+from autofit.training.workload import Workload
 from autofit.units import GIB, MIB
 from emulated_gpu import Card, Fault, Machine, find_card, inject, new_machine
 from emulated_gpu.cards import cards_setting
 from emulated_gpu.faults import Call
 from emulated_gpu.launch import PREFIX
-from tests.faulty_model import NO_FAULT, FaultyModel
+from tests.faulty_model import (
+    NO_FAULT,
+    FaultyModel,
+    runs_out_in_backward,
+    runs_out_in_forward,
+)
 
 pytestmark = pytest.mark.cuda
 
@@ -135,20 +141,19 @@ def fills_memory(act: Callable[[torch.Tensor], object]) -> Callable[[torch.Tenso
     return filled
 
 
-# What kills the context: the code of the next kernel, or of the next wait, and its words.
-DEADLY: dict[str, tuple[Call, int, str]] = {
-    "illegal address": ("launch", 700, "an illegal memory access"),
-    "device-side assert": ("launch", 710, "device-side assert"),
-    "misaligned address": ("launch", 716, "misaligned address"),
-    "launch failure": ("launch", 719, "unspecified launch failure"),
-    "ECC error": ("sync", 214, "uncorrectable ECC error"),
-    "unknown error": ("sync", 999, "unknown error"),
+# What kills the context, by its words: the code of the next kernel, or of the next wait.
+DEADLY: dict[str, Callable[..., None]] = {
+    "an illegal memory access": strikes("launch", 700),
+    "device-side assert": strikes("launch", 710),
+    "misaligned address": strikes("launch", 716),
+    "unspecified launch failure": strikes("launch", 719),
+    "uncorrectable ECC error": strikes("sync", 214),
+    "unknown error": strikes("sync", 999),
+    # cuBLAS launches next
+    "CUBLAS_STATUS": then(
+        strikes("launch", 700), lambda output: torch.mm(output.detach(), output.detach().T)
+    ),
 }
-
-
-def multiplies_on_a_dead_context(model: Model, output: torch.Tensor) -> None:
-    inject(Fault("launch", error=700))
-    torch.mm(output.detach(), output.detach().T)  # cuBLAS launches next
 
 
 HANGS = {
@@ -179,9 +184,8 @@ ENDS: dict[str, tuple[Outcome, Callable[..., None]]] = {
     ),
 }
 FAULTS: dict[str, Callable[..., None]] = {
-    **{name: strikes(call, code) for name, (call, code, _) in DEADLY.items()},
+    **DEADLY,
     **HANGS,
-    "dead context, as cuBLAS says it": multiplies_on_a_dead_context,
     **{name: fault for name, (_, fault) in ENDS.items()},
 }
 SIZES = {name: size for size, name in enumerate(FAULTS, start=10)}
@@ -208,33 +212,22 @@ def assert_recovered(probing: Any, machine: Machine) -> None:
     assert list(machine.held_bytes()) == [probing.worker]
 
 
-@pytest.mark.parametrize("name", DEADLY)
+@pytest.mark.parametrize("words", DEADLY)
 def test_a_dead_context_costs_one_probe_and_its_worker(
-    shared: tuple[Any, Machine], name: str
+    shared: tuple[Any, Machine], words: str
 ) -> None:
     probing, machine = shared
     assert probing.at(NO_FAULT).ok
-    measurement = probing.at(SIZES[name])
+    measurement = probing.at(SIZES[words])
     assert measurement.outcome is Outcome.POISONED
-    assert DEADLY[name][2] in measurement.detail
+    assert words in measurement.detail
     assert_recovered(probing, machine)
-
-
-def test_a_dead_context_is_known_behind_an_error_of_a_library(shared: tuple[Any, Machine]) -> None:
-    probing, machine = shared
-    measurement = probing.at(SIZES["dead context, as cuBLAS says it"])
-    assert measurement.outcome is Outcome.POISONED
-    assert "CUBLAS_STATUS" in measurement.detail
-    assert_recovered(probing, machine)
-
-
-def kills_soon(session: Session) -> None:
-    threading.Timer(0.2, inject, [Fault("sync", error=700)]).start()
 
 
 def test_a_device_that_dies_between_two_probes_costs_one(shared: tuple[Any, Machine]) -> None:
     probing, machine = shared
-    probing.prober.run(kills_soon)
+    kill = Fault("sync", error=700)
+    probing.prober.run(lambda session: threading.Timer(0.2, inject, [kill]).start())
     time.sleep(0.5)
     measurement = probing.at(NO_FAULT)
     assert measurement.outcome is Outcome.POISONED
@@ -270,22 +263,6 @@ def test_what_a_call_cannot_have_is_named_and_the_worker_lives_on(
     assert list(machine.held_bytes()) == [worker]
 
 
-def makes_batches_that_cannot_be_pinned(samples: int) -> torch.Tensor:
-    inject(Fault("host_malloc", error=2))
-    return torch.ones(samples, 16)
-
-
-@pytest.mark.usefixtures("machine")
-def test_a_batch_that_cannot_be_pinned_is_copied_from_other_memory(open_probing: Any) -> None:
-    probing = open_probing(
-        FaultyModel(),
-        device="cuda",
-        vram_budget=FULL,
-        sample_batch=makes_batches_that_cannot_be_pinned,
-    )
-    assert probing.at(NO_FAULT).ok
-
-
 @pytest.mark.parametrize(
     ("setting", "value", "words"),
     [
@@ -317,22 +294,38 @@ def test_a_gpu_that_cannot_be_used_is_said_with_the_reason(
     assert machine.held_bytes() == {}
 
 
-def test_a_driver_that_hangs_at_first_is_ended(
-    open_probing: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("machine")
+def test_a_batch_that_cannot_be_pinned_is_copied_from_other_memory(open_probing: Any) -> None:
+    def batch(samples: int) -> torch.Tensor:
+        inject(Fault("host_malloc", error=2))
+        return torch.ones(samples, 16)
+
+    probing = open_probing(FaultyModel(), device="cuda", vram_budget=FULL, sample_batch=batch)
+    assert probing.at(NO_FAULT).ok
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "error", "words"),
+    [
+        (f"{PREFIX}FAULTS", "context@1=hang", WorkerFailed, "it hung here"),
+        # the layer that gives values
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", DeviceUnavailable, "computed 0"),
+    ],
+)
+def test_a_driver_that_hangs_at_first_is_ended_and_a_gpu_that_computes_wrong_refused(
+    open_probing: Any,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    error: type[Exception],
+    words: str,
 ) -> None:
-    monkeypatch.setenv(f"{PREFIX}FAULTS", "context@1=hang")
+    monkeypatch.setenv(variable, value)
     WorkerProcess().kill()  # so that torch is imported in this environment, which takes longer
-    monkeypatch.setattr(worker_channel, "START_TIMEOUT_S", LEAST_SECONDS)
-    with pytest.raises(WorkerFailed, match="it hung here"):
-        open_probing(FaultyModel(), device="cuda")
-    assert machine.held_bytes() == {}
-
-
-def test_a_gpu_that_computes_wrong_is_refused(
-    open_probing: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # the layer that gives values
-    with pytest.raises(DeviceUnavailable, match="computed 0"):
+    if error is WorkerFailed:
+        monkeypatch.setattr(worker_channel, "START_TIMEOUT_S", LEAST_SECONDS)
+    with pytest.raises(error, match=words):
         open_probing(FaultyModel(), device="cuda")
     assert machine.held_bytes() == {}
 
@@ -406,10 +399,6 @@ def test_nvml_that_loses_the_gpu_amid_a_search_changes_nothing(open_probing: Any
     assert probing.at(NO_FAULT).ok
 
 
-def uuid_of_device(session: Session) -> str:
-    return str(torch.cuda.get_device_properties(0).uuid)
-
-
 @pytest.mark.usefixtures("machine")
 def test_a_slice_of_a_gpu_is_a_gpu_with_less(
     open_probing: Any, monkeypatch: pytest.MonkeyPatch
@@ -424,7 +413,7 @@ def test_a_slice_of_a_gpu_is_a_gpu_with_less(
     assert 0.8 * card.total_bytes < survey.vram_budget_bytes < card.total_bytes
     assert probing.at(10).ok
     assert probing.at(NO_FAULT).held_bytes < GIB
-    name = f"MIG-{probing.prober.run(uuid_of_device)}"
+    name = f"MIG-{probing.prober.run(lambda _: str(torch.cuda.get_device_properties(0).uuid))}"
     probing.prober.close()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
     again = open_probing(FaultyModel(), device="cuda", vram_budget=FULL)
@@ -463,3 +452,64 @@ def test_a_search_ends_with_what_it_has_where_the_gpu_is_lost(
     assert report.best.plan.micro_batch == NO_FAULT
     assert "CUDA unknown error" in str(report.record.search.stopped_because)
     assert machine.held_bytes() == {}
+
+
+# -- Faults of a device that happen by themselves, on a real GPU as on an emulated one.
+
+FAULTY = 64
+
+
+def asserts_on_the_device(model: Any, output: torch.Tensor) -> None:
+    """Asynchronous: nothing in the step looks at the result."""
+    output.new_zeros(4)[torch.tensor([10**6], device=output.device)]
+
+
+def never_ends(model: Any, output: torch.Tensor) -> None:
+    torch.cuda._sleep(1 << 45)  # type: ignore[no-untyped-call]  # torch left it so
+
+
+BY_THEMSELVES = {
+    runs_out_in_forward: Outcome.OOM,
+    runs_out_in_backward: Outcome.OOM,
+    asserts_on_the_device: Outcome.POISONED,
+    never_ends: Outcome.TIMEOUT,
+}
+
+
+@pytest.mark.parametrize(("fault", "outcome"), BY_THEMSELVES.items())
+def test_after_a_fault_of_the_device_the_search_goes_on(
+    open_probing: Any, fault: Any, outcome: Outcome
+) -> None:
+    model = FaultyModel({FAULTY: fault})
+    probing = open_probing(model, device="cuda", vram_budget="1.5GiB", shortest_s=8.0)
+    assert probing.at(NO_FAULT).ok
+    assert probing.at(FAULTY, patient=False).outcome is outcome
+    assert (probing.worker is None) is (outcome is not Outcome.OOM)
+    assert probing.at(NO_FAULT).ok
+
+
+def test_the_cap_is_met_in_the_optimizer(open_probing: Any) -> None:
+    """384 MiB of weights: with gradients and Adam's two states 1.5 GiB, at any micro-batch."""
+    model = nn.Linear(16, 6 * MIB)
+    measurement = open_probing(model, device="cuda", vram_budget="1.5GiB").at(NO_FAULT)
+    assert measurement.outcome is Outcome.OOM
+    assert "Tried to allocate" in str(measurement.detail)
+
+
+@pytest.mark.parametrize("least", [NO_FAULT + 1, 1])
+def test_a_device_that_dies_as_it_is_looked_at(least: int) -> None:
+    """Looks of strategies run more samples than the sample batch has; others do not."""
+    faults = dict.fromkeys(range(least, FAULTY), asserts_on_the_device)
+    workload = Workload(FaultyModel(faults), torch.ones(NO_FAULT, 16))
+    strategies = load_strategies(["checkpointing", "precision"])
+    deadlines = Deadlines(shortest_s=30.0)
+    with open_prober(workload, strategies, Target("cuda", "4GiB"), deadlines=deadlines) as prober:
+        if least == 1:
+            with pytest.raises(WorkerFailed, match="index out of range"):
+                prober.survey()
+            return
+        survey = prober.survey()
+    note = next(note for note in survey.notes if note.startswith("checkpointing"))
+    assert "left out" in note
+    assert "assert" in note
+    assert list(survey.dimensions) == ["precision.dtype"]

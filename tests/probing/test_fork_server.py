@@ -9,33 +9,44 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from autofit.errors import SearchTimedOut, WorkerFailed
 from autofit.probing import fork_server, worker_channel
 from autofit.probing.requests import STACK_SIGNAL, Call, Deadline, NoReply, ignore_stage
 from autofit.probing.worker_channel import WorkerChannel, WorkerProcess
-from autofit.training.workload import Workload
-
-
-@pytest.fixture
-def channel() -> Iterator[WorkerChannel]:
-    opened = WorkerChannel(Workload(nn.Linear(2, 2), torch.ones(2, 2)), device="cpu")
-    yield opened
-    opened.close()
 
 
 def parent_of(process: int) -> int:
     """The process id of a process's parent."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def servers() -> set[int]:
+    """The processes that this one has started, and that have not ended."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return set(map(int, children.split()))
+
+
+@pytest.fixture
+def another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that no server has yet."""
+    monkeypatch.setenv("ANOTHER", str(time.monotonic_ns()))
+
+
+@pytest.fixture
+def ahead(another: None) -> int:
+    """A server of the environment that was started before anyone asked for a worker."""
+    before = servers()
+    fork_server.start_server()
+    fork_server.start_server()
+    (started,) = servers() - before
+    return started
 
 
 def worker_and_server(channel: WorkerChannel) -> tuple[int, int]:
@@ -55,27 +66,18 @@ def test_workers_are_forks_of_one_process(channel: WorkerChannel) -> None:
     assert parent_of(server) == os.getpid()
 
 
-def test_a_server_that_is_killed_takes_no_worker_along_and_is_replaced(
-    channel: WorkerChannel, running: Any
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
+def test_a_server_that_ends_takes_no_worker_along_and_is_replaced_in_the_same_call(
+    channel: WorkerChannel, running: Any, monkeypatch: pytest.MonkeyPatch, ending: signal.Signals
 ) -> None:
+    monkeypatch.setattr(worker_channel, "_FORK_SECONDS", 0.5)
     worker, server = worker_and_server(channel)
-    os.kill(server, signal.SIGKILL)
-    while running(server):
-        pass
+    os.kill(server, ending)
+    while ending == signal.SIGKILL and running(server):
+        time.sleep(0.01)
     assert running(worker)
     channel.drop()
     assert not running(worker)
-    assert worker_and_server(channel)[1] != server
-    assert not Path(f"/proc/{server}").exists()
-
-
-def test_a_server_that_hangs_is_replaced_in_the_same_call(
-    channel: WorkerChannel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_channel, "_FORK_SECONDS", 0.5)
-    _, server = worker_and_server(channel)
-    channel.drop()
-    os.kill(server, signal.SIGSTOP)
     assert worker_and_server(channel)[1] != server
     assert not Path(f"/proc/{server}").exists()
 
@@ -96,7 +98,7 @@ def test_a_worker_whose_supervisor_is_killed_ends_and_is_replaced(
     worker, _ = worker_and_server(channel)
     os.kill(parent_of(worker), signal.SIGKILL)
     while running(worker):
-        pass
+        time.sleep(0.01)
     channel.drop()
     assert worker_and_server(channel)[0] != worker
 
@@ -125,50 +127,30 @@ def test_open_descriptors_may_be_few_or_many(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("another")
 def test_the_ends_of_children_may_be_ignored(
-    channel: WorkerChannel, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    channel: WorkerChannel, request: pytest.FixtureRequest
 ) -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     request.addfinalizer(lambda: signal.signal(signal.SIGCHLD, before))
-    monkeypatch.setenv("ANOTHER", "environment where it is ignored")
     channel.open()
 
 
-def _end_at_once(session: Any) -> None:
-    os._exit(3)
-
-
+@pytest.mark.usefixtures("another")
 def test_signals_may_be_blocked_here(
-    channel: WorkerChannel, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    channel: WorkerChannel, request: pytest.FixtureRequest
 ) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, STACK_SIGNAL})
     request.addfinalizer(lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before))
-    monkeypatch.setenv("ANOTHER", "environment where they are blocked")
     channel.open()
     with pytest.raises(NoReply, match="exited with 3"):
-        channel.call(Call(_end_at_once, 2**30), Deadline.after(200.0), ignore_stage)
+        channel.call(Call(lambda session: os._exit(3), 2**30), Deadline.after(200.0), ignore_stage)
 
 
-@pytest.mark.slow
-def test_several_workers_that_wait_for_one_server_learn_that_it_died(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("ANOTHER", "environment, whose server dies before it forks")
-    before = servers_of(os.getpid())
-    fork_server.start_server()
-    (ahead,) = servers_of(os.getpid()) - before
-    os.kill(ahead, signal.SIGSTOP)
-    with ThreadPoolExecutor(4) as threads:
-        waiting = [threads.submit(WorkerProcess) for _ in range(4)]
-        wait(waiting, 1.0)
-        os.kill(ahead, signal.SIGKILL)
-    assert {type(each.exception()) for each in waiting} == {NoReply}
-
-
+@pytest.mark.usefixtures("another")  # so that the thread starts the server
 def test_a_worker_and_its_server_outlive_the_thread_that_asked_for_them(
-    channel: WorkerChannel, running: Any, monkeypatch: pytest.MonkeyPatch
+    channel: WorkerChannel, running: Any
 ) -> None:
-    monkeypatch.setenv("ANOTHER", "environment, so that the thread starts the server")
     thread = threading.Thread(target=channel.open)
     thread.start()
     thread.join()
@@ -195,7 +177,6 @@ def test_where_a_fork_would_be_unsafe_there_is_none(
     assert len(os.listdir(f"/proc/{worker}/task")) > 1
     channel.drop()
     assert not running(worker)
-    assert worker_and_server(channel)[1] == server
 
 
 def test_a_python_that_does_not_start_is_said_in_its_words(
@@ -206,74 +187,38 @@ def test_a_python_that_does_not_start_is_said_in_its_words(
         channel.open()
 
 
-def _options(session: Any) -> list[str]:
-    """Return what decides how this process runs its code."""
-    return [str(sys.flags.optimize), str(sys.flags.dont_write_bytecode), *sys.warnoptions]
-
-
 PROGRAM = """
+import sys
 import torch
 from autofit.probing.prober import Target, open_prober
 from autofit.training.workload import Workload
-from tests.probing.test_fork_server import _options
 with open_prober(Workload(torch.nn.Linear(2, 2), torch.ones(2, 2)), (), Target("cpu")) as prober:
-    print(prober.run(_options))
+    print(prober.run(lambda session: [bool(sys.flags.dont_write_bytecode), *sys.warnoptions]))
 """
 
 
 def test_workers_run_their_code_with_the_options_of_this_python() -> None:
-    given = ["-O", "-B", "-W", "ignore::BytesWarning", "-X", "utf8"]
+    given = ["-B", "-W", "ignore::BytesWarning", "-X", "utf8"]
     ran = subprocess.run(
         [sys.executable, *given, "-c", PROGRAM], capture_output=True, text=True, timeout=300
     )
-    assert ran.stdout.strip() == "['1', '1', 'ignore::BytesWarning']", ran.stderr
-
-
-def servers_of(process: int) -> set[int]:
-    """The processes that this one has started, and that have not ended."""
-    return {
-        int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    }
-
-
-def test_a_server_that_was_started_ahead_forks_the_first_worker(
-    channel: WorkerChannel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ANOTHER", "environment, that no server has yet")
-    before = servers_of(os.getpid())
-    fork_server.start_server()
-    fork_server.start_server()
-    (started,) = servers_of(os.getpid()) - before
-    assert worker_and_server(channel)[1] == started
-
-
-def _folder_of_compiled_code(session: Any) -> str | None:
-    return os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    assert ran.stdout.strip() == "[True, 'ignore::BytesWarning']", ran.stderr
 
 
 def test_a_server_that_was_started_ahead_serves_once_torch_has_written_its_own_variable(
-    channel: WorkerChannel, monkeypatch: pytest.MonkeyPatch
+    channel: WorkerChannel, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose value the worker has nevertheless: it may be the user's own."""
-    monkeypatch.setenv("ANOTHER", "environment, before any optimizer was made")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    before = servers_of(os.getpid())
-    fork_server.start_server()
-    (ahead,) = servers_of(os.getpid()) - before
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/a/folder")
     assert worker_and_server(channel)[1] == ahead
-    call = Call(_folder_of_compiled_code, 2**30)
+    call = Call(lambda session: os.environ["TORCHINDUCTOR_CACHE_DIR"], 2**30)
     reply = channel.call(call, Deadline.after(200.0), ignore_stage)
     assert reply.value_or_raise() == "/a/folder"
 
 
 def test_a_server_of_surroundings_that_have_changed_since_is_ended(
-    channel: WorkerChannel, running: Any, monkeypatch: pytest.MonkeyPatch
+    channel: WorkerChannel, ahead: int, running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ANOTHER", "environment, before the user's file sets variables")
-    before = servers_of(os.getpid())
-    fork_server.start_server()
-    (ahead,) = servers_of(os.getpid()) - before
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     worker, server = worker_and_server(channel)
     assert server != ahead
@@ -282,13 +227,19 @@ def test_a_server_of_surroundings_that_have_changed_since_is_ended(
 
 
 def test_a_server_that_dies_amid_its_imports_is_replaced(
-    channel: WorkerChannel, running: Any, monkeypatch: pytest.MonkeyPatch
+    channel: WorkerChannel, ahead: int, running: Any
 ) -> None:
-    monkeypatch.setenv("ANOTHER", "environment, whose first server dies")
-    before = servers_of(os.getpid())
-    fork_server.start_server()
-    (ahead,) = servers_of(os.getpid()) - before
     os.kill(ahead, signal.SIGKILL)
     worker, server = worker_and_server(channel)
     assert server != ahead
     assert running(worker)
+
+
+@pytest.mark.slow
+def test_several_workers_that_wait_for_one_server_learn_that_it_died(ahead: int) -> None:
+    os.kill(ahead, signal.SIGSTOP)
+    with ThreadPoolExecutor(4) as threads:
+        waiting = [threads.submit(WorkerProcess) for _ in range(4)]
+        wait(waiting, 1.0)
+        os.kill(ahead, signal.SIGKILL)
+    assert {type(each.exception()) for each in waiting} == {NoReply}

@@ -62,13 +62,11 @@ def ends() -> None:
     os._exit(3)
 
 
-def workload(loader: Any) -> Workload:
+def prober_for(loader: Any, deadlines: Deadlines = Deadlines(), **given: Any) -> Prober:  # noqa: B008 - frozen
     batch = (torch.ones(BATCH, 4), torch.arange(BATCH) % 3)
-    return Workload(nn.Linear(4, 3), batch, criterion=nn.CrossEntropyLoss(), loader=loader)
-
-
-def prober_for(loader: Any, **given: Any) -> Prober:
-    return open_prober(workload(loader), (), Target("cpu", "64MiB"), **given)
+    trained: dict[str, Any] = {"criterion": nn.CrossEntropyLoss(), "sample_batch": batch} | given
+    workload = Workload(nn.Linear(4, 3), loader=loader, **trained)
+    return open_prober(workload, (), Target("cpu", "64MiB"), deadlines=deadlines)
 
 
 def with_workers(workers: int) -> LoaderSettings:
@@ -119,12 +117,8 @@ def test_a_stream_is_told_from_rows(tmp_path: Path) -> None:
         assert not delivered(prober).is_stream
 
 
-def nothing(rows: Any) -> None:
-    return None
-
-
 def test_what_is_no_batch_is_named_as_the_loaders(tmp_path: Path) -> None:
-    loader = functools.partial(DataLoader, Rows(tmp_path, quick), collate_fn=nothing)
+    loader = functools.partial(DataLoader, Rows(tmp_path, quick), collate_fn=lambda rows: None)
     with (
         prober_for(loader) as prober,
         pytest.raises(InvalidArgument, match="the loader delivers None"),
@@ -139,12 +133,8 @@ def test_an_error_of_the_dataset_is_raised_as_it_was(tmp_path: Path, workers: in
     with prober_for(loader) as prober:
         with pytest.raises(ValueError, match="this row is torn"):
             delivered(prober, settings)
-        assert prober.run(functools.partial(_is_alive)) == "it answers"
+        assert prober.run(lambda session: "it answers") == "it answers"
     assert none_left(tmp_path)
-
-
-def _is_alive(session: Any) -> str:
-    return "it answers"
 
 
 @pytest.mark.slow
@@ -177,20 +167,6 @@ def test_a_loader_that_cannot_be_sent_is_refused_before_anything_runs() -> None:
         prober_for(lambda batch_size, num_workers: held)
 
 
-def test_batches_that_the_search_did_not_see_are_told(tmp_path: Path) -> None:
-    loader = functools.partial(DataLoader, Rows(tmp_path, quick, width=6))
-
-    def any_width(model: nn.Module, batch: Any) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(batch[0][:, :4]), batch[1])
-
-    batch = (torch.ones(BATCH, 4), torch.arange(BATCH) % 3)
-    trained = Workload(nn.Linear(4, 3), batch, loss_fn=any_width, loader=loader)
-    with open_prober(trained, (), Target("cpu", "64MiB")) as prober:
-        (warning,) = delivered(prober).warnings
-    assert "float32[8, 6]" in warning
-    assert "float32[8, 4]" in warning
-
-
 class Texts(Dataset[torch.Tensor]):
     """Of 4 numbers, each third of 9, and from the `longer`th on of 30."""
 
@@ -212,29 +188,36 @@ def as_they_are(texts: list[torch.Tensor]) -> list[torch.Tensor]:
     return texts
 
 
-@pytest.mark.parametrize("collate_fn", [padded, as_they_are])
-def test_a_collated_batch_is_compared_with_one_of_its_size(collate_fn: Any) -> None:
-    def mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch.mean(1, keepdim=True)).mean()
+def mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch.mean(1, keepdim=True).expand(-1, 4)).mean()
 
-    for longer, warned in ((64, 0), (0, 1)):
-        loader = functools.partial(DataLoader, Texts(longer), collate_fn=collate_fn)
-        trained = Workload(
-            nn.Linear(1, 1), Texts(64), collate_fn=padded, loss_fn=mean, loader=loader
-        )
-        with open_prober(trained, (), Target("cpu", "64MiB")) as prober:
-            assert len(delivered(prober).warnings) == warned
+
+@pytest.mark.parametrize("collate_fn", [padded, as_they_are])
+@pytest.mark.parametrize(("longer", "warned"), [(64, 0), (0, 1)])
+def test_a_collated_batch_is_compared_with_one_of_its_size(
+    collate_fn: Any, longer: int, warned: int
+) -> None:
+    loader = functools.partial(DataLoader, Texts(longer), collate_fn=collate_fn)
+    given = {"sample_batch": Texts(64), "collate_fn": padded, "criterion": None, "loss_fn": mean}
+    with prober_for(loader, **given) as prober:
+        assert len(delivered(prober).warnings) == warned
 
 
 def test_a_list_that_collating_made_is_one_batch(tmp_path: Path) -> None:
     """Torch's own collate makes a list of two tensors of pairs."""
     rows = Rows(tmp_path, quick)
-    trained = Workload(
-        nn.Linear(4, 3),
-        [rows[at] for at in range(BATCH)],
-        collate_fn=default_collate,
-        criterion=nn.CrossEntropyLoss(),
-        loader=functools.partial(DataLoader, rows),
-    )
-    with open_prober(trained, (), Target("cpu", "64MiB")) as prober:
+    samples = [rows[at] for at in range(BATCH)]
+    loader = functools.partial(DataLoader, rows)
+    with prober_for(loader, sample_batch=samples, collate_fn=default_collate) as prober:
         assert not delivered(prober).warnings
+
+
+def test_batches_that_the_search_did_not_see_are_told(tmp_path: Path) -> None:
+    def any_width(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0][:, :4]), batch[1])
+
+    loader = functools.partial(DataLoader, Rows(tmp_path, quick, width=6))
+    with prober_for(loader, criterion=None, loss_fn=any_width) as prober:
+        (warning,) = delivered(prober).warnings
+    assert "float32[8, 6]" in warning
+    assert "float32[8, 4]" in warning

@@ -79,9 +79,7 @@ def test_the_clock_is_the_machines_whatever_the_users_code_does_to_it(
         monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
         return model(batch).square().mean()
 
-    measured = _measured(_plain(loss_fn=loss), Plan(16))
-    assert measured.ok
-    assert all(seconds > 0 for seconds in measured.step_times_s)
+    assert all(seconds > 0 for seconds in _measured(_plain(loss_fn=loss), Plan(16)).step_times_s)
 
 
 def test_peaks_grow_with_the_micro_batch_and_repeat_exactly() -> None:
@@ -359,29 +357,30 @@ def test_state_that_is_made_in_the_first_steps_is_no_leak() -> None:
     assert _measured(_keeps(late, None), Plan(16)).ok
 
 
-@pytest.mark.parametrize("budget", [256 * MIB, 2 * MIB], ids=["far", "near"])
-def test_growth_that_does_not_end_is_a_leak(budget: int) -> None:
-    measured = _measured(_keeps(_a_kibibyte, None), Plan(16), budget=budget)
+def _much(step: int) -> torch.Tensor:
+    return torch.zeros(10 * MIB, dtype=torch.uint8)
+
+
+def _a_cache_beside(step: int) -> torch.Tensor:
+    return torch.zeros(100 * 1024 if step < 20 else 1024, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("step", "limits", "words"),
+    [
+        (_a_kibibyte, {"budget": 256 * MIB}, "1.00 KiB"),
+        (_a_kibibyte, {"budget": 2 * MIB}, "1.00 KiB"),
+        (_much, {"limit": 100 * MIB}, "10.0 MiB"),
+        (_a_cache_beside, {}, "1.00 KiB"),
+    ],
+    ids=["far", "near", "before memory is full", "beside a cache that fills up"],
+)
+def test_growth_that_does_not_end_is_a_leak(
+    step: Callable[[int], torch.Tensor], limits: dict[str, int], words: str
+) -> None:
+    measured = _measured(_keeps(step, None), Plan(16), **limits)
     assert measured.outcome is Outcome.LEAK
-    assert "1.00 KiB" in measured.detail
-
-
-def test_a_leak_that_will_not_last_is_told_before_memory_is_full() -> None:
-    def much(step: int) -> torch.Tensor:
-        return torch.zeros(10 * MIB, dtype=torch.uint8)
-
-    measured = _measured(_keeps(much, None), Plan(16), limit=100 * MIB)
-    assert measured.outcome is Outcome.LEAK
-    assert "10.0 MiB" in measured.detail
-
-
-def test_a_cache_that_fills_up_beside_a_leak_hides_nothing() -> None:
-    def both(step: int) -> torch.Tensor:
-        return torch.zeros(100 * 1024 if step < 20 else 1024, dtype=torch.uint8)
-
-    measured = _measured(_keeps(both, None), Plan(16))
-    assert measured.outcome is Outcome.LEAK
-    assert "1.00 KiB" in measured.detail
+    assert words in measured.detail
 
 
 def test_the_seconds_of_a_start_are_those_beyond_plain_steps() -> None:
@@ -390,27 +389,14 @@ def test_the_seconds_of_a_start_are_those_beyond_plain_steps() -> None:
     assert start_up_s(2.0, 1, []) is None
 
 
-def test_what_is_resident_is_parameters_gradients_and_state_at_any_size() -> None:
+@pytest.mark.parametrize(
+    "plan", [Plan(4), Plan(256), Plan(4, accumulation_steps=8, global_batch=32)], ids=str
+)
+def test_what_is_resident_is_parameters_gradients_and_state_at_any_size(plan: Plan) -> None:
     weights = sum(p.numel() * p.element_size() for p in _net(2048).parameters())
-
-    def make() -> Workload:
-        return Workload(_net(2048), torch.randn(4, 64))
-
-    few, many = (_measured(make, Plan(size)).resident_bytes for size in (4, 256))
-    assert few == pytest.approx(4 * weights, rel=0.02)
-    assert many == pytest.approx(few, rel=0.02)
-    split = _measured(make, Plan(4, accumulation_steps=8, global_batch=32)).resident_bytes
-    assert split == pytest.approx(few, rel=0.02)
-
-
-def test_the_bytes_of_gradients_are_those_that_an_update_frees() -> None:
-    weights = sum(p.numel() * p.element_size() for p in _net(2048).parameters())
-
-    def make() -> Workload:
-        return Workload(_net(2048), torch.randn(4, 64))
-
-    for plan in (Plan(4), Plan(256), Plan(4, accumulation_steps=8, global_batch=32)):
-        assert _measured(make, plan).gradient_bytes == pytest.approx(weights, rel=0.02)
+    measured = _measured(lambda: Workload(_net(2048), torch.randn(4, 64)), plan)
+    assert measured.resident_bytes == pytest.approx(4 * weights, rel=0.02)
+    assert measured.gradient_bytes == pytest.approx(weights, rel=0.02)  # which an update frees
 
 
 def test_what_a_training_step_holds_between_is_unknown() -> None:
@@ -448,24 +434,18 @@ def _backward_only(training: Any, batch: Any) -> torch.Tensor:
     return loss.detach()
 
 
-_NONE_UPDATES: list[dict[str, Any]] = [
-    {"training_step": _backward_only},
-    {"optimizer": lambda parameters: _Forgetful(parameters, lr=0.1)},
-]
-_UPDATES: list[dict[str, Any]] = [
-    {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.0)},  # as in a warm-up
-    {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)},
-    {"optimizer": lambda parameters: _ByData(parameters, lr=0.1)},
-]
-
-
-@pytest.mark.parametrize("more", _NONE_UPDATES)
-def test_steps_that_change_no_parameter_are_named(more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("more", "is_named"),
+    [
+        ({"training_step": _backward_only}, True),
+        ({"optimizer": lambda parameters: _Forgetful(parameters, lr=0.1)}, True),
+        # as in a warm-up
+        ({"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.0)}, False),
+        ({"optimizer": lambda p: torch.optim.AdamW(p, lr=0.0, weight_decay=0.0)}, False),
+        ({"optimizer": lambda parameters: _ByData(parameters, lr=0.1)}, False),
+    ],
+)
+def test_steps_that_change_no_parameter_are_named(more: dict[str, Any], is_named: bool) -> None:
     measured = _measured(_plain(**more), Plan(4))
     assert measured.outcome is Outcome.OK
-    assert NEVER_UPDATED in measured.notes
-
-
-@pytest.mark.parametrize("more", _UPDATES)
-def test_updates_of_any_kind_are_no_reason_for_a_word(more: dict[str, Any]) -> None:
-    assert NEVER_UPDATED not in _measured(_plain(**more), Plan(4)).notes
+    assert (NEVER_UPDATED in measured.notes) is is_named

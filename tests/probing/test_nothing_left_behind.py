@@ -6,6 +6,8 @@ import os
 import random
 import signal
 import subprocess
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +21,11 @@ from torch import nn
 
 import autofit
 from autofit.errors import SearchTimedOut
+from autofit.measurement import Outcome
+from autofit.probing.prober import Target, open_prober
 from autofit.testing.digest import differences, digest
+from tests.faulty_model import NO_FAULT, FaultyModel
+from tests.probing.conftest import Probing
 
 BATCH = 4
 
@@ -91,49 +97,41 @@ def searched(model: nn.Module, optimizer: Any, **limits: Any) -> Any:
     ids=["to the end", "out of time", "size limit", "the user's bug"],
 )
 def test_a_search_leaves_nothing_behind(
-    fault: Any, limits: dict[str, Any], ends: type[Exception] | None
+    fault: Any,
+    limits: dict[str, Any],
+    ends: type[Exception] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = Restless(behaves)
-    optimizer = trained(model)
-    model.fault = fault
-    objects = {"model": model, "optimizer": optimizer}
-    before = digest(objects)
-    if ends is None:
-        assert searched(model, optimizer, **limits).best.measurement.ok
-    else:
-        with pytest.raises(ends, match=r"a bug of the user's|timeout"):
-            searched(model, optimizer, **limits)
-    assert differences(before, digest(objects)) == []
-
-
-@pytest.mark.usefixtures("spared_process")
-def test_no_files_are_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     model = Restless(behaves)
-    searched(model, torch.optim.SGD(model.parameters()), max_probes=2)
+    objects = {"model": model, "optimizer": trained(model)}
+    model.fault = fault
+    before = digest(objects)
+    if ends is None:
+        assert searched(**objects, **limits).best.measurement.ok
+    else:
+        with pytest.raises(ends, match=r"a bug of the user's|timeout"):
+            searched(**objects, **limits)
+    assert differences(before, digest(objects)) == []
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_network_that_a_function_hands_out_is_not_trained() -> None:
-    network = nn.Linear(8, 4)
-    before = network.weight.detach().clone()
-    autofit.predict(autofit.Workload(lambda: network, torch.ones(BATCH, 8)), gpu="H100")
-    assert torch.equal(network.weight, before)
 
 
 KEPT: dict[str, list[Any]] = {"losses": []}
 
 
 def counts_in_globals(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(samples).mean()
     KEPT["losses"].append(0.0)
-    return loss
+    return model(samples).mean()
 
 
-def test_a_prediction_leaves_the_globals_of_a_loss_alone() -> None:
-    workload = autofit.Workload(nn.Linear(8, 4), torch.ones(BATCH, 8), loss_fn=counts_in_globals)
+def test_a_prediction_leaves_globals_and_the_network_that_a_function_hands_out_alone() -> None:
+    network = nn.Linear(8, 4)
+    before = network.weight.detach().clone()
+    workload = autofit.Workload(lambda: network, torch.ones(BATCH, 8), loss_fn=counts_in_globals)
     autofit.predict(workload, gpu="H100")
     assert KEPT == {"losses": []}
+    assert torch.equal(network.weight, before)
 
 
 # -- The parent is killed or interrupted: no worker is left, and nothing of the user's has
@@ -227,3 +225,85 @@ def test_ctrl_c_ends_the_search_and_leaves_nothing(
     assert "changed: []" in output
     assert "report: interrupted 2" in output or (times == 2 and "interrupted" in output)
     assert not running(worker)
+
+
+# -- Owners and workers that are killed at any moment leave no process, and a worker's end is told.
+
+MARK = "OWNER_THAT_IS_KILLED"
+MOMENTS = 20
+
+
+def starts_a_stray(model: Any, output: torch.Tensor) -> None:
+    """A process in a session of its own, whose parent has ended."""
+    nap = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    starts = [sys.executable, "-S", "-c", f"import subprocess; subprocess.Popen({nap})"]
+    subprocess.run(starts, start_new_session=True, check=True)
+
+
+def probe_for_ever() -> None:
+    """Probe a plan in one fresh worker after another."""
+    workload = autofit.Workload(FaultyModel({4: starts_a_stray}), torch.ones(4, 16))
+    with open_prober(workload, target=Target("cpu", "64MiB")) as prober:
+        while True:
+            Probing(prober).at(4)
+            prober.renew()
+
+
+def marked() -> set[int]:
+    """The processes that run with the mark in the environment that they were started with."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        try:
+            environment = (folder / "environ").read_bytes()
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if f"{MARK}={os.getpid()}".encode() in environment.split(b"\0") and state not in "ZX":
+            found.add(int(folder.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", range(MOMENTS))
+def test_an_owner_that_is_killed_leaves_no_process(
+    python: Callable[..., Any], tmp_path: Path, moment: int
+) -> None:
+    code = "from tests.probing.test_nothing_left_behind import probe_for_ever; probe_for_ever()"
+    environment = os.environ | {MARK: str(os.getpid()), "TMPDIR": str(tmp_path)}
+    owner = python("-c", code, forks_workers=False, env=environment)
+    assert wait_for(lambda: bool(marked() - {owner.pid}))
+    time.sleep(0.4 * moment)
+    owner.kill()
+    owner.wait()
+    assert wait_for(lambda: not marked())
+    assert list(tmp_path.glob("autofit*")) == []
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_leaves_no_process_and_is_told(
+    open_probing: Any, running: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MARK, str(os.getpid()))
+    probing = open_probing(FaultyModel({4: starts_a_stray}))
+    for moment in range(MOMENTS):
+        assert probing.at(NO_FAULT).ok
+        (server,) = marked() & started_here()
+        worker = probing.worker
+        killer = threading.Timer(0.01 * moment, os.kill, (worker, signal.SIGKILL))
+        killer.start()
+        measurement = probing.at(4)
+        killer.join()
+        assert measurement.ok or (
+            measurement.outcome in (Outcome.CRASHED, Outcome.HOST_OOM)
+            and "SIGKILL" in (measurement.detail or "")
+        )
+        probing.prober.renew()
+        assert not running(worker)
+        # the supervisor ends itself once it has said that nothing is left
+        assert wait_for(lambda server=server: marked() == {server})
+
+
+def started_here() -> set[int]:
+    """The processes that this one has started itself."""
+    here = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    return {int(each) for each in here.read_text().split()}

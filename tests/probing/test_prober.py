@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,10 @@ import torch
 from torch import nn
 
 from autofit.errors import InvalidArgument, WorkerFailed
-from autofit.measurement import Measurement, Outcome
+from autofit.measurement import BOUNDS, Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.prober import MOST_REPEATS, Prober, Target, open_prober
+from autofit.probing.profile import StepProfile, look_at_step
 from autofit.probing.requests import DeviceFacts, NoReply, ProbeRequest, Reply
 from autofit.probing.session import Session
 from autofit.probing.worker_channel import WorkerChannel
@@ -58,19 +62,6 @@ def test_what_means_nothing_is_refused_before_a_worker_is_started(
         open_prober(WORKLOAD, (), Target(**{"device": "cpu"} | said))
 
 
-class Signs(nn.Module):
-    """Writes the number of the process that runs it to a file."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.layer, self.path = nn.Linear(16, 4), path
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        with self.path.open("a") as file:
-            print(os.getpid(), torch.cuda.is_available(), file=file)
-        return self.layer(inputs)
-
-
 def says_it_is_a_gpu(device: Any) -> Any:
     environment = replace(device.environment, gpu="NVIDIA H100 80GB HBM3", capability="9.0")
     type(device).environment = property(lambda self: environment)
@@ -81,7 +72,14 @@ def says_it_is_a_gpu(device: Any) -> Any:
 def test_a_search_predicts_memory_where_it_probes(open_probing: Any, tmp_path: Path) -> None:
     """A dry run has the user's code see a GPU; of that, this process must see nothing."""
     path = tmp_path / "processes"
-    prober = open_probing(Signs(path), tamper=says_it_is_a_gpu).prober
+
+    class Signs(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            with path.open("a") as file:
+                print(os.getpid(), torch.cuda.is_available(), file=file)
+            return super().forward(inputs)
+
+    prober = open_probing(Signs(16, 4), tamper=says_it_is_a_gpu).prober
     survey = prober.survey()
     path.unlink()
     before, worker = dict(vars(torch.cuda)), prober.worker_pid
@@ -97,9 +95,7 @@ def test_a_search_predicts_memory_where_it_probes(open_probing: Any, tmp_path: P
 def test_a_search_goes_on_where_memory_cannot_be_predicted(open_probing: Any) -> None:
     class Ends(nn.Linear):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            if inputs.is_meta:
-                os._exit(7)
-            return super().forward(inputs)
+            return os._exit(7) if inputs.is_meta else super().forward(inputs)
 
     prober = open_probing(Ends(16, 4), tamper=says_it_is_a_gpu).prober
     survey = prober.survey()
@@ -197,3 +193,82 @@ def test_a_function_is_called_once_more_where_its_worker_or_the_device_died(
     late = NoReply(Outcome.TIMEOUT, "still in forward")
     with pytest.raises(WorkerFailed, match="still in forward"):
         Prober(Replying(late, Reply(7)), WORKLOAD).run(divides)
+
+
+# -- Where the time of a step goes: plans whose bound is known by how they are made
+
+
+def products(net: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Large products, and as good as no parameters."""
+    left = rows[:1].expand(512, 512) * net.weight
+    for _ in range(4):
+        left = left @ left / 512
+    return left.mean()
+
+
+def passes(net: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Many passes over a few MiB."""
+    wide = rows[:1].expand(512, 2048) * net.weight
+    for _ in range(6):
+        wide = torch.sin(wide)
+    return wide.mean()
+
+
+def sleeps(net: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Between its operators Python does something else."""
+    time.sleep(0.5)
+    return (rows[:1].sum() * net.weight).mean()
+
+
+def updates(net: Any, rows: torch.Tensor) -> torch.Tensor:
+    """One row of a large table is trained on: the update is the work."""
+    return (net.weight[:1] * rows[:1].sum()).mean()
+
+
+def profiled(loss_fn: Any, plan: Plan = Plan(2), weights: int = 1, **given: Any) -> Any:  # noqa: B008 - frozen
+    workload = Workload(nn.Linear(1, weights, bias=False), torch.ones(2, 1), loss_fn=loss_fn)
+    with open_prober(workload, (), Target("cpu", "1GiB")) as prober:
+        return prober.run(partial(look_at_step, plan=ResolvedPlan(plan), **given))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss_fn", "weights", "bound"),
+    [
+        (products, 1, "arithmetic"),
+        (passes, 1, "memory traffic"),
+        (sleeps, 1, "launches"),
+        (updates, 2_000_000, "optimizer"),
+    ],
+)
+def test_what_bounds_a_step_is_seen(loss_fn: Any, weights: int, bound: str) -> None:
+    shares = profiled(loss_fn, weights=weights).shares(1.0)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert max(BOUNDS, key=shares.__getitem__) == bound
+    assert shares[bound] > 0.5
+
+
+def test_a_trace_is_written_in_torchs_own_format(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    profiled(products, trace=str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {"aten::mm", "Optimizer.step#AdamW.step"} <= {event.get("name") for event in events}
+
+
+@pytest.mark.slow
+def test_what_is_accumulated_counts_whole_and_the_update_once() -> None:
+    one, many = (profiled(products, Plan(1, accumulation_steps=steps)) for steps in (2, 64))
+    assert many.operators == one.operators  # two micro-batches were run of either
+    assert many.seconds["arithmetic"] > 8 * one.seconds["arithmetic"]
+    assert many.seconds["optimizer"] < 8 * one.seconds["optimizer"]
+
+
+def test_what_kernels_do_not_fill_of_a_step_is_launches() -> None:
+    seconds = {"arithmetic": 0.2, "memory traffic": 0.1, "optimizer": 0.1, "launches": 0.0}
+    shares = StepProfile(seconds, 10, on_gpu=True).shares(0.8)
+    assert shares == pytest.approx(
+        {"arithmetic": 0.25, "memory traffic": 0.125, "optimizer": 0.125, "launches": 0.5}
+    )
+    crowded = StepProfile(seconds, 10, on_gpu=True).shares(0.3)  # kernels ran beside each other
+    assert crowded["launches"] == 0.0
+    assert sum(crowded.values()) == pytest.approx(1)

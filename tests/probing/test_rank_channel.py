@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import signal
@@ -13,19 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
 from autofit.equivalence.comparison import compare, traced_plans
 from autofit.equivalence.ranks import compare_ranks
+from autofit.errors import InvalidArgument
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan, Scalar
 from autofit.probing.fault_table import OTHER_COUNT
 from autofit.probing.prober import Deadlines, Prober, Target, open_prober
 from autofit.probing.requests import ProbeRequest
 from autofit.probing.session import Session
-from autofit.registry import load_strategies
-from autofit.strategy import Comparison
+from autofit.registry import load_strategies, resolve
+from autofit.strategy import Comparison, Numerics
 from autofit.training.workload import Workload
 
 pytestmark = pytest.mark.slow
@@ -107,15 +110,17 @@ def of_ranks(session: Session, mode: str) -> Any:
     return compare_ranks(session.builder, {"parallel.mode": mode}, payloads, strategy)
 
 
-def ranks_of(**given: Any) -> Any:
-    model, loss_fn = given.pop("model", Tied), given.pop("loss_fn", mean_over_valid)
-    workload = Workload(model, padded, loss_fn=loss_fn, **given)
-    return open_prober(workload, load_strategies(["parallel"]), Target("cpu", "1GiB", ranks=2))
+def ranks_of(
+    build: Any = Tied, batch: Any = padded, numerics: str = "reduced_precision", **given: Any
+) -> Prober:
+    workload = Workload(build, batch, **{"loss_fn": mean_over_valid, "loss_weight": valid} | given)
+    strategies = load_strategies(["parallel"], numerics=Numerics.parse(numerics), world_size=2)
+    return open_prober(workload, strategies, Target("cpu", "1GiB", ranks=2))
 
 
 @pytest.fixture(scope="module")
 def weighted() -> Iterator[Prober]:
-    with ranks_of(loss_weight=valid) as prober:
+    with ranks_of() as prober:
         yield prober
 
 
@@ -134,7 +139,7 @@ def test_gradients_of_ranks_are_those_of_one_process(
 
 
 def test_gradients_of_a_model_that_is_frozen_in_part_are_those_of_one_process() -> None:
-    with ranks_of(model=Frozen, loss_weight=valid) as prober:
+    with ranks_of(Frozen) as prober:
         for mode in ("ddp", "ddp_view", "zero1", "fsdp2", "fsdp2_keep"):
             call = partial(of_gradients, mode=mode, samples=13, steps=3, accumulation="once")
             assert prober.run(call).gradient <= 1e-12, mode
@@ -254,3 +259,159 @@ def test_a_probe_tells_what_each_rank_held_and_whose_steps_count(weighted: Probe
     own = [use.step_time_s for use in seen.ranks]
     assert None not in own
     assert seen.step_time_s >= max(time_s for time_s in own if time_s is not None)
+
+
+# -- The usual mistakes of trainings on several ranks, as their survey names them
+
+DDP, SHARDED = ("ddp", "ddp_view", "zero1"), ("fsdp2", "fsdp2_keep")
+
+
+class Net(nn.Module):
+    """Blocks between two linear layers, and a side branch that `side` decides on."""
+
+    def __init__(self, side: str = "always", *norm: nn.Module) -> None:
+        super().__init__()
+        self.into = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), *map(copy.deepcopy, norm or (nn.Tanh(),)))
+            for _ in range(2)
+        )
+        self.branch = nn.ModuleDict({"side": nn.Linear(16, 16)})
+        self.out = nn.Linear(16, 8)
+        self.side = side
+
+    def uses_side(self, x: torch.Tensor) -> bool:
+        return {
+            "always": True,
+            "never": False,
+            "rank 1": dist.is_initialized() and dist.get_rank() == 1,
+            "some samples": bool((x[:, 0] > 0.5).any()),
+        }[self.side]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.into(x)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        if self.uses_side(x):
+            hidden = hidden + self.branch["side"](hidden)
+        return self.out(hidden)
+
+
+def adapted() -> nn.Module:
+    """A frozen layer, larger than all that is trained of it."""
+    trained = nn.Sequential(nn.Linear(64, 2), nn.Linear(2, 8))
+    return nn.Sequential(nn.Linear(8, 64).requires_grad_(False), trained)
+
+
+def batch_of(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs, the first with a feature above 0.5, and classes of which some are ignored."""
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.rand(samples, 8, generator=generator) / 2
+    inputs[0, 0] = 1.0
+    targets = torch.randint(0, 8, (samples,), generator=generator)
+    targets[1::4] = IGNORED
+    return inputs, targets
+
+
+def past_the_wrapper(model: nn.Module, batch: Any) -> torch.Tensor:
+    return mean_over_valid(getattr(model, "module", model), batch)
+
+
+def float_after_wrapping(model: nn.Module, batch: Any) -> torch.Tensor:
+    return mean_over_valid(model.float(), batch)
+
+
+def raising_in_buckets(model: nn.Module, batch: Any, error: Exception) -> torch.Tensor:
+    if getattr(model, "gradient_as_bucket_view", False) and dist.get_rank() == 1:
+        raise error
+    return mean_over_valid(model, batch)
+
+
+@pytest.mark.parametrize(("side", "lacking"), [("rank 1", 0), ("some samples", 1)])
+def test_a_parameter_that_one_rank_alone_uses_is_named(side: str, lacking: int) -> None:
+    with (
+        ranks_of(partial(Net, side), batch_of) as prober,
+        pytest.raises(InvalidArgument, match=f"rank {lacking} gets no gradient") as caught,
+    ):
+        prober.survey()
+    assert "'branch.side.weight', 'branch.side.bias'" in str(caught.value)
+    assert "find_unused_parameters" in str(caught.value)
+
+
+def test_a_mean_of_means_is_said_to_need_a_weight() -> None:
+    with (
+        ranks_of(Net, batch_of, loss_weight=None) as prober,
+        pytest.raises(InvalidArgument, match=r"(?s)differ from one process's by.*loss_weight"),
+    ):
+        prober.survey()
+
+
+NORMALIZING = partial(Net, "always", nn.BatchNorm1d(16))
+NOT_SHARED = [rf"parallel\.mode={mode} .* skipped.*most of all in" for mode in DDP]
+NO_VIEWS = partial(raising_in_buckets, error=TypeError("no views of buckets"))
+NO_ROOM = partial(
+    raising_in_buckets, error=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "left", "said"),
+    [
+        (
+            {"build": partial(Net, "never")},
+            SHARDED,
+            ["parallel.mode: ddp, ddp_view, zero1 skipped.*'branch.side.weight', 'branch.side.b"],
+        ),
+        ({"loss_fn": past_the_wrapper}, SHARDED, NOT_SHARED),
+        (
+            {"build": lambda: Net().to(torch.bfloat16), "loss_fn": float_after_wrapping},
+            SHARDED,
+            NOT_SHARED,
+        ),
+        ({"build": NORMALIZING}, (*DDP, *SHARDED), ["'blocks.0.1', 'blocks.1.1' normalize"]),
+        ({"build": NORMALIZING, "loss_fn": past_the_wrapper}, SHARDED, NOT_SHARED),
+        (
+            {"numerics": "exact", "loss_fn": NO_VIEWS},
+            ("ddp", "zero1"),
+            ["parallel.mode=ddp_view was skipped: TypeError: no views of buckets"],
+        ),
+        (
+            {"numerics": "exact", "loss_fn": NO_ROOM},
+            DDP,
+            ["parallel.mode=ddp_view: memory ran out"],
+        ),
+        (
+            {
+                "build": adapted,
+                "optimizer": lambda parameters: torch.optim.AdamW(
+                    [p for p in parameters if p.requires_grad]
+                ),
+            },
+            (*DDP, *SHARDED),
+            [],
+        ),
+    ],
+    ids=[
+        "never used",
+        "past the wrapper",
+        "float after wrapping",
+        "normalizes",
+        "normalizes past the wrapper",
+        "raises on one rank",
+        "is full on one rank",
+        "trained in part",
+    ],
+)
+def test_modes_under_which_a_training_goes_wrong_are_set_aside_and_others_run(
+    given: dict[str, Any], left: tuple[str, ...], said: list[str]
+) -> None:
+    with ranks_of(**{"build": Net, "batch": batch_of, "numerics": "rounding"} | given) as prober:
+        survey = prober.survey()
+        assert survey.dimensions["parallel.mode"].values == left
+        for words in said:
+            assert sum(bool(re.search(words, note)) for note in survey.notes) == 1, survey.notes
+        assert said or not any(" skipped" in note for note in survey.notes)
+        settings = survey.space().complete({"parallel.mode": left[-1]})
+        plan = Plan(2, world_size=2, settings=settings)
+        resolved = resolve(plan, survey.space(), prober.strategies)
+        assert prober.probe(ProbeRequest(resolved)).measurement.outcome is Outcome.OK

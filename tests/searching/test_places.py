@@ -19,8 +19,22 @@ import torch
 import autofit
 from autofit.devices.request import device_names
 from autofit.errors import InvalidArgument, SearchTimedOut, WorkerFailed
+from autofit.measurement import ACT, NEVER_UPDATED, Measurement, Outcome, Trial, TrialKind
+from autofit.plan import Plan
 from autofit.probing.requests import Reply
 from autofit.probing.wire import message_of_reply
+from autofit.report.record import INTERRUPTED
+from autofit.searching import events
+from autofit.searching.engine import run_search
+from autofit.searching.faithful import difference_of
+from autofit.searching.findings import memory_of
+from autofit.searching.options import (
+    COMPARISON_PROBES,
+    MAX_COMPARISON_SHARE,
+    Allowance,
+    SearchArguments,
+)
+from tests.simulated import SimulatedDevice
 
 LIMITS: dict[str, Any] = {"vram_budget": "64MiB", "strategies": ["checkpointing"], "seed": 0}
 
@@ -170,3 +184,203 @@ def test_ctrl_c_while_two_plans_run_returns_what_was_measured() -> None:
     report = searched(device=["cpu", "cpu"], max_probes=12, progress=interrupt_soon)
     assert len(report.trials) >= 3
     assert "interrupted" in report.record.search.stopped_because.lower()
+
+
+# -- What ends a search: limits, interrupts, and what begins afterwards.
+
+
+def test_more_time_is_asked_for_where_the_timeout_ended_the_search(
+    device: SimulatedDevice,
+) -> None:
+    prober = device.prober()
+    result = run_search(
+        prober, device.spec(), timeout_s=100.0, clock=lambda: 20.0 * len(prober.probed), began=0.0
+    )
+    assert result.search.stopped_because == "the timeout of 100 s was reached"
+    assert result.with_more_time is not None
+    assert result.with_more_time not in {trial.plan for trial in result.trials}
+
+
+class _Gone:
+    """A prober whose worker is gone; it notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        raise WorkerFailed("no worker starts")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), WorkerFailed("no worker starts")], ids=repr)
+def test_nothing_more_is_run_after_an_interrupt_or_without_a_worker(
+    device: SimulatedDevice, error: BaseException
+) -> None:
+    def fault(plan: Plan) -> None:
+        if len(ending.probed) >= 5:
+            raise error
+
+    ending = device.prober(fault)
+    result = run_search(ending, device.spec(), timeout_s=1e8)
+    assert result.search.stopped_because in (INTERRUPTED, "no worker starts")
+    assert result.best.plan != result.baseline.plan
+    assert not result.may_probe
+    assert result.with_more_time is None
+    prober: Any = _Gone()
+    assert difference_of(prober, device.spec(), result) is None
+    assert memory_of(prober, device.spec(), result) == {}
+    assert prober.asked == []
+
+
+def test_what_begins_after_the_search_tells_what_it_found() -> None:
+    seen: list[events.Event] = []
+    report = autofit.search(
+        torch.nn.Linear(8, 4), torch.randn(4, 8), global_batch=8, device="cpu", seed=1,
+        vram_budget="8MiB", strategies=["precision"], max_probes=4,
+        progress=seen.append,
+    )  # fmt: skip
+    last = [each for each in seen if isinstance(each, events.StageStarted)][-1]
+    assert last.stage == "writing the report"
+    assert last.progress.probes == report.record.search.probes > 0
+    assert last.progress.best is not None
+    finished = [each.trial for each in seen if isinstance(each, events.ProbeFinished)]
+    assert finished == list(report.trials)
+
+
+def _forgets_to_update(training: Any, batch: Any) -> torch.Tensor:
+    loss = training.model(batch).square().mean()
+    training.backward(loss)
+    return loss.detach()
+
+
+def test_a_training_that_never_updates_is_warned_of() -> None:
+    found = autofit.search(
+        autofit.Workload(
+            torch.nn.Linear(8, 4), torch.randn(4, 8), training_step=_forgets_to_update,
+            global_batch=4,
+        ),
+        device="cpu", vram_budget="8MiB", strategies=["precision"], max_probes=1,
+    )  # fmt: skip
+    assert NEVER_UPDATED.removeprefix(ACT) in found.warnings
+
+
+class Waits(torch.nn.Linear):
+    """Takes a while for each micro-batch, whatever its size."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return super().forward(rows)
+
+
+@pytest.mark.parametrize(
+    "stage", ["comparing the answer", "measuring what bounds a step", "ending the worker"]
+)
+def test_ctrl_c_after_the_search_leaves_its_answer(stage: str) -> None:
+    def press(event: events.Event) -> None:
+        if isinstance(event, events.StageStarted) and event.stage.startswith(stage):
+            raise KeyboardInterrupt
+
+    report = autofit.search(
+        Waits(8, 4), torch.randn(1, 8), global_batch=8, device="cpu", vram_budget="8MiB",
+        strategies=[], max_probes=6, progress=press,
+    )  # fmt: skip
+    assert report.record.search.stopped_because == INTERRUPTED
+    assert report.best.ok
+
+
+@pytest.mark.parametrize(("max_probes", "looked_at"), [(1, "baseline"), (6, "best")])
+def test_only_the_plan_that_is_answered_is_looked_at_after_the_comparison(
+    max_probes: int, looked_at: str
+) -> None:
+    seen: list[events.Event] = []
+    report = autofit.search(
+        Waits(8, 4), torch.randn(1, 8), global_batch=8, device="cpu", vram_budget="8MiB",
+        strategies=[], max_probes=max_probes, progress=seen.append,
+    )  # fmt: skip
+    assert (report.plan == report.baseline.plan) is (looked_at == "baseline")
+    stages = [each.stage for each in seen if isinstance(each, events.StageStarted)]
+    plans = [stage.split()[6] for stage in stages if stage.startswith("looking where the memory")]
+    assert len(plans) == 1
+    compared = [stage for stage in stages if stage.startswith("comparing the answer's gradients")]
+    assert len(compared) == (looked_at == "best")
+    assert (report.record.difference is not None) is (looked_at == "best")
+    kept = {"best"}  # as the only plan that ran, the baseline is the best one, too
+    assert report.record.memory.keys() == report.record.findings["bounds"].keys() == kept
+    assert report.record.findings["flops"]["per_sample"] == 2 * 2 * 8 * 4
+
+
+# -- The limits of a search, given its trials, and the checks of its arguments
+
+
+def trials(count: int, seconds: float = 1.0) -> list[Trial]:
+    """So many probes, and a vetoed proposal, which is none."""
+    ran = Measurement(Outcome.OK, step_times_s=[0.1], seconds=seconds)
+    roles = [TrialKind.SEARCH] * count + [TrialKind.VETOED]
+    return [Trial(number, kind, Plan(4), ran) for number, kind in enumerate(roles)]
+
+
+@pytest.mark.parametrize(("most", "before_comparison"), [(1, 1), (2, 2), (3, 2), (4, 2), (9, 7)])
+def test_probes_are_kept_back_for_the_comparison(most: int, before_comparison: int) -> None:
+    """Of the incumbent and the baseline, if another plan than the baseline can be tried."""
+    bounded = Allowance(most, None)
+    assert bounded.spent(trials(before_comparison)) == f"max_probes={most} was reached"
+    assert before_comparison == 1 or bounded.spent(trials(before_comparison - 1)) is None
+
+
+def test_the_baseline_is_run_whatever_the_limits() -> None:
+    assert Allowance(1, 1e-9).spent([]) is None
+
+
+@pytest.mark.parametrize(
+    ("probe_s", "start_s", "short"), [(2.0, 0.0, False), (2.0, 3.0, True), (12.0, 0.0, True)]
+)
+def test_time_is_short_if_another_probe_would_not_leave_enough_for_the_comparison(
+    probe_s: float, start_s: float, short: bool
+) -> None:
+    bounded = Allowance(None, 60.0, clock=lambda: 35.0, began=0.0)
+    reason = bounded.spent(trials(3, probe_s), start_s)
+    assert (reason == "the timeout of 60 s was reached") is short
+
+
+def test_a_share_of_the_time_at_most_is_kept_for_the_comparison() -> None:
+    bounded = Allowance(None, 60.0)
+    assert bounded.comparison_s(trials(3, seconds=2.0), start_s=1.0) == COMPARISON_PROBES * 3.0
+    assert bounded.comparison_s(trials(3, seconds=40.0), start_s=1.0) == MAX_COMPARISON_SHARE * 60.0
+    assert bounded.comparison_s([], start_s=1.0) == 0.0
+
+
+GOOD: dict[str, Any] = {
+    "max_probes": 3,
+    "timeout": 1.5,
+    "study": Path("study.log"),
+    "progress": print,
+    "planned_steps": 1000,
+}
+
+
+def test_valid_arguments_pass() -> None:
+    SearchArguments(**GOOD)
+    SearchArguments()
+    SearchArguments(**GOOD | {"progress": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_probes", 0),
+        ("max_probes", 1.5),
+        ("max_probes", True),
+        ("planned_steps", -1),
+        ("planned_steps", 2.5),
+        ("timeout", 0),
+        ("timeout", "3"),
+        ("timeout", float("nan")),
+        ("study", 3),
+        ("study", b"x"),
+        ("study", ""),
+        ("progress", 3),
+    ],
+)
+def test_invalid_arguments_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=name):
+        SearchArguments(**GOOD | {name: value})

@@ -139,27 +139,33 @@ def test_a_line_says_the_best_the_probes_and_the_time_left(
     assert ("left" in line) is (told.seconds_left is not None)
 
 
-def test_the_time_left_is_by_the_probes_where_they_end_sooner() -> None:
-    """Two probes took 20 s after a preparation of 40 s, and three are left: 30 s."""
-    story: list[Event] = [
-        ProbeStarted(BASELINE.plan, TrialKind.BASELINE, None, Progress(0, 0, None, 40.0, None, 5)),
-        ProbeFinished(BASELINE, Progress(1, 0, BASELINE, 50.0, None, 4)),
-        ProbeFinished(BASELINE, Progress(2, 0, BASELINE, 60.0, None, 3)),
-    ]
-    words = EventWords()
-    for event in story:
-        words.learn(event)
-    assert "about 0:30 left" in words.standing(story[-1].progress)
-    assert "about 0:20 left" in words.standing(story[-1].progress, waited_s=10.0)
-    limited = replace(story[-1].progress, seconds_left=20.0)
-    assert "at most 0:20 left" in words.standing(limited)
+def unlimited(probes: int, elapsed_s: float) -> Progress:
+    return Progress(probes, 0, BASELINE, elapsed_s, None, None, usual_probes=(10, 30))
 
 
-def test_the_time_left_without_a_limit_is_by_the_usual_number_of_probes() -> None:
-    """The first probe took 2 s, and such a search takes 10 to 30, which may take twice as long."""
+@pytest.fixture
+def words() -> EventWords:
+    """After the first probe, which took 2 s: such a search takes 10 to 30."""
     words = EventWords()
     words.learn(ProbeStarted(BASELINE.plan, TrialKind.BASELINE, None, unlimited(0, 40.0)))
     words.learn(ProbeFinished(BASELINE, unlimited(1, 42.0)))
+    return words
+
+
+def test_the_time_left_is_by_the_probes_where_they_end_sooner() -> None:
+    """Two probes took 20 s after a preparation of 40 s, and three are left: 30 s."""
+    told = [Progress(n, 0, BASELINE, 40.0 + 10.0 * n, None, 5 - n) for n in range(3)]
+    words = EventWords()
+    words.learn(ProbeStarted(BASELINE.plan, TrialKind.BASELINE, None, told[0]))
+    for each in told[1:]:
+        words.learn(ProbeFinished(BASELINE, each))
+    assert "about 0:30 left" in words.standing(told[2])
+    assert "about 0:20 left" in words.standing(told[2], waited_s=10.0)
+    assert "at most 0:20 left" in words.standing(replace(told[2], seconds_left=20.0))
+
+
+def test_the_time_left_without_a_limit_is_by_the_usual_number_of_probes(words: EventWords) -> None:
+    """They may take twice as long as the first one."""
     assert "about 0:18 to 1:56 left" in words.standing(unlimited(1, 42.0))
     assert "about 0:10 to 1:48 left" in words.standing(unlimited(1, 42.0), waited_s=8.0)
     assert "usually 10 to 30 probes" in words.standing(unlimited(20, 42.0))
@@ -167,21 +173,14 @@ def test_the_time_left_without_a_limit_is_by_the_usual_number_of_probes() -> Non
     assert not any("left" in part for part in words.standing(unlimited(30, 42.0)))
 
 
-def test_no_clock_stands_at_zero() -> None:
-    words = EventWords()
-    words.learn(ProbeStarted(BASELINE.plan, TrialKind.BASELINE, None, unlimited(0, 40.0)))
-    words.learn(ProbeFinished(BASELINE, unlimited(1, 42.0)))
+@pytest.mark.parametrize("waited_s", [0.0, 1.0, 1e3])
+def test_no_clock_stands_at_zero(words: EventWords, waited_s: float) -> None:
     for told in (
         *(unlimited(probes, 42.0) for probes in range(1, 40)),
         *(Progress(19, 0, BASELINE, 42.0, None, left) for left in range(3)),
         *(Progress(19, 0, BASELINE, 42.0, left, None) for left in (0.0, 0.4, 30.0)),
     ):
-        for waited_s in (0.0, 1.0, 1e3):
-            assert not any("0:00" in part for part in words.standing(told, waited_s))
-
-
-def unlimited(probes: int, elapsed_s: float) -> Progress:
-    return Progress(probes, 0, BASELINE, elapsed_s, None, None, usual_probes=(10, 30))
+        assert not any("0:00" in part for part in words.standing(told, waited_s))
 
 
 @contextmanager
@@ -273,8 +272,12 @@ def test_a_search_shows_its_progress_in_a_terminal_unless_told_not_to(
 REPORT = Path(__file__).parents[1] / "report" / "tiny_resnet.json"
 
 
-def report_shown(columns: int, monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
-    """What `autofit report` writes to a terminal of so many columns."""
+@pytest.mark.parametrize(
+    ("columns", "environment", "most"), [(60, {"NO_COLOR": "1"}, 60), (250, {}, 100)]
+)
+def test_text_is_as_wide_as_the_terminal_up_to_100_columns_and_has_color_unless_unwanted(
+    monkeypatch: pytest.MonkeyPatch, columns: int, environment: dict[str, str], most: int
+) -> None:
     with terminal(columns, monkeypatch) as (descriptor, received):
         subprocess.run(
             [sys.executable, "-m", "autofit", "report", str(REPORT), "-v"],
@@ -282,28 +285,13 @@ def report_shown(columns: int, monkeypatch: pytest.MonkeyPatch, **environment: s
             stdin=subprocess.DEVNULL,
             env={"PATH": os.environ["PATH"], "COLUMNS": str(columns), "TERM": "xterm"}
             | environment,
-            timeout=60,
+            timeout=250,
             check=True,
         )
-    return b"".join(received).decode().replace("\r\n", "\n")
-
-
-@pytest.mark.parametrize(
-    ("environment", "has_color"),
-    [({}, True), ({"NO_COLOR": "1"}, False)],
-)
-def test_a_terminal_gets_color_unless_it_is_not_wanted(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], has_color: bool
-) -> None:
-    assert ("\x1b[" in report_shown(100, monkeypatch, **environment)) is has_color
-
-
-@pytest.mark.parametrize(("columns", "most"), [(60, 60), (250, 100)])
-def test_text_is_as_wide_as_the_terminal_up_to_100_columns(
-    monkeypatch: pytest.MonkeyPatch, columns: int, most: int
-) -> None:
-    lines = report_shown(columns, monkeypatch, NO_COLOR="1").splitlines()
+    shown = b"".join(received).decode()
+    assert ("\x1b[" in shown) is (not environment)
     unbroken = ("    ", "Apply:", "More:", "Page:")  # code and commands
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).splitlines()
     bare = [line for line in lines if not line.startswith(unbroken)]
     assert most - 12 <= max(map(len, bare)) <= most
 
