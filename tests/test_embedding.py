@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import autofit
+from autofit.testing.digest import digest
 
 PAGE = Path(__file__).parents[1] / "docs" / "embedding.md"
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -28,21 +29,15 @@ def library() -> Any:
     return made["Trainer"]
 
 
-def still_running(pids: list[str]) -> list[str]:
-    """Those of these processes that have not ended."""
-    status = [Path(f"/proc/{pid}/stat") for pid in pids]
-    return [str(one) for one in status if one.exists() and ") Z " not in one.read_text()]
-
-
-def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    gradients = [parameter.grad for parameter in model.parameters()]
-    held = [model.state_dict(), gradients, optimizer.state_dict()["state"], torch.get_rng_state()]
-    return copy.deepcopy(held)
-
-
-def others(model: nn.Module) -> Any:
-    modules = [(m.training, len(m._forward_hooks), sorted(vars(m))) for m in model.modules()]
-    return modules, random.getstate(), torch.get_default_dtype(), torch.get_num_threads()
+def around(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """What a search must leave as it was."""
+    dice = torch.get_rng_state().tolist(), random.getstate()
+    return (
+        digest({"model": model, "optimizer": optimizer}),
+        [(module.training, len(module._forward_hooks)) for module in model.modules()],
+        dice,
+        (torch.get_default_dtype(), torch.get_num_threads()),
+    )
 
 
 def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -51,17 +46,6 @@ def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def failing(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     raise KeyError("labels")
-
-
-def noting(loss: Loss, log: Path) -> Loss:
-    """The loss, which notes the process that it runs in."""
-
-    def noted(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        with log.open("a") as file:
-            file.write(f"{os.getpid()}\n")
-        return loss(model, batch)
-
-    return noted
 
 
 @pytest.mark.parametrize(
@@ -81,27 +65,19 @@ def test_a_toy_library_finds_a_size_and_leaves_all_as_it_was(
     optimizer = torch.optim.AdamW(model.parameters())
     torch.autograd.backward(squares(model, torch.ones(2, 64)))
     optimizer.step()
-    log = tmp_path / "pids"
-    log.touch()
-    trainer = library()(model, noting(loss, log), optimizer)
-    before, rest = tensors(model, optimizer), others(model)
 
-    def find() -> None:
-        trainer.scale_batch_size(
-            torch.randn(48, 64, generator=torch.Generator().manual_seed(0)),
-            vram_budget=budget,
-            device="cpu",
-            max_probes=3,
-        )
+    def noted(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        (tmp_path / str(os.getpid())).touch()
+        return loss(model, batch)
 
-    if raised is None:
-        find()
-        assert log.read_text()
-        assert trainer.batch_size * trainer.accumulation_steps == 48
-    else:
-        with pytest.raises(raised):
-            find()
-        assert (trainer.batch_size, trainer.accumulation_steps) == (1, 1)
-    torch.testing.assert_close(tensors(model, optimizer), before, rtol=0, atol=0)
-    assert others(model) == rest
-    assert not still_running(log.read_text().split())
+    trainer = library()(model, noted, optimizer)
+    dataset = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
+    before = around(model, optimizer)
+    with nullcontext() if raised is None else pytest.raises(raised):
+        trainer.scale_batch_size(dataset, vram_budget=budget, device="cpu", max_probes=3)
+    assert trainer.batch_size * trainer.accumulation_steps == (48 if raised is None else 1)
+    assert around(model, optimizer) == before
+    workers = [path.name for path in tmp_path.iterdir()]
+    assert bool(workers) == (budget != "much")
+    status = [Path(f"/proc/{pid}/stat") for pid in workers]
+    assert [one for one in status if one.exists() and ") Z " not in one.read_text()] == []

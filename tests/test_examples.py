@@ -7,68 +7,42 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import autofit
-
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 _NEEDS = {"huggingface_trainer": ("transformers", "accelerate"), "lora": ("transformers", "peft")}
 
 
-def trains_with_the_saved_plan(printed: str, folder: Path) -> None:
-    assert autofit.load(folder / "report.json").best.plan.global_batch == 64
-    assert len(re.findall(r"^step \d: loss \d", printed, re.MULTILINE)) == 5
-
-
-def keeps_the_samples_of_a_step(printed: str, folder: Path) -> None:
-    assert "trained 4 steps of 16 samples" in printed
-
-
-def trains_the_adapters_alone(printed: str, folder: Path) -> None:
-    (counts,) = re.findall(r"trains (\d+) of (\d+) parameters", printed)
-    trained, all_of_them = map(int, counts)
-    assert 0 < trained < all_of_them / 5
-    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)", printed, re.MULTILINE)]
-    assert len(losses) == 3
-
-
-def keeps_the_accumulation(printed: str, folder: Path) -> None:
-    assert "micro-batch 32, 2 micro-batches in a step" in printed
-
-
-def says_what_fits(printed: str, folder: Path) -> None:
-    (least,) = re.findall(r"L4: needs (\S+) GiB", printed)
-    assert 0.5 < float(least) < 5  # 45 M parameters by 16 bytes are 0.7 GiB
-
-
-def tunes_settings_of_the_users_own(printed: str, folder: Path) -> None:
+def tunes_settings_of_the_users_own(printed: str) -> None:
     first, *others = re.findall(r"'micro_batch': (\d+)\} (\d+) samples/s(.*)", printed)
     assert first[0] == "16"
-    fits = [int(speed) for _, speed, too_large in others if not too_large]
-    assert max(fits) > int(first[1])
-    assert f"{max([*fits, int(first[1])])} samples/s in {1 + len(others)} trials" in printed
-    assert (folder / "history.html").exists() or "pip install plotly" in printed
+    best = max(int(speed) for _, speed, too_large in others if not too_large)
+    assert best > int(first[1])
+    assert f"{best} samples/s in {1 + len(others)} trials" in printed
 
 
-def proposes_less_that_does_not_fit(printed: str, folder: Path) -> None:
+def proposes_less_that_does_not_fit(printed: str) -> None:
     free, constrained = re.findall(r"constrained: (\d+) of 12 proposals do not fit", printed)
     assert 0 <= int(constrained) <= int(free) <= 12
     (spare,) = re.findall(r"(\S+) GiB to spare", printed)
     assert float(spare) >= 0
 
 
-CHECKS: dict[str, Callable[[str, Path], None]] = {
-    "search_and_train": trains_with_the_saved_plan,
-    "huggingface_trainer": keeps_the_samples_of_a_step,
-    "lora": trains_the_adapters_alone,
-    "cnn_batchnorm": keeps_the_accumulation,
-    "capacity": says_what_fits,
+SAYS: dict[str, str] = {
+    "search_and_train": r"(?s)(step \d: loss \d.*){5}",
+    "huggingface_trainer": "trained 4 steps of 16 samples",
+    "lora": r"(?s)trains \d{4} of \d{6} parameters.*(step \d: loss \d.*){3}",
+    "cnn_batchnorm": "micro-batch 32, 2 micro-batches in a step",
+    "capacity": r"L4: needs [0-4]\.\d+ GiB",  # 45 M parameters by 16 bytes are 0.7 GiB
+    "optuna_sampler": "",
+    "optuna_fits": "",
+}
+CHECKS = {
     "optuna_sampler": tunes_settings_of_the_users_own,
     "optuna_fits": proposes_less_that_does_not_fit,
 }
@@ -92,4 +66,5 @@ def test_an_example_runs(script: Path, tmp_path: Path, run_python: Any) -> None:
         pytest.importorskip(name)
     ran = run_python(script, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    CHECKS[script.stem](ran.stdout, tmp_path)
+    assert re.search(SAYS[script.stem], ran.stdout)
+    CHECKS.get(script.stem, str)(ran.stdout)

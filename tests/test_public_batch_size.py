@@ -33,10 +33,9 @@ def pictures(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_batch_that_is_too_large_is_split_evenly_and_kept_whole() -> None:
-    given = HERE | {"vram_budget": "8MiB"}
-    found: Any = autofit.find_batch_size(wide, pictures(48), **given, global_batch=48, max_probes=5)
-    assert found.global_batch == 48
-    assert found.micro_batch * found.accumulation_steps == 48
+    given = HERE | {"vram_budget": "8MiB", "global_batch": 48, "max_probes": 5}
+    found: Any = autofit.find_batch_size(wide, pictures(48), **given)
+    assert found.micro_batch * found.accumulation_steps == found.global_batch == 48
     assert 1 <= found.micro_batch < 48
     assert 0 < found.peak_bytes <= 8 << 20
     assert found.samples_per_second > 0
@@ -49,14 +48,12 @@ def test_without_a_global_batch_larger_micro_batches_are_found(batch: Any) -> No
     given = HERE | {"vram_budget": "64MiB", "max_probes": 4, "options": QUICK}
     found = autofit.find_batch_size(wide, batch, **given)
     assert found.accumulation_steps == 1
-    assert found.largest_micro_batch > 2
-    assert found.largest_micro_batch >= found.micro_batch
-    assert found.is_decided == found.report.is_decided
+    assert found.largest_micro_batch >= max(3, found.micro_batch)
     record = found.report.record
+    assert found.is_decided == record.is_decided
     assert found.samples_per_second == record.speed_of(record.recommended)
-    assert (found.micro_batch != 2) == any(
-        "global batch changed" in each for each in found.warnings
-    )
+    is_changed = any("global batch changed" in each for each in found.warnings)
+    assert (found.micro_batch != 2) == is_changed
 
 
 def graphs(samples: int) -> dict[str, torch.Tensor]:
@@ -76,35 +73,22 @@ def _of_nodes() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 3))
 
 
-def test_a_function_whose_rows_do_not_tell_is_split_where_it_does_not_fit_at_once() -> None:
-    workload = autofit.Workload(_of_nodes, graphs, loss_fn=loss_of_graphs, global_batch=256)
-    found = autofit.find_batch_size(
-        workload, device="cpu", vram_budget="12MiB", max_probes=5, options=QUICK
-    )
-    assert found.report.baseline.measurement.outcome.about_memory
-    assert found.micro_batch * found.accumulation_steps == found.global_batch == 256
-    assert found.accumulation_steps > 1
-    assert any("normalize over a batch" in each for each in found.warnings)
+@pytest.mark.parametrize(
+    ("global_batch", "budget", "probes"), [(256, "12MiB", 5), (16, "64MiB", 2)]
+)
+def test_a_function_whose_rows_do_not_tell_is_split_where_it_does_not_fit_at_once(
+    global_batch: int, budget: str, probes: int
+) -> None:
+    given = {"loss_fn": loss_of_graphs, "global_batch": global_batch}
+    here: Any = {"device": "cpu", "vram_budget": budget, "max_probes": probes, "options": QUICK}
+    found = autofit.find_batch_size(autofit.Workload(_of_nodes, graphs, **given), **here)
+    is_split = found.report.baseline.measurement.outcome.about_memory
+    assert is_split == (budget == "12MiB") == (found.accumulation_steps > 1)
+    assert found.micro_batch * found.accumulation_steps == found.global_batch == global_batch
+    assert is_split == any("normalize over a batch" in each for each in found.warnings)
     model = _of_nodes()
     with found.report.apply(model, torch.optim.SGD(model.parameters(), lr=0.1)) as training:
         assert torch.isfinite(training.step(graphs))
-
-
-def test_a_function_whose_rows_do_not_tell_keeps_a_batch_that_fits_at_once() -> None:
-    workload = autofit.Workload(_of_nodes, graphs, loss_fn=loss_of_graphs, global_batch=16)
-    found = autofit.find_batch_size(
-        workload, device="cpu", vram_budget="64MiB", max_probes=2, options=QUICK
-    )
-    assert (found.micro_batch, found.accumulation_steps) == (16, 1)
-
-
-@pytest.mark.slow
-def test_a_global_batch_may_be_larger_than_the_sample_batch() -> None:
-    workload = autofit.Workload(wide, pictures, criterion=HERE["criterion"], global_batch=12)
-    found = autofit.find_batch_size(
-        workload, device="cpu", vram_budget="256MiB", max_probes=3, options=QUICK
-    )
-    assert found.micro_batch * found.accumulation_steps == found.global_batch == 12
 
 
 @pytest.mark.parametrize(
@@ -119,14 +103,6 @@ def test_a_global_batch_may_be_larger_than_the_sample_batch() -> None:
 def test_what_cannot_be_meant_is_refused_in_words(given: dict[str, Any], words: str) -> None:
     with pytest.raises(autofit.InvalidArgument, match=words):
         autofit.find_batch_size(wide, **({"sample_batch": pictures(4)} | HERE | given))
-
-
-def test_a_model_that_never_fits_is_said_to_fit_nowhere() -> None:
-    given = HERE | {"vram_budget": "1MiB"}
-    with pytest.raises(autofit.NoFeasiblePlan):
-        autofit.find_batch_size(
-            lambda: nn.Sequential(nn.Flatten(), nn.Linear(1024, 1024)), pictures(4), **given
-        )
 
 
 def normalizing() -> nn.Sequential:

@@ -43,8 +43,9 @@ def cross_entropy_of(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def search_here(**more: Any) -> autofit.Report:
     """A search of a classifier, among micro-batches alone unless strategies are given."""
-    said = {"model": classifier, "sample_batch": labelled(), "criterion": CROSS_ENTROPY}
-    said |= {"global_batch": 16, "strategies": [], "max_probes": 1, **HERE, **more}
+    said: dict[str, Any] = {"model": classifier, "sample_batch": labelled()}
+    said |= {"criterion": CROSS_ENTROPY, "global_batch": 16, "strategies": [], "max_probes": 1}
+    said |= HERE | more
     return autofit.search(said.pop("model"), said.pop("sample_batch"), **said)
 
 
@@ -214,7 +215,7 @@ def test_its_file_reads_back(searched: Searched, tmp_path: Path) -> None:
 def test_apply_trains_with_the_best_plan_and_gives_everything_back(
     searched: Searched, tmp_path: Path, loaded: bool
 ) -> None:
-    report, given, model = searched.report, {}, copy.deepcopy(searched.model)
+    report, given, model = searched.report, dict[str, Any](), copy.deepcopy(searched.model)
     if loaded:
         report = autofit.load(report.save(tmp_path / "report.json"))
         given = {"criterion": CROSS_ENTROPY}

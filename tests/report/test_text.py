@@ -199,7 +199,7 @@ def test_a_baseline_that_was_not_beaten_for_sure_is_not_called_the_fastest(recor
     tied = render(won(record, 396))
     assert "goes to the baseline" in tied
     search = replace(record.search, comparison_ended=False)
-    first = {"best_number": 0, "recommended_number": 0}
+    first: dict[str, Any] = {"best_number": 0, "recommended_number": 0}
     cut = render(replace(record, search=search, trials=record.trials[:6], **first))
     assert "No faster plan" not in tied + cut, "trial 3 measured faster"
     alone = render(replace(record, trials=record.trials[:1], **first))
