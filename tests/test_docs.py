@@ -14,10 +14,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import typer.main
 from torch.distributed.run import get_args_parser
 
@@ -33,20 +34,16 @@ _BLOCK = re.compile(
 _SECONDS = 540  # on a machine that is busy; alone a page takes less than a minute
 
 
-@dataclass(frozen=True)
-class Block:
-    language: str
-    title: str
-    text: str
-
-
-def blocks_of(page: Path) -> list[Block]:
+def blocks_of(page: Path) -> list[Any]:
+    """The (language, title, text) of each block that is run."""
     found = _BLOCK.finditer(page.read_text())
-    return [Block(*match.groups(default="")[1:]) for match in found if match[1] is None]
+    return [match.groups(default="")[1:] for match in found if match[1] is None]
 
 
 PAGES = sorted(
-    p.name for p in DOCS.glob("*.md") if {"python", "bash"} & {b.language for b in blocks_of(p)}
+    p.name
+    for p in DOCS.glob("*.md")
+    if {"python", "bash"} & {language for language, _, _ in blocks_of(p)}
 )
 
 
@@ -112,13 +109,13 @@ def run(
 @pytest.mark.parametrize("name", PAGES)
 def test_examples_of_a_page_run(name: str, tmp_path: Path, run: Callable[[str], None]) -> None:
     script, commands = [], []
-    for block in blocks_of(DOCS / name):
-        if block.language == "bash":
-            commands += block.text.splitlines()
-        elif block.language == "python" and block.title:
-            (tmp_path / block.title).write_text(block.text)
-        elif block.language == "python":
-            script.append(block.text)
+    for language, title, text in blocks_of(DOCS / name):
+        if language == "bash":
+            commands += text.splitlines()
+        elif language == "python" and title:
+            (tmp_path / title).write_text(text)
+        elif language == "python":
+            script.append(text)
     if script:
         (tmp_path / "page.py").write_text("\n\n".join(script))
         run("python page.py")
@@ -163,3 +160,64 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     elsewhere = re.compile(r'<(?:script|link|img)[^>]+(?:src|href)="https?://(?!autofit)[^"]+"')
     assert len(pages) > 8
     assert [tag for page in pages for tag in elsewhere.findall(page)] == []
+
+
+# -- Scripts of examples/: each does what its page says it does
+#
+# The pages show docs/outputs: `python examples/lora.py > docs/outputs/lora.txt`, and so on.
+
+
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+_NEEDS = {"huggingface_trainer": ("transformers", "accelerate"), "lora": ("transformers", "peft")}
+
+
+def tunes_settings_of_the_users_own(printed: str) -> None:
+    first, *others = re.findall(r"'micro_batch': (\d+)\} (\d+) samples/s(.*)", printed)
+    assert first[0] == "16"
+    best = max(int(speed) for _, speed, too_large in others if not too_large)
+    assert best > int(first[1])
+    assert f"{best} samples/s in {1 + len(others)} trials" in printed
+
+
+def proposes_less_that_does_not_fit(printed: str) -> None:
+    free, constrained = re.findall(r"constrained: (\d+) of 12 proposals do not fit", printed)
+    assert 0 <= int(constrained) <= int(free) <= 12
+    (spare,) = re.findall(r"(\S+) GiB to spare", printed)
+    assert float(spare) >= 0
+
+
+SAYS: dict[str, str] = {
+    "search_and_train": r"(?s)(step \d: loss \d.*){5}",
+    "huggingface_trainer": "trained 4 steps of 16 samples",
+    "lora": r"(?s)trains \d{4} of \d{6} parameters.*(step \d: loss \d.*){3}",
+    "cnn_batchnorm": "micro-batch 32, 2 micro-batches in a step",
+    "capacity": r"L4: needs [0-4]\.\d+ GiB",  # 45 M parameters by 16 bytes are 0.7 GiB
+    "optuna_sampler": "",
+    "optuna_fits": "",
+}
+CHECKS = {
+    "optuna_sampler": tunes_settings_of_the_users_own,
+    "optuna_fits": proposes_less_that_does_not_fit,
+}
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is of torch 2.13")
+def test_the_page_on_capacity_shows_what_its_example_prints(
+    tmp_path: Path, run_python: Any
+) -> None:
+    """A prediction is the same on any machine, unlike what a search measures."""
+    ran = run_python(ROOT / "examples" / "capacity.py", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout == (ROOT / "docs" / "outputs" / "capacity.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_an_example_runs(script: Path, tmp_path: Path, run_python: Any) -> None:
+    for name in _NEEDS.get(script.stem, ()):
+        pytest.importorskip(name)
+    ran = run_python(script, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(SAYS[script.stem], ran.stdout)
+    CHECKS.get(script.stem, str)(ran.stdout)

@@ -149,7 +149,7 @@ def test_what_was_assumed_of_a_gpu_is_said() -> None:
     "ask",
     [
         lambda given: autofit.estimate_memory(*given, **LOSS, gpu="L4"),
-        lambda given: autofit.fits(*given, "1GiB", **LOSS),
+        lambda given: autofit.fits(*given, vram_budget="1GiB", **LOSS),
         lambda given: autofit.check(autofit.Workload(*given, **LOSS), gpu="L4"),
         lambda given: autofit.predict(autofit.Workload(*given, **LOSS), gpu=["L4", "T4"]),
     ],

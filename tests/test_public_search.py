@@ -49,27 +49,6 @@ def search_here(**more: Any) -> autofit.Report:
     return autofit.search(said.pop("model"), said.pop("sample_batch"), **said)
 
 
-class WithLoss(nn.Module):
-    """Takes keywords and returns an object with a loss, as many libraries' models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = classifier()
-
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
-        logits = self.layers(inputs)
-        return SimpleNamespace(loss=CROSS_ENTROPY(logits, labels), logits=logits)
-
-
-# -- what can be searched ---------------------------------------------------------------------
-
-
-def live_optimizer() -> dict[str, Any]:
-    model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return {"model": model, "criterion": nn.CrossEntropyLoss(), "optimizer": optimizer}
-
-
 def step_of_all(training: autofit.Training, batch: Any) -> torch.Tensor:
     loss = cross_entropy_of(training.model, batch)
     training.backward(loss)
@@ -83,6 +62,20 @@ def step_of_each(training: autofit.Training, batch: Any) -> torch.Tensor:
     return loss
 
 
+class WithLoss(nn.Linear):
+    """Takes keywords and returns an object with a loss, as many libraries' models do."""
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:  # type: ignore[override]
+        logits = super().forward(inputs)
+        return SimpleNamespace(loss=CROSS_ENTROPY(logits, labels), logits=logits)
+
+
+LIVE = classifier()
+
+
+# -- what can be searched ---------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("given", "loss", "n"),
     [
@@ -90,7 +83,7 @@ def step_of_each(training: autofit.Training, batch: Any) -> torch.Tensor:
         ({"criterion": nn.CrossEntropyLoss()}, "criterion", 4),
         (
             {
-                "model": WithLoss,
+                "model": functools.partial(WithLoss, 6, 4),
                 "sample_batch": dict(zip(("inputs", "labels"), labelled(), strict=True)),
             },
             "the model's own loss",
@@ -98,7 +91,15 @@ def step_of_each(training: autofit.Training, batch: Any) -> torch.Tensor:
         ),
         ({"sample_batch": labelled()[0]}, "the mean of the model's outputs", 4),
         ({"sample_batch": labelled, "loss_fn": cross_entropy_of}, "loss_fn", 2),
-        (live_optimizer(), "criterion", 4),
+        (
+            {
+                "model": LIVE,
+                "criterion": nn.CrossEntropyLoss(),
+                "optimizer": torch.optim.SGD(LIVE.parameters(), lr=0.1, momentum=0.9),
+            },
+            "criterion",
+            4,
+        ),
         ({"training_step": step_of_all}, "training_step", 4),
     ],
     ids=lambda each: "" if isinstance(each, dict) else None,
@@ -107,15 +108,23 @@ def test_every_way_to_say_what_is_trained(given: dict[str, Any], loss: str, n: i
     said = {"model": classifier, "sample_batch": labelled(), **given}
     if "training_step" in given:  # which a workload alone may have
         said = {"model": autofit.Workload(**said), "sample_batch": None}
-    report = autofit.search(
-        said.pop("model"), said.pop("sample_batch"), **said, strategies=[], max_probes=1, **HERE
-    )
+    report = search_here(**{"criterion": None, "global_batch": None, **said})
     assert report.baseline.ok, report.baseline.measurement
     assert report.baseline.plan.micro_batch == n
-    assert report.baseline.samples_per_second
-    assert report.record.workload["loss"].startswith(loss)
-    assert report.record.lacks_loss == ("stands in" in report.record.workload["loss"])
+    facts = report.record.workload
+    assert facts["loss"].startswith(loss)
+    assert report.record.lacks_loss == ("stands in" in facts["loss"])
     assert report.record.search.stopped_because == "max_probes=1 was reached"
+
+
+class OnArrival:
+    """Calls a function where it is read: in a worker."""
+
+    def __init__(self, function: Callable[..., Any], *given: Any) -> None:
+        self.called = function, given
+
+    def __reduce__(self) -> Any:
+        return self.called
 
 
 # -- one search, looked at from all sides -----------------------------------------------------
@@ -313,23 +322,22 @@ def test_a_builder_that_hangs_is_ended_by_the_timeout() -> None:
         search_here(model=build, timeout=2)
 
 
-class Loaded:
-    """The worker that reads it sees a machine of that load."""
-
-    def __init__(self, load: float) -> None:
-        self.load = load
-
-    def __reduce__(self) -> Any:
-        return set_load, (self.load,)
-
-
-def set_load(load: float) -> None:
-    vars(os)["getloadavg"] = lambda: (load, 0.0, 0.0)
-
-
 def on_a_machine_of(load: float) -> nn.Module:
     model = classifier()
-    vars(model)["loaded"] = Loaded(load)
+    vars(model)["held"] = OnArrival(setattr, os, "getloadavg", lambda: (load, 0.0, 0.0))
+    return model
+
+
+def dying_once(path: Path, samples: int) -> nn.Module:
+    """Ends the process of its first forward of so many samples."""
+
+    def die(module: nn.Module, given: Any) -> None:
+        if len(given[0]) == samples and not path.exists():
+            path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model = classifier()
+    model.register_forward_pre_hook(die)
     return model
 
 
@@ -355,26 +363,12 @@ def test_a_busy_machine_is_named_in_progress_and_report(
     assert [e.how for e in seen if isinstance(e, MachineBusy)] == [at_once] * (at_start > 1)
 
 
-class DiesOnce(nn.Module):
-    """Ends the process of its first forward of so many samples."""
-
-    def __init__(self, path: Path, samples: int) -> None:
-        super().__init__()
-        self.path, self.samples, self.layer = path, samples, nn.Linear(6, 4)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if len(inputs) == self.samples and not self.path.exists():
-            self.path.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.layer(inputs)
-
-
 @pytest.mark.parametrize(("samples", "probes"), [(2, 0), (4, 1)], ids=["survey", "baseline"])
 def test_a_worker_killed_once_costs_a_worker_and_no_more(
     tmp_path: Path, samples: int, probes: int
 ) -> None:
     path, seen = tmp_path / "died", list[Event]()
-    model = functools.partial(DiesOnce, path, samples)
+    model = functools.partial(dying_once, path, samples)
     report = search_here(model=model, progress=seen.append)
     assert path.exists()
     assert report.baseline.ok

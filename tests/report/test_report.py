@@ -26,15 +26,6 @@ from tests.plugin import Plugin
 LOSS: dict[str, Any] = {"criterion": nn.CrossEntropyLoss()}
 
 
-def test_it_is_a_view_of_its_record(record: Record) -> None:
-    report = Report(record)
-    assert report.best is record.trials[6]
-    assert report.baseline is record.trials[0]
-    assert report.trials is record.trials
-    assert [trial.number for trial in report.frontier] == [6, 5]
-    assert report.speedup == pytest.approx(400 / 190, rel=0.01)
-
-
 def test_the_suffix_chooses_the_form(record: Record, tmp_path: Path) -> None:
     report, found = Report(record), {}
     for suffix in (".json", ".html", ".md", ".txt"):
@@ -183,13 +174,11 @@ def _step(record: Record, *batches: Any, own_loop: bool = False, **given: Any) -
     """Train the baseline on those; return what was warned of."""
     given["loss_fn"] = lambda model, batch: model(batch[0]).sum()
     training = baseline_of(record).apply(*linear(), **given)
+    step = (lambda batch: list(training.micro_batches(batch))) if own_loop else training.step
     with warnings.catch_warnings(record=True) as warned, training:
         warnings.simplefilter("always")
         for batch in batches:
-            if own_loop:
-                list(training.micro_batches(batch))
-            else:
-                training.step(batch)
+            step(batch)
     assert {warning.filename for warning in warned} <= {__file__}
     return [str(warning.message) for warning in warned]
 
@@ -227,9 +216,9 @@ def test_other_samples_than_the_plans_are_warned_of_once(
 
 
 def test_a_split_that_was_not_found_equal_is_refused_and_not_said_to_run(record: Record) -> None:
-    kept = {**record.workload, "may_change_accumulation": False}
+    kept = replace(record, workload={**record.workload, "may_change_accumulation": False})
     with pytest.raises(InvalidArgument, match=r"got 40 samples.* takes 32: that would be 10") as no:
-        _step(replace(record, workload=kept), _labelled(40))
+        _step(kept, _labelled(40))
     assert "runs as" not in str(no.value)
 
 
@@ -249,15 +238,25 @@ def _padded(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(32, 8), targets
 
 
-def test_micro_batches_that_ignore_unequal_shares_are_warned_of_once(record: Record) -> None:
+@pytest.mark.parametrize(
+    ("facts", "given", "is_warned"),
+    [
+        ({}, {}, True),
+        ({"allow_accumulation_change": True}, {}, False),
+        ({}, {"loss_weight": lambda batch: len(batch[0])}, False),
+    ],
+)
+def test_micro_batches_that_ignore_unequal_shares_are_warned_of_once(
+    record: Record, facts: dict[str, Any], given: dict[str, Any], is_warned: bool
+) -> None:
     """Each of 4 samples; the first of the second batch has 10 of 20 targets that are valid."""
-    equal = _padded(*[3] * 32)
-    (warned,) = _step(record, equal, _padded(0, 0, 5, 5), _padded(1, 2, 3))
-    assert re.search(r"\[1\].* 2\.5 targets.*-100.* 5 in.*loss_weight", warned)
-    given = {"allow_accumulation_change": True}
-    allowed = replace(record, workload={**record.workload, **given})
-    assert _step(allowed, _padded(0, 0, 5, 5)) == []
-    assert _step(record, _padded(0, 0, 5, 5), loss_weight=lambda batch: len(batch[0])) == []
+    asked = replace(record, workload={**record.workload, **facts})
+    batches = _padded(*[3] * 32), _padded(0, 0, 5, 5), _padded(1, 2, 3)
+    words = [r"\[1\].* 2\.5 targets.*-100.* 5 in.*loss_weight"] * is_warned
+    warned = _step(asked, *batches, **given)
+    assert [bool(re.search(*pair)) for pair in zip(words, warned, strict=True)] == [
+        True
+    ] * is_warned
 
 
 def baseline_of(record: Record) -> Report:
