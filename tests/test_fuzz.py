@@ -51,11 +51,14 @@ number = 3
 def record() -> None:
     """Search for the report and the study that the tests damage."""
     rows: Any = torch.randn(64, 8)  # a tensor is a dataset of its rows
+    given: Any = {"global_batch": 8, "loader": functools.partial(DataLoader, rows)}
     found = autofit.search(
-        torch.nn.Linear(8, 4), torch.randn(4, 8), global_batch=8, device="cpu",
-        loader=functools.partial(DataLoader, rows), vram_budget="8MiB", max_probes=4,
+        autofit.Workload(torch.nn.Linear(8, 4), torch.randn(4, 8), **given),
+        device="cpu",
+        vram_budget="8MiB",
+        max_probes=4,
         strategies=["precision", "memory_format"],  # for a layer there are no others
-    )  # fmt: skip
+    )
     found.save(RECORDED / "report.json")
     STUDY.unlink(missing_ok=True)
     with Store.open(STUDY, IDENTITY) as store:
@@ -79,7 +82,9 @@ def damaged(data: Any, draw: random.Random) -> Any:
     """Return a copy in which one to three places, anywhere, are gone, doubled or something else."""
     data = copy.deepcopy(data)
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
-        parent, key, value = None, None, data
+        parent: Any = None
+        key: Any = None
+        value: Any = data
         while isinstance(value, (dict, list)) and value and (parent is None or draw.random() < 0.8):
             parent = value
             key = draw.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))

@@ -47,7 +47,7 @@ def test_what_the_search_collated_by_a_training_collates_by(tmp_path: Path) -> N
 
 def test_a_function_begins_with_the_global_batch_in_one_micro_batch() -> None:
     case = CASES["detection"]
-    batch = lambda samples: case.collate(case.samples(samples))  # noqa: E731 - as users write it
+    batch: Any = lambda samples: case.collate(case.samples(samples))  # noqa: E731
     report = autofit.search(case.build, batch, loss_fn=case.loss_fn, global_batch=4, **HERE)
     assert str(report.plan) == "4 x 1"
     assert report.record.workload["samples"] == "function"

@@ -148,10 +148,10 @@ def test_what_was_assumed_of_a_gpu_is_said() -> None:
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda given: autofit.estimate_memory(*given, **LOSS, gpu="L4"),
-        lambda given: autofit.fits(*given, vram_budget="1GiB", **LOSS),
-        lambda given: autofit.check(autofit.Workload(*given, **LOSS), gpu="L4"),
-        lambda given: autofit.predict(autofit.Workload(*given, **LOSS), gpu=["L4", "T4"]),
+        lambda model, batch: autofit.estimate_memory(model, batch, **LOSS, gpu="L4"),
+        lambda model, batch: autofit.fits(model, batch, "1GiB", **LOSS),
+        lambda *given: autofit.check(autofit.Workload(*given, **LOSS), gpu="L4"),
+        lambda *given: autofit.predict(autofit.Workload(*given, **LOSS), gpu=["L4", "T4"]),
     ],
     ids=["estimate_memory", "fits", "check", "predict"],
 )
@@ -161,5 +161,5 @@ def test_options_of_the_allocator_that_are_ignored_are_named_everywhere(
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.6")
     with pytest.warns(UserWarning, match="garbage_collection_threshold:0.6"):
-        answer = ask((net, batch()))
+        answer = ask(net, batch())
     assert answer is True or "garbage_collection_threshold:0.6" in str(answer)
