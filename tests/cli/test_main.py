@@ -95,9 +95,15 @@ def unlabelled():
 def heavy():
     return Workload(lambda: nn.Linear(512, 512), torch.randn(4, 512))
 '''
-ON_CPU = ("--device", "cpu", "--vram-budget", "32MiB")
+CPU = "--device cpu --vram-budget 32MiB"
+ON_CPU = tuple(CPU.split())
 SAVED = Path(__file__).parents[1] / "report" / "tiny_resnet.json"
 FULL = Path("/dev/full")
+PROBED = (
+    r"4 x 4: [\d.]+ samples/s, [\d.]+ \w+ an optimizer step, held [\d.]+ MiB "
+    r"\(peak allocated [\d.]+ \wiB, peak reserved [\d.]+ MiB, non-torch 0 B\); .*loss.*\n\Z"
+)
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 
 
 Run = Callable[..., Ran]
@@ -161,13 +167,6 @@ def test_a_search_prints_the_report_and_nothing_else(
     in_full = here("report", "report.json", "-v")
     assert in_full.out.startswith(searched.out)
     assert len(searched.out) < len(in_full.out)
-
-
-def test_strict_exits_with_5_where_nothing_was_decided(here: Run) -> None:
-    ran = here("search", "models.py:small", *ON_CPU, "--max-probes", "1", "--json", "--strict")
-    assert ran.code == 5, ran.err
-    assert ran.json["search"]["undecided_because"] == "max_probes"
-    assert ran.json["recommended"]["number"] == ran.json["baseline"]["number"]
 
 
 APPLIED = """
@@ -278,16 +277,6 @@ def test_a_search_takes_another_global_batch(here: Run) -> None:
     assert {trial["plan"]["global_batch"] for trial in ran.json["trials"]} == {8}
 
 
-def test_a_probe_without_options_runs_the_baseline(here: Run) -> None:
-    ran = here("probe", "models.py:small", *ON_CPU)
-    assert ran.code == 0, ran.err
-    assert re.fullmatch(
-        r"4 x 4: [\d.]+ samples/s, [\d.]+ \w+ an optimizer step, held [\d.]+ MiB "
-        r"\(peak allocated [\d.]+ \wiB, peak reserved [\d.]+ MiB, non-torch 0 B\); .*loss.*\n",
-        ran.out,
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -363,6 +352,14 @@ def test_what_cannot_be_meant_is_refused_before_torch_is_imported(folder: Path) 
 @pytest.mark.parametrize(
     ("words", "code", "out", "err"),
     [
+        (f"probe models.py:small {CPU}", 0, PROBED, ""),
+        # nothing was decided
+        (
+            f"search models.py:small {CPU} --max-probes 1 --json --strict",
+            5,
+            r'(?s).*"undecided_because": "max_probes"',
+            "",
+        ),
         # a plan that does not fit, and a search where nothing fits
         (
             "probe models.py:heavy --device cpu --vram-budget 8MiB --micro-batch 100000",
@@ -396,9 +393,20 @@ def test_what_cannot_be_meant_is_refused_before_torch_is_imported(folder: Path) 
             r"(?s)autofit: your code raised TypeError while probing 4 x 1.*Traceback"
             r"(?!.*Traceback).*\(input, target\)[^\n]*\n\Z",
         ),
+        # a device that is not there
+        pytest.param(
+            "search models.py:small --device cuda", 4, r"\Z", "autofit: .*cuda", marks=no_gpu
+        ),
+        pytest.param(
+            "search models.py:small --vram-budget 1000TiB",
+            2,
+            r"\Z",
+            r"pass --device cpu and a smaller --vram-budget\n\Z",
+            marks=no_gpu,
+        ),
     ],
 )
-def test_what_did_not_end_well_exits_with_its_code(
+def test_a_command_answers_and_exits_with_its_code(
     here: Run, words: str, code: int, out: str, err: str
 ) -> None:
     ran = here(*words.split())
@@ -488,20 +496,6 @@ def test_a_report_that_cannot_be_written_is_printed_and_the_other_files_are_writ
     assert "gone/r.json: No such file" in ran.err.splitlines()[-1]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-@pytest.mark.parametrize(
-    ("words", "code", "err"),
-    [
-        ("--device cuda", 4, "autofit: .*cuda.*"),
-        ("--vram-budget 1000TiB", 2, r".*pass --device cpu and a smaller --vram-budget"),
-    ],
-)
-def test_a_device_that_is_not_there_is_said(here: Run, words: str, code: int, err: str) -> None:
-    ran = here("search", "models.py:small", *words.split())
-    assert ran.code == code
-    assert re.fullmatch(err, ran.err.splitlines()[-1])
-
-
 @pytest.mark.parametrize(
     ("number", "before"),
     [
@@ -538,8 +532,9 @@ def test_a_signal_prints_the_report_of_what_was_measured(
     assert load(out).best.ok
 
 
-def test_the_shell_is_told_of_flags_and_python_of_arguments() -> None:
-    for said, in_shell in (
+@pytest.mark.parametrize(
+    ("said", "in_shell"),
+    [
         ("Pass global_batch= to keep it", "Pass --global-batch to keep it"),
         ('use device="cpu", or wait', "use --device cpu, or wait"),
         ("allow_accumulation_change=True tries", "--allow-accumulation-change tries"),
@@ -554,36 +549,22 @@ def test_the_shell_is_told_of_flags_and_python_of_arguments() -> None:
         ("the device is busy", "the device is busy"),
         ("Workload(global_batch=8)", "Workload(global_batch=8)"),
         ("settings.device=cpu in my_device=3", "settings.device=cpu in my_device=3"),
-    ):
-        assert in_shell_words(said) == in_shell
-    options = {
-        option.removeprefix("--")
-        for command in get_command(app).commands.values()  # type: ignore[attr-defined]
-        for each in command.params
-        for option in each.opts
-    }
-    assert {name.replace("_", "-") for name in FLAGS} <= options
+    ],
+)
+def test_the_shell_is_told_of_flags_and_python_of_arguments(said: str, in_shell: str) -> None:
+    assert in_shell_words(said) == in_shell
 
 
-COMMANDS = ("search", "probe", "predict", "check", "report", "doctor")
+def test_the_shell_is_told_of_flags_that_there_are() -> None:
+    commands = get_command(app).commands.values()  # type: ignore[attr-defined]
+    options = {flag for command in commands for each in command.params for flag in each.opts}
+    assert {f"--{name.replace('_', '-')}" for name in FLAGS} <= options
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", get_command(app).commands)  # type: ignore[attr-defined]
 def test_help_cuts_no_word_and_fits_a_screen(command: str) -> None:
     narrow = CliRunner(env={"COLUMNS": "60"}).invoke(app, [command, "--help"])
     assert narrow.exit_code == 0
     assert "\u2026" not in narrow.output
     shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, [command, "--help"])
     assert len(shown.output.splitlines()) <= 40
-
-
-def test_there_are_six_commands_and_at_most_62_options() -> None:
-    group: Any = get_command(app)
-    assert list(group.commands) == list(COMMANDS)
-    options = [
-        p
-        for command in group.commands.values()
-        for p in command.params
-        if p.param_type_name == "option"
-    ]
-    assert len(options) <= 62

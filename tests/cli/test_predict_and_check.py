@@ -85,31 +85,60 @@ def test_what_predict_and_check_tell_has_the_same_names(target: str) -> None:
         assert re.search(rf"(?m)^ +{name} +[\d.]+ \wiB", checked), name
 
 
-def test_a_largest_micro_batch_that_the_global_batch_bounds_is_said_so(target: str) -> None:
-    said = run("predict", target, "--gpu", "L4", "--global-batch", "32").out
-    assert re.search(r"largest micro-batch +32, the whole global batch on L4", said)
-    assert "whole" not in run("predict", target, "--gpu", "L4").out
-
-
-def test_predict_says_whether_it_fits_and_exits_with_that(target: str) -> None:
-    no = run("predict", target, "--gpu", "L4", "--micro-batch", "4000000")
-    assert no.code == 1
-    assert re.search(r"VRAM budget +22\.0 GiB.*\n +fits +no", no.out)
-    yes = run("predict", target, "--gpu", "L4", "--json")
-    assert (yes.code, yes.json["fits"]) == (0, True)
+slow = pytest.mark.slow
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+SIZED = r"(?s)\A(?!.*no gpu given).*24\.0 GiB"
 
 
 @pytest.mark.parametrize(
-    "options",
-    [("--gpu", "L4", "--max-regression", "5%"), *([()] * (not torch.cuda.is_available()))],
-    ids=str,
+    ("name", "words", "code", "out", "err"),
+    [
+        ("make", "predict --gpu L4 --global-batch 32", 0, "32, the whole global batch on L4", ""),
+        ("make", "predict --gpu L4", 0, r"(?s)\A(?!.*whole).*largest micro-batch", ""),
+        ("make", "predict --gpu L4 --json", 0, r'"fits": true', ""),
+        (
+            "make",
+            "predict --gpu L4 --micro-batch 4000000",
+            1,
+            r"VRAM budget +22\.0 GiB.*\n +fits +no",
+            "",
+        ),
+        ("make", "check --gpu L4 --max-regression 5%", 2, r"\A\Z", "--baseline"),
+        pytest.param("make", "check", 2, r"\A\Z", "nothing to check against", marks=no_gpu),
+        ("without_a_loss", "check --gpu L4", 5, "loss", ""),
+        ("without_a_loss", "check --gpu L4 --allow-stand-in-loss", 0, "", ""),
+        # several GPUs make a table
+        ("branching", "predict --gpu L4,T4", 5, "", r"\.item\(\)"),
+        ("broken", "predict --gpu L4,T4", 3, "", "no "),
+        pytest.param(
+            "make", "predict --gpu L4,T4", 0, r"T4 .* yes (?s:.*)L4 .* yes ", "", marks=slow
+        ),
+        pytest.param(
+            "make", "predict --gpu L4 --gpu T4 --json", 0, '(?s)"T4".*"L4"', "", marks=slow
+        ),
+        # a GPU that nobody named is said to be assumed
+        *(
+            pytest.param("make", f"{command} {more}".strip(), 0, out, "", marks=slow)
+            for command in ("check --vram-budget 24GiB", "predict")
+            for more, out in (
+                ("", "H200.*assumed: no gpu given"),
+                ("--json", '"gpu_assumed": true'),
+            )
+        ),
+        *(
+            pytest.param("make", f"{command} --gpu 24GiB", 0, SIZED, "", marks=slow)
+            for command in ("check", "predict")
+        ),
+    ],
 )
-def test_a_check_without_what_it_compares_with_is_a_usage_error(
-    target: str, options: tuple[str, ...]
+def test_a_command_answers_and_exits_with_its_code(
+    target: str, name: str, words: str, code: int, out: str, err: str
 ) -> None:
-    ran = run("check", target, *options)
-    assert ran.code == 2
-    assert re.search(r"--baseline|nothing to check against", ran.err)
+    command, *options = words.split()
+    ran = run(command, target.replace(":make", f":{name}"), *options)
+    assert ran.code == code, ran.err
+    assert re.search(out, ran.out)
+    assert re.search(err, ran.err)
 
 
 @pytest.mark.parametrize("command", ["predict", "check"])
@@ -166,16 +195,6 @@ def test_check_fails_where_the_need_grew(
     assert allowed.json["regression"]["passed"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [["check", "--vram-budget", "24GiB"], ["predict"]])
-def test_a_gpu_that_nobody_named_is_said_to_be_assumed(target: str, command: list[str]) -> None:
-    assert re.search("H200.*assumed: no gpu given", run(*command, target).out)
-    assert run(*command, target, "--json").json["gpu_assumed"] is True
-    said = run(*command[:1], target, "--gpu", "24GiB").out
-    assert "24.0 GiB" in said
-    assert "no gpu given" not in said
-
-
 @pytest.fixture(scope="module")
 def report(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a short search on the CPU device."""
@@ -222,27 +241,6 @@ def test_check_of_a_tuned_plan_probes_where_it_can(
     assert run_here(*of_report).json["required_bytes"] == named["required_bytes"] + 2**20
 
 
-@pytest.mark.slow
-def test_several_gpus_give_a_table(target: str) -> None:
-    ran = run("predict", target, "--gpu", "L4,T4")
-    assert ran.code == 0
-    assert re.search(r"^T4 .* yes ", ran.out, re.MULTILINE)
-    assert re.search(r"^L4 .* yes ", ran.out, re.MULTILINE)
-    told = run("predict", target, "--gpu", "L4", "--gpu", "T4", "--json").json
-    assert [row["gpu"] for row in told["gpus"]] == ["T4", "L4"]
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "words"), [("branching", 5, ".item()"), ("broken", 3, "no ")]
-)
-def test_a_table_that_cannot_be_predicted_says_why(
-    target: str, name: str, code: int, words: str
-) -> None:
-    ran = run("predict", target.replace(":make", f":{name}"), "--gpu", "L4,T4")
-    assert ran.code == code
-    assert words in ran.err
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -259,10 +257,3 @@ def test_a_report_of_another_model_is_refused(words: str, report: Path, tmp_path
     refused = run(command, f"{other}:make", *more, str(report))
     assert refused.code == 2
     assert re.search(r"another workload: parameters \d+ there, \d+ here", refused.err)
-
-
-def test_a_check_without_a_loss_exits_with_5(target: str) -> None:
-    asked = ("check", target.replace(":make", ":without_a_loss"), "--gpu", "L4")
-    assert run(*asked).code == 5
-    assert "loss" in run(*asked).out
-    assert run(*asked, "--allow-stand-in-loss").code == 0
