@@ -9,24 +9,27 @@ from pathlib import Path
 
 import pytest
 
+SEARCH = """
+import torch, autofit
+autofit.search(torch.nn.Linear(8, 4), torch.randn(4, 8), device="cpu", vram_budget="8MiB",
+    loss_fn=lambda model, batch: model(batch).square().mean(), max_probes=2, progress=False,
+).save("report.json")
+"""
 MOST_MODULES = 75
 """Of autofit in the process that calls a search: each is read before the first probe runs."""
 
 
-def loaded_by(code: str) -> set[str]:
-    """The top-level modules that a fresh interpreter holds after running the code."""
+def loaded_by(code: str, folder: Path | None = None) -> set[str]:
+    """The modules that a fresh interpreter holds after running the code."""
     program = f"{code}\nimport sys, json\nprint(json.dumps(sorted(sys.modules)))"
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    modules = json.loads(ran.stdout.splitlines()[-1])
-    return {name.partition(".")[0] for name in modules}
+    told = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=folder)
+    return set(json.loads(told.splitlines()[-1]))
 
 
 def test_importing_autofit_loads_nothing_beyond_python_itself() -> None:
     # An editable install and setuptools load their own finders when the interpreter starts.
-    at_start = loaded_by("")
-    assert loaded_by("import autofit") - at_start - sys.stdlib_module_names == {"autofit"}
+    loaded = {name.partition(".")[0] for name in loaded_by("import autofit") - loaded_by("")}
+    assert loaded - sys.stdlib_module_names == {"autofit"}
 
 
 @pytest.mark.parametrize(
@@ -68,27 +71,13 @@ for name in autofit.__all__:
 @pytest.mark.slow
 def test_a_search_loads_in_its_caller_little_that_only_its_worker_uses(tmp_path: Path) -> None:
     """What runs plans, looks at a step and draws is imported where it is used."""
-    program = tmp_path / "search.py"
-    program.write_text(
-        "import json, sys, torch, autofit\n"
-        "autofit.search(torch.nn.Linear(8, 4), torch.randn(4, 8), device='cpu',\n"
-        "    loss_fn=lambda model, batch: model(batch).square().mean(), vram_budget='8MiB',\n"
-        "    max_probes=2, progress=False).save('report.json')\n"
-        "print(json.dumps(sorted(sys.modules)))\n"
-    )
-    ran = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
-    loaded = set(json.loads(ran.stdout.splitlines()[-1]))
+    loaded = loaded_by(SEARCH, tmp_path)
     assert "autofit.searching.engine" in loaded
-    only_workers = {"session", "measure", "profile", "flops", "evaluation", "loader"}
+    only_workers = {"session", "measure", "profile", "flops", "evaluation", "loader", "looks"}
     assert not loaded & {f"autofit.probing.{name}" for name in only_workers}
     assert not loaded & {"autofit.report.charts", "autofit.cli.main", "rich", "sqlalchemy"}
-    assert not loaded & {"autofit.probing.looks", "autofit.training.training", "torch._inductor"}
-    assert not {name.split(".")[1] for name in loaded if name.startswith("autofit.")} & {
-        "equivalence",
-        "memory",
-        "prediction",
-    }
+    assert not loaded & {"autofit.training.training", "torch._inductor"}
     own = [name for name in loaded if name.partition(".")[0] == "autofit"]
+    rooms = {name.split(".")[1] for name in own if "." in name}
+    assert not rooms & {"equivalence", "memory", "prediction"}
     assert len(own) <= MOST_MODULES, sorted(own)

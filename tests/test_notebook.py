@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,13 +39,14 @@ def test_a_report_shows_its_answer_and_both_plans() -> None:
 def test_a_prediction_and_a_verdict_show_their_rows() -> None:
     workload = autofit.Workload(lambda: torch.nn.Linear(8, 4), torch.randn(4, 8))
     prediction = autofit.predict(workload, gpu="L4")
-    words = Elements(prediction._repr_html_())
-    assert words.texts[0] == f"{prediction.plan} on L4"
-    assert format_bytes(prediction.peak_reserved_bytes) in words.texts
     verdict = autofit.check(workload, gpu="L4", vram_budget="1GiB")
-    words = Elements(verdict._repr_html_())
-    assert words.texts[0] == str(verdict)
-    assert format_bytes(verdict.required_bytes) in words.texts
+    for shown_one, title, size in (
+        (prediction, f"{prediction.plan} on L4", prediction.peak_reserved_bytes),
+        (verdict, str(verdict), verdict.required_bytes),
+    ):
+        words = Elements(shown_one._repr_html_())
+        assert words.texts[0] == title
+        assert format_bytes(size) in words.texts
 
 
 class Notebook:
@@ -55,8 +56,7 @@ class Notebook:
         self.outputs: list[list[str]] = []
 
     def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> Any:
-        assert raw
-        assert display_id
+        assert (raw, display_id) == (True, True)
         states = [data["text/plain"]]
         self.outputs.append(states)
         return SimpleNamespace(update=lambda data, *, raw: states.append(data["text/plain"]))
@@ -71,28 +71,26 @@ class ZMQInteractiveShell:
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
     made, shell = Notebook(), ZMQInteractiveShell()
-    package, display = ModuleType("IPython"), ModuleType("IPython.display")
-    vars(package)["get_ipython"] = lambda: shell
-    vars(display)["display"] = made.display
+    package: Any = SimpleNamespace(get_ipython=lambda: shell)
+    display: Any = SimpleNamespace(display=made.display)
     monkeypatch.setitem(sys.modules, "IPython", package)
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
     return made
 
 
-def texts_of_a_report(folder: Path) -> list[str]:
-    report = load(REPORT)
-    saved = report.save(folder / "report.txt").read_text()
-    assert saved == str(report) == report.to_text()
-    return [str(report), report.to_text(), report.to_text(verbose=True), saved]
-
-
 def test_a_reports_text_is_the_same_in_a_notebook(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    plain = texts_of_a_report(tmp_path)
+    def texts() -> list[str]:
+        report = load(REPORT)
+        saved = report.save(tmp_path / "report.txt").read_text()
+        return [saved, str(report), report.to_text(), report.to_text(verbose=True)]
+
+    plain = texts()
+    assert plain[0] == plain[1] == plain[2]
     notebook = request.getfixturevalue("notebook")
-    assert texts_of_a_report(tmp_path) == plain
+    assert texts() == plain
     assert notebook.outputs == [], "it was displayed as well"
 
 

@@ -23,24 +23,36 @@ from autofit.plan import (
     variant_key,
 )
 
+SETTINGS: list[tuple[str, Scalar]] = [("b.x", 1), ("a.y", "z")]
+
 
 @pytest.mark.parametrize("samples", [1, 2, 7, 10, 64, 97])
 def test_every_split_keeps_all_samples_in_sizes_that_differ_by_at_most_one(samples: int) -> None:
     for micro_batch in range(1, samples + 2):
-        steps = steps_for(samples, micro_batch)
-        sizes = split_evenly(samples, steps)
+        sizes = split_evenly(samples, steps_for(samples, micro_batch))
         assert sum(sizes) == samples
         assert max(sizes) - min(sizes) <= 1
         assert max(sizes) <= micro_batch
         assert sizes == tuple(sorted(sizes, reverse=True))
 
 
-def test_a_split_plan_has_the_micro_batch_that_it_really_runs() -> None:
-    plan = Plan.split(10, 4)
-    assert (plan.micro_batch, plan.accumulation_steps, plan.global_batch) == (4, 3, 10)
-    assert plan.micro_batch_sizes == (4, 3, 3)
-    assert Plan.split(10, 9).micro_batch == 5
-    assert Plan.split(3, 8).micro_batch_sizes == (3,)
+@pytest.mark.parametrize(
+    ("plan", "sizes", "words"),
+    [
+        (Plan.split(10, 4), (4, 3, 3), "4 x 3"),
+        (Plan.split(10, 9), (5, 5), "5 x 2"),
+        (Plan.split(3, 8), (3,), "3 x 1"),
+        (Plan.split(8, 2, world_size=4), (2,), "2 x 1 on each of 4 ranks"),
+        (Plan.split(6, 2, world_size=4), (2,), "2 x 1 on each of 4 ranks (6 samples in all)"),
+        (Plan(4, world_size=MOST_RANKS), (4,), f"4 x 1 on each of {MOST_RANKS} ranks"),
+        (Plan(4, settings={"b.x": 1, "a.y": "z"}), (4,), "4 x 1, a.y=z, b.x=1"),
+    ],
+)
+def test_a_plan_has_the_micro_batches_that_it_really_runs(
+    plan: Plan, sizes: tuple[int, ...], words: str
+) -> None:
+    assert plan.micro_batch_sizes_of(0) == sizes
+    assert str(plan) == words
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
@@ -80,14 +92,11 @@ def test_what_makes_no_plan_and_no_dimension_is_refused(
 
 
 def test_settings_have_no_order_and_cannot_be_changed() -> None:
-    one = Plan(4, settings={"b.x": 1, "a.y": "z"})
-    other = Plan(4, settings={"a.y": "z", "b.x": 1})
-    assert one == other
-    assert hash(one) == hash(other)
-    assert one.variant == variant_key({"b.x": 1, "a.y": "z"})
+    one, other = (Plan(4, settings=dict(each)) for each in (SETTINGS, reversed(SETTINGS)))
+    assert {one} == {other}
+    assert one.variant == variant_key(dict(SETTINGS))
     with pytest.raises(TypeError):
         one.settings["b.x"] = 2  # type: ignore[index]  # that it cannot be done is what is tested
-    assert str(one) == "4 x 1, a.y=z, b.x=1"
 
 
 @pytest.mark.parametrize(
@@ -118,11 +127,19 @@ def test_dimensions_survive_json_and_pickling() -> None:
     )
 
 
-def test_when_limits_a_dimension_to_settings_of_others() -> None:
+@pytest.mark.parametrize(
+    ("settings", "is_allowed"),
+    [
+        ({"a.x": "on", "b.y": 2}, True),
+        ({"a.x": "off", "b.y": 2}, False),
+        ({"a.x": "on"}, False),
+    ],
+)
+def test_when_limits_a_dimension_to_settings_of_others(
+    settings: dict[str, Scalar], is_allowed: bool
+) -> None:
     dimension = Dimension([0, 1], when={"a.x": ["on"], "b.y": [1, 2]})
-    assert dimension.allowed_with({"a.x": "on", "b.y": 2})
-    assert not dimension.allowed_with({"a.x": "off", "b.y": 2})
-    assert not dimension.allowed_with({"a.x": "on"})
+    assert dimension.allowed_with(settings) is is_allowed
 
 
 @pytest.mark.parametrize(("samples", "ranks"), [(16, 2), (14, 2), (13, 3), (9, 4), (7, 4), (4, 4)])
@@ -139,15 +156,6 @@ def test_ranks_share_all_samples_in_sizes_that_differ_by_at_most_one(
     assert max(sizes) - min(sizes) <= 1
     assert max(sizes) == plan.micro_batch <= micro_batch
     assert from_json(to_json(plan), Plan, "the plan") == plan
-
-
-def test_a_large_cluster_has_fewer_ranks_than_a_plan_may_have() -> None:
-    assert Plan(4, world_size=MOST_RANKS).world_size == MOST_RANKS
-
-
-def test_uneven_shares_are_said_with_the_samples_of_all_ranks() -> None:
-    assert str(Plan.split(8, 2, world_size=4)) == "2 x 1 on each of 4 ranks"
-    assert str(Plan.split(6, 2, world_size=4)) == "2 x 1 on each of 4 ranks (6 samples in all)"
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,8 @@ def deep() -> nn.Sequential:
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    model.zero_grad()
-    HERE["criterion"](model(BATCH[0]), BATCH[1]).backward()
-    return [
-        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
-    ]
+    loss = HERE["criterion"](model(BATCH[0]), BATCH[1])
+    return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
 def peak_bytes(model: nn.Module) -> int:
@@ -51,33 +48,20 @@ def peak_bytes(model: nn.Module) -> int:
 @pytest.mark.slow
 def test_the_users_own_loop_holds_less_and_learns_the_same() -> None:
     model = deep()
-    plain, before = gradients(model), model.state_dict()
+    plain = gradients(model)
+    workload = autofit.Workload(deep, BATCH, criterion=HERE["criterion"])
+    free: Any = autofit.probe(workload, device="cpu").measurement.held_bytes
     random = torch.get_rng_state()
-    free: Any = autofit.probe(
-        autofit.Workload(deep, BATCH, criterion=HERE["criterion"]), device="cpu"
-    )
-    budget = int(0.7 * free.measurement.held_bytes)
-    context: Any = autofit.checkpoint_to_budget(model, BATCH, budget, **HERE)
+    context: Any = autofit.checkpoint_to_budget(model, BATCH, int(0.7 * free), **HERE)
     assert torch.equal(torch.get_rng_state(), random)
     with context as trial:
         assert trial.plan.settings[SETTING] != 0
-        assert trial.measurement.held_bytes <= budget
-        for ours, theirs in zip(gradients(model), plain, strict=True):
-            torch.testing.assert_close(ours, theirs)
-        assert peak_bytes(model) <= budget
-    assert peak_bytes(model) > budget
+        # Plain it holds 88 MiB, and with most recomputed 48
+        assert 0.6 * free < trial.measurement.held_bytes <= 0.7 * free
+        torch.testing.assert_close(gradients(model), plain)
+        assert peak_bytes(model) <= 0.7 * free
+    assert peak_bytes(model) > 0.7 * free
     assert "forward" not in {name for module in model.modules() for name in vars(module)}
-    assert all(
-        value is before[name] or torch.equal(value, before[name]) for name, value in before.items()
-    )
-
-
-@pytest.mark.slow
-def test_no_more_is_recomputed_than_the_budget_asks_for() -> None:
-    with autofit.checkpoint_to_budget(deep(), BATCH, "72MiB", **HERE) as trial:
-        held: Any = trial.measurement.held_bytes
-    # Plain it holds 88 MiB, and with most recomputed 48
-    assert 60 * MIB < held <= 72 * MIB
 
 
 def test_nothing_is_recomputed_where_all_fits() -> None:
@@ -85,16 +69,13 @@ def test_nothing_is_recomputed_where_all_fits() -> None:
         assert trial.plan.settings[SETTING] == 0
 
 
-def test_a_budget_that_no_placement_fits_is_refused_in_words() -> None:
+def test_a_budget_that_no_placement_fits_is_refused_in_words_with_one_that_is_enough() -> None:
     with pytest.raises(autofit.NoFeasiblePlan, match=r"least memory.* does not fit") as raised:
         autofit.checkpoint_to_budget(deep(), BATCH, "12MiB", **HERE)
     assert raised.value.allowed_bytes == 12 * MIB
-    required = raised.value.required_bytes
-    assert required is not None
-    assert required > 12 * MIB
-    with autofit.checkpoint_to_budget(deep(), BATCH, required, **HERE) as trial:
-        assert trial.measurement.held_bytes is not None
-        assert trial.measurement.held_bytes <= required
+    enough: Any = raised.value.required_bytes
+    with autofit.checkpoint_to_budget(deep(), BATCH, enough, **HERE) as trial:
+        assert 12 * MIB < (trial.measurement.held_bytes or 0) <= enough
 
 
 @pytest.mark.parametrize(
@@ -110,17 +91,3 @@ def test_what_cannot_be_meant_is_refused_in_words(given: dict[str, Any], words: 
     asked = {"model": deep(), "sample_batch": BATCH, "vram_budget": "2GiB", **HERE}
     with pytest.raises(autofit.InvalidArgument, match=words):
         autofit.checkpoint_to_budget(**(asked | given))
-
-
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise KeyError("no such layer")
-
-
-def test_an_error_of_the_forward_is_the_users_own() -> None:
-    with pytest.raises(KeyError, match="no such layer"):
-        autofit.checkpoint_to_budget(Broken(), BATCH, "1GiB", **HERE)

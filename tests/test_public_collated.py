@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,54 +26,40 @@ HERE: dict[str, Any] = {
 
 def test_what_the_search_collated_by_a_training_collates_by(tmp_path: Path) -> None:
     case = CASES["graphs"]
-    workload = autofit.Workload(
-        case.build,
-        case.samples(4),
-        collate_fn=case.collate,
-        loss_fn=case.loss_fn,
-        global_batch=12,
-    )
+    functions: Any = {"collate_fn": case.collate, "loss_fn": case.loss_fn}
+    workload = autofit.Workload(case.build, case.samples(4), global_batch=12, **functions)
     report = autofit.search(workload, **HERE)
-    plan = report.plan
-    assert (plan.micro_batch, plan.accumulation_steps) == (4, 3)
+    assert report.plan.micro_batch_sizes == (4, 4, 4)
     facts = report.record.workload
-    assert facts["samples"] == "collate_fn"
-    assert "collate_fn" in facts["given"]
+    assert (facts["samples"], facts["given"]) == ("collate_fn", ["collate_fn", "loss_fn"])
     assert "collate_fn=collate_fn" in report.export("pytorch")
-    report.save(tmp_path / "report.json")
-    loaded = autofit.load(tmp_path / "report.json")
-    losses = []
-    functions: dict[str, Any] = {"collate_fn": case.collate, "loss_fn": case.loss_fn}
+    loaded = autofit.load(report.save(tmp_path / "report.json"))
+    model = case.build()
+    whole = case.loss_fn(model, case.collate(case.samples(12))).item()
+    with pytest.raises(autofit.InvalidArgument, match="collate_fn"):
+        loaded.apply(model, torch.optim.SGD(model.parameters()), loss_fn=case.loss_fn)
     for each, given in ((report, {}), (loaded, functions)):
-        torch.manual_seed(0)
-        model = case.build()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        if given:
-            with pytest.raises(autofit.InvalidArgument, match="collate_fn"):
-                each.apply(model, optimizer, loss_fn=case.loss_fn)
-        with each.apply(model, optimizer, **given) as training:
-            losses.append(float(training.step(case.samples(12))))
+        with each.apply(model, torch.optim.SGD(model.parameters(), 0.0), **given) as training:
+            assert float(training.step(case.samples(12))) == pytest.approx(whole, rel=1e-5)
             with pytest.raises(autofit.InvalidArgument, match="list of samples"):
                 training.step(case.collate(case.samples(12)))
-    torch.manual_seed(0)
-    whole = case.loss_fn(case.build(), case.collate(case.samples(12)))
-    assert losses == pytest.approx([whole.item()] * 2, rel=1e-5)
 
 
 def test_a_function_begins_with_the_global_batch_in_one_micro_batch() -> None:
     case = CASES["detection"]
-    report = autofit.search(
-        case.build,
-        lambda samples: case.collate(case.samples(samples)),
-        loss_fn=case.loss_fn,
-        global_batch=4,
-        **HERE,
-    )
+    batch: Any = lambda samples: case.collate(case.samples(samples))  # noqa: E731
+    report = autofit.search(case.build, batch, loss_fn=case.loss_fn, global_batch=4, **HERE)
     assert str(report.plan) == "4 x 1"
     assert report.record.workload["samples"] == "function"
     model = case.build()
     with report.apply(model, torch.optim.SGD(model.parameters(), 0.1)) as training:
-        assert torch.isfinite(training.step(case.collate(case.samples(4))))
+        assert torch.isfinite(training.step(batch(4)))
+
+
+@functools.cache
+def searched(kind: str) -> autofit.Report:
+    workload = autofit.Workload(embedding, loss_fn=mean, global_batch=8, **GIVEN[kind])
+    return autofit.search(workload, **HERE)
 
 
 class Texts(Dataset[torch.Tensor]):
@@ -111,30 +98,29 @@ GIVEN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", GIVEN)
-def test_the_padding_of_a_micro_batch_is_no_reason_to_warn(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loaded", [False, True])
+def test_the_padding_of_a_micro_batch_is_no_reason_to_warn(
+    kind: str, loaded: bool, tmp_path: Path
+) -> None:
     """The samples are those of the search; only the first of them are shorter."""
-    workload = autofit.Workload(embedding, loss_fn=mean, global_batch=8, **GIVEN[kind])
-    report = autofit.search(workload, **HERE)
-    report.save(tmp_path / "report.json")
-    functions = {"loss_fn": mean, **{k: v for k, v in GIVEN[kind].items() if k == "collate_fn"}}
+    report, given, model = searched(kind), dict[str, Any](), embedding()
+    collates = "collate_fn" in GIVEN[kind]
+    if loaded:
+        report = autofit.load(report.save(tmp_path / "report.json"))
+        given = {"loss_fn": mean, **({"collate_fn": padded} if collates else {})}
     samples = [[TEXTS[at] for at in range(first, first + 8)] for first in (0, 8, 16)]
-    is_made_of_samples = "collate_fn" in functions
-    for again, given in ((report, {}), (autofit.load(tmp_path / "report.json"), functions)):
-        model = embedding()
-        with again.apply(model, torch.optim.SGD(model.parameters(), 0.1), **given) as training:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                for step in samples:
-                    training.step(padded(step))  # as a loader's processes make it
-                    if is_made_of_samples:
-                        training.step(step)
-            longer = [text.repeat(2) for text in samples[0]]
-            with pytest.warns(UserWarning, match="search again|Search again"):
-                training.step(longer if is_made_of_samples else padded(longer))
+    steps: list[Any] = [*map(padded, samples)]  # as a loader's processes make them
+    with report.apply(model, torch.optim.SGD(model.parameters(), 0.1), **given) as training:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in (*steps, *(samples if collates else ())):
+                training.step(step)
+        longer = [text.repeat(2) for text in samples[0]]
+        with pytest.warns(UserWarning, match="search again|Search again"):
+            training.step(longer if collates else padded(longer))
 
 
 def test_tokens_of_a_sample_are_those_of_all_that_were_given() -> None:
-    workload = autofit.Workload(embedding, TEXTS, collate_fn=padded, loss_fn=mean, global_batch=4)
-    tokens = autofit.search(workload, **HERE).record.workload["tokens"]
-    padded_to = [max(len(TEXTS[at]) for at in range(first, first + 4)) for first in range(0, 32, 4)]
+    tokens = searched("data set").record.workload["tokens"]
+    padded_to = [max(len(TEXTS[at]) for at in range(first, first + 8)) for first in range(0, 32, 8)]
     assert tokens["per_sample"] == round(sum(padded_to) / len(padded_to))

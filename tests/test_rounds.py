@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,25 +17,16 @@ SEARCH, CONFIRMED = TrialKind.SEARCH, TrialKind.CONFIRMATION
 
 def trials(*measured: tuple[TrialKind, Plan, float]) -> list[Trial]:
     """Trials of (kind, plan, seconds of a step of one sample)."""
+    times = [(kind, plan, [plan.samples_per_step * each] * 3) for kind, plan, each in measured]
     return [
-        Trial(
-            number,
-            kind,
-            plan,
-            Measurement(Outcome.OK, step_times_s=[plan.samples_per_step * seconds] * 3),
-        )
-        for number, (kind, plan, seconds) in enumerate(measured)
+        Trial(number, kind, plan, Measurement(Outcome.OK, step_times_s=steps))
+        for number, (kind, plan, steps) in enumerate(times)
     ]
 
 
-def in_rounds(seconds: Sequence[tuple[float, float]]) -> list[Trial]:
-    return trials(
-        *(
-            (CONFIRMED, plan, each)
-            for pair in seconds
-            for plan, each in zip((FIRST, SECOND), pair, strict=True)
-        )
-    )
+def in_rounds(*seconds: tuple[float, float]) -> list[Trial]:
+    pairs = (zip((FIRST, SECOND), pair, strict=True) for pair in seconds)
+    return trials(*((CONFIRMED, plan, each) for pair in pairs for plan, each in pair))
 
 
 def test_a_plan_that_has_its_turn_again_begins_another_round() -> None:
@@ -58,16 +48,15 @@ def test_a_turn_that_failed_leaves_the_rounds_as_they_were() -> None:
 def test_steps_that_others_delay_do_not_move_the_speed_of_a_probe() -> None:
     clean = [0.1 + 0.0001 * at for at in range(10)]
     hit = [seconds * (2 if at % 3 else 1) for at, seconds in enumerate(clean)]
-    probes = (
-        Trial(0, SEARCH, FIRST, Measurement(Outcome.OK, step_times_s=times))
+    one, other = (
+        steady_log_speed(Trial(0, SEARCH, FIRST, Measurement(Outcome.OK, step_times_s=times)))
         for times in (clean, hit)
     )
-    speeds = [steady_log_speed(probe) for probe in probes]
-    assert speeds[0] == pytest.approx(speeds[1], abs=0.01)
+    assert one == pytest.approx(other, abs=0.01)
 
 
 def test_the_estimate_of_either_plan_beside_the_other_is_the_same() -> None:
-    told = Rounds(in_rounds([(1.0, 1.3), (1.1, 1.4)]))
+    told = Rounds(in_rounds((1.0, 1.3), (1.1, 1.4)))
     there, back = told.ahead(FIRST, SECOND), told.ahead(SECOND, FIRST)
     assert (there.log, there.low, there.high) == pytest.approx(
         (-back.log, -back.high, -back.low), abs=0.01
@@ -75,46 +64,45 @@ def test_the_estimate_of_either_plan_beside_the_other_is_the_same() -> None:
 
 
 def test_rounds_that_agree_decide_and_more_of_them_more_closely() -> None:
-    widths = []
-    for count in (1, 2, 4):
-        searched = trials((SEARCH, FIRST, 1.0), (SEARCH, SECOND, 1.2))
-        ahead = Rounds([*searched, *in_rounds([(1.0, 1.2)] * count)]).ahead(FIRST, SECOND)
-        assert ahead.low > 0
-        assert ahead.low < math.log(1.2) < ahead.high
-        widths.append(ahead.high - ahead.low)
+    searched = trials((SEARCH, FIRST, 1.0), (SEARCH, SECOND, 1.2))
+    found = [
+        Rounds([*searched, *in_rounds(*[(1.0, 1.2)] * count)]).ahead(FIRST, SECOND)
+        for count in (1, 2, 4)
+    ]
+    assert all(0 < ahead.low < math.log(1.2) < ahead.high for ahead in found)
+    widths = [ahead.high - ahead.low for ahead in found]
     assert widths == sorted(widths, reverse=True)
 
 
 @pytest.mark.parametrize("slower", [1.5, 2.0])
 def test_what_was_seen_once_is_not_believed_where_a_hit_explains_it(slower: float) -> None:
-    alone = Rounds(trials((SEARCH, FIRST, 1.0), (SEARCH, SECOND, slower)))
-    assert alone.ahead(FIRST, SECOND).low < 0
-    contrary = Rounds(
-        [*trials((SEARCH, FIRST, slower), (SEARCH, SECOND, 1.0)), *in_rounds([(1.0, slower)])]
-    )
-    assert contrary.ahead(FIRST, SECOND).low < 0
+    alone = trials((SEARCH, FIRST, 1.0), (SEARCH, SECOND, slower))
+    contrary = trials((SEARCH, FIRST, slower), (SEARCH, SECOND, 1.0))
+    assert Rounds(alone).ahead(FIRST, SECOND).low < 0
+    assert Rounds([*contrary, *in_rounds((1.0, slower))]).ahead(FIRST, SECOND).low < 0
 
 
-def test_one_round_that_was_hit_hardly_moves_the_others() -> None:
-    ahead = Rounds(in_rounds([(1.0, 1.3), (1.01, 1.29), (2.4, 1.31), (1.0, 1.3)])).ahead(
-        FIRST, SECOND
-    )
+@pytest.mark.parametrize(
+    ("rounds", "ratio"),
+    [
+        # One round that was hit hardly moves the others.
+        ([(1.0, 1.3), (1.01, 1.29), (2.4, 1.31), (1.0, 1.3)], 1.3),
+        # What slows every round more cancels.
+        ([(by, 1.25 * by) for by in (1.0, 1.6, 2.7, 5.0)], 1.25),
+    ],
+)
+def test_what_hits_a_round_or_slows_both_plans_hides_no_gain(
+    rounds: list[tuple[float, float]], ratio: float
+) -> None:
+    ahead = Rounds(in_rounds(*rounds)).ahead(FIRST, SECOND)
     assert ahead.low > 0
-    assert ahead.log == pytest.approx(math.log(1.3), abs=0.03)
-
-
-def test_what_slows_every_round_more_cancels() -> None:
-    rounds = [(by, 1.25 * by) for by in (1.0, 1.6, 2.7, 5.0)]
-    ahead = Rounds(in_rounds(rounds)).ahead(FIRST, SECOND)
-    assert ahead.low > 0
-    assert ahead.log == pytest.approx(math.log(1.25), abs=0.03)
+    assert ahead.log == pytest.approx(math.log(ratio), abs=0.03)
 
 
 @pytest.mark.parametrize("drift", [0.03, -0.03])
 def test_what_drifts_from_round_to_round_hides_no_small_gain(drift: float) -> None:
     searched = trials((SEARCH, FIRST, 1.0), (SEARCH, SECOND, 1.02))
-    slower = [math.exp(drift * at) for at in range(3)]
-    rounds = in_rounds([(by, 1.04 * by) for by in slower])
+    rounds = in_rounds(*((by, 1.04 * by) for by in (math.exp(drift * at) for at in range(3))))
     ahead = Rounds([*searched, *rounds]).ahead(FIRST, SECOND)
     assert 0 < ahead.low < math.log(1.04) < ahead.high
 
@@ -122,5 +110,5 @@ def test_what_drifts_from_round_to_round_hides_no_small_gain(drift: float) -> No
 def test_many_steady_probes_are_told_from_a_slow_baseline() -> None:
     """Eight probes at 117 to 137 samples/s against a baseline of 61 were "11 to 140"."""
     speeds = [(117, 61), (137, 62), (125, 55), (131, 64)]
-    ahead = Rounds(in_rounds([(1 / fast, 1 / slow) for fast, slow in speeds])).ahead(FIRST, SECOND)
-    assert ahead.low > math.log(1.5)
+    ahead = Rounds(in_rounds(*((1 / fast, 1 / slow) for fast, slow in speeds)))
+    assert ahead.ahead(FIRST, SECOND).low > math.log(1.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,43 +43,38 @@ def loss_of(output, target):
 """
 
 
-def output_of(ran: subprocess.CompletedProcess[str]) -> str:
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def found_by(ran: subprocess.CompletedProcess[str]) -> str:
+    """What a script printed after the line of the search, which ran once."""
     assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("found ")
+    assert ran.stdout.count("found ") == 1, "the worker ran the script a second time"
     return ran.stdout
+
+
+def in_an_interpreter(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(text)
+    command = [sys.executable, "train.py"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=240)
 
 
 @pytest.mark.slow
 def test_classes_of_a_script_arrive_from_a_spawned_process_too(tmp_path: Path) -> None:
     """There the script is the module __mp_main__, which no other process can import."""
-    script = tmp_path / "train.py"
-    search = SEARCH.replace("MODEL", "Mine()").strip().replace("\n", "\n    ")
+    search = textwrap.indent(SEARCH.replace("MODEL", "Mine()"), "    ")
     main = "if __name__ == '__main__':\n    torch.multiprocessing.spawn(train, nprocs=1)\n"
-    script.write_text(f"{MODEL}{LOSS}\ndef train(rank):\n    {search}\n\n{main}")
-    command = [sys.executable, str(script)]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240)
-    assert output_of(ran).startswith("found ")
+    text = f"{MODEL}{LOSS}\ndef train(rank):\n{search}\n\n{main}"
+    found_by(in_an_interpreter(tmp_path, text))
 
 
 @pytest.mark.slow
-def test_a_script_needs_no_main_guard_and_loads_few_modules(
-    tmp_path: Path,
-) -> None:
-    script = tmp_path / "train.py"
-    count = "import sys\nprint(sum(name.startswith('autofit.') for name in sys.modules))\n"
-    search = SEARCH.replace("MODEL", "Mine()").replace(', strategies=["precision"]', "")
-    script.write_text(MODEL + LOSS + search + count)
-    command = [sys.executable, str(script)]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240)
-    shown = output_of(ran)
-    found, modules = shown.splitlines()[-2:]
-    assert found.startswith("found ")
-    assert 20 < int(modules) < 125
-    assert shown.count("found") == 1, "the worker ran the script a second time"
+def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
+    found_by(in_an_interpreter(tmp_path, MODEL + LOSS + SEARCH.replace("MODEL", "Mine()")))
 
 
-def test_a_notebook_cell_may_hold_the_model(
-    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
+def test_a_notebook_cell_may_hold_the_model(run_python: Run, tmp_path: Path) -> None:
     """As a kernel runs cells: code with no file, in the namespace of __main__."""
     cells = [MODEL, LOSS, SEARCH.replace("MODEL", "Mine"), "print(repr(report))"]
     kernel = (
@@ -86,18 +82,13 @@ def test_a_notebook_cell_may_hold_the_model(
         f"for number, cell in enumerate({cells!r}):\n"
         "    exec(compile(cell, f'<cell {number}>', 'exec'), __main__.__dict__)\n"
     )
-    shown = output_of(run_python("-c", kernel, cwd=tmp_path))
-    assert shown.startswith("found ")
-    assert "<Report of " in shown
+    assert "<Report of " in found_by(run_python("-c", kernel, cwd=tmp_path))
 
 
 def test_a_module_beside_the_script_is_found_by_the_worker(
-    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+    run_python: Run, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     (tmp_path / "my_models.py").write_text(MODEL)
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
     script = tmp_path / "train.py"
-    imports = "from my_models import *\n"
-    script.write_text(imports + LOSS + SEARCH.replace("MODEL", "Mine"))
-    assert output_of(run_python(script, cwd=folder)).startswith("found ")
+    script.write_text("from my_models import *\n" + LOSS + SEARCH.replace("MODEL", "Mine"))
+    found_by(run_python(script, cwd=tmp_path_factory.mktemp("elsewhere")))

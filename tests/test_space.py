@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
 
-from autofit.codec import from_json, to_json
-from autofit.dimension import DimensionForm, payloads_of
+from autofit.dimension import payloads_of
 from autofit.errors import InvalidArgument
 from autofit.plan import Dimension, Plan
 from autofit.planning.feasibility import Sizes
@@ -50,14 +51,22 @@ def test_without_a_global_batch_the_baseline_is_the_sample_batch() -> None:
 
 @pytest.mark.parametrize(
     ("samples", "global_batch", "sizes"),
-    [(4, 10, (4, 3, 3)), (4, 8, (4, 4)), (5, 8, (4, 4)), (4, 3, (3,)), (1, 3, (1, 1, 1))],
+    [
+        (4, 10, (4, 3, 3)),
+        (4, 8, (4, 4)),
+        (5, 8, (4, 4)),
+        (4, 3, (3,)),
+        (1, 3, (1, 1, 1)),
+        (9, 5, (5,)),
+    ],
 )
 def test_with_one_the_baseline_is_the_split_nearest_below_it(
     samples: int, global_batch: int, sizes: tuple[int, ...]
 ) -> None:
-    baseline = Space({}, samples, global_batch=global_batch).baseline
-    assert baseline.micro_batch_sizes == sizes
-    assert baseline.global_batch == global_batch
+    for bound in (None, max(sizes) + 1):  # which renames no baseline
+        space = Space({}, samples, global_batch=global_batch, max_micro_batch=bound)
+        assert space.baseline.micro_batch_sizes == sizes
+        assert space.baseline.global_batch == global_batch
 
 
 ONE_VALUE = Space({}, 4, fixed={"memory_format.layout": "default"})
@@ -91,23 +100,25 @@ def test_what_is_no_space_and_no_setting_of_it_is_refused(
         make()
 
 
-def test_a_bound_below_the_sample_batch_renames_no_baseline() -> None:
-    assert Space({}, 9, global_batch=5, max_micro_batch=6).baseline == Plan.split(5, 5)
-
-
-def test_a_plan_never_exceeds_what_was_asked_nor_the_bounds() -> None:
-    free = Space({}, 4, max_micro_batch=6)
-    assert free.plan(100, {}).micro_batch == 6
-    assert free.plan(0, {}).micro_batch == 1
-    kept = Space({}, 4, global_batch=10, max_micro_batch=6)
-    assert kept.plan(100, {}) == Plan.split(10, 6)
-    assert kept.largest_micro_batch == 6
-
-
-def test_where_splitting_changes_the_gradients_the_count_stays() -> None:
-    space = Space({}, 4, global_batch=10, may_change_accumulation=False)
-    assert {space.plan(micro_batch, {}) for micro_batch in (1, 4, 10)} == {space.baseline}
-    assert space.largest_micro_batch == space.only_micro_batch == space.baseline.micro_batch
+@pytest.mark.parametrize(
+    ("given", "largest", "wanted", "plan"),
+    [
+        ({"max_micro_batch": 6}, 6, 100, Plan(6)),
+        ({"max_micro_batch": 6}, 6, 0, Plan(1)),
+        ({"global_batch": 10, "max_micro_batch": 6}, 6, 100, Plan.split(10, 6)),
+        # where splitting changes the gradients the count stays
+        ({"global_batch": 10, "may_change_accumulation": False}, 4, 1, Plan.split(10, 4)),
+        ({"global_batch": 10, "may_change_accumulation": False}, 4, 10, Plan.split(10, 4)),
+    ],
+)
+def test_a_plan_never_exceeds_what_was_asked_nor_the_bounds(
+    given: dict[str, Any], largest: int, wanted: int, plan: Plan
+) -> None:
+    space = Space({}, 4, **given)
+    assert space.plan(wanted, {}) == plan
+    assert space.largest_micro_batch == largest
+    may_change = given.get("may_change_accumulation", True)
+    assert space.only_micro_batch == (None if may_change else largest)
 
 
 def test_settings_are_completed_and_checked() -> None:
@@ -126,14 +137,11 @@ def test_costs_and_payloads_belong_to_values_that_are_not_plain() -> None:
     space = Space(DIMENSIONS, 4)
     plain = space.default_settings
     compiled = {**plain, "precision.dtype": "bfloat16", "compile.mode": "default"}
-    assert space.is_costly(compiled)
-    assert space.needs_fresh_worker(compiled)
-    assert not space.is_costly(plain)
-    assert not space.needs_fresh_worker(plain)
-    dimensions = space.dimensions
+    assert [space.is_costly(each) for each in (plain, compiled)] == [False, True]
+    assert [space.needs_fresh_worker(each) for each in (plain, compiled)] == [False, True]
     level = {**plain, "checkpointing.level": 1}
-    assert payloads_of(dimensions, level) == {"checkpointing.level": ["a"]}
-    assert payloads_of(dimensions, plain) == {}
+    assert payloads_of(space.dimensions, level) == {"checkpointing.level": ["a"]}
+    assert payloads_of(space.dimensions, plain) == {}
 
 
 @pytest.mark.parametrize(("samples", "ranks"), [(64, 4), (13, 3)])
@@ -162,22 +170,20 @@ def test_the_planner_of_several_ranks_proposes_what_plans_can_be_split_into(
     ],
 )
 def test_what_needs_accumulation_is_tried_where_there_is_some(
-    geometry: dict[str, int], largest: int
+    geometry: dict[str, Any], largest: int
 ) -> None:
     shared = Dimension(["once", "each"], accumulation={"each": True})
-    space = Space({**DIMENSIONS, "parallel.accumulation": shared}, 4, **geometry)  # type: ignore[arg-type]  # as above
-    assert from_json(to_json(DimensionForm.of(shared)), DimensionForm, "it").dimension() == shared
+    space = Space({**DIMENSIONS, "parallel.accumulation": shared}, 4, **geometry)
     each = {**space.default_settings, "parallel.accumulation": "each"}
     assert space.largest_micro_batch_of(each) == largest
     assert space.largest_micro_batch_of(space.default_settings) == space.largest_micro_batch
-    tried = [v for v in space.variants() if v["parallel.accumulation"] == "each"]
-    assert len(tried) == (9 if largest else 0)
-    for size in range(1, 16):
-        plan = space.plan(size, each)
-        chosen = plan.settings["parallel.accumulation"]
-        assert chosen == ("each" if plan.accumulation_steps > 1 else "once")
-        if chosen == "each":
-            assert plan.micro_batch <= largest
+    tried = [v["parallel.accumulation"] for v in space.variants()]
+    assert tried.count("each") == (9 if largest else 0)
+    plans = [space.plan(size, each) for size in range(1, 16)]
+    assert [plan.settings["parallel.accumulation"] for plan in plans] == [
+        "each" if plan.accumulation_steps > 1 else "once" for plan in plans
+    ]
+    assert all(p.micro_batch <= largest for p in plans if p.accumulation_steps > 1)
 
 
 @pytest.mark.parametrize(
@@ -192,37 +198,37 @@ def test_what_needs_accumulation_is_tried_where_there_is_some(
     ],
 )
 def test_what_forbids_accumulation_is_tried_where_there_need_not_be_any(
-    geometry: dict[str, int], size: int
+    geometry: dict[str, Any], size: int
 ) -> None:
     whole = Dimension(["step", "backward"], accumulation={"backward": False})
-    space = Space({**DIMENSIONS, "update.when": whole}, 4, **geometry)  # type: ignore[arg-type]  # as above
-    assert from_json(to_json(DimensionForm.of(whole)), DimensionForm, "it").dimension() == whole
+    space = Space({**DIMENSIONS, "update.when": whole}, 4, **geometry)
     backward = {**space.default_settings, "update.when": "backward"}
     assert space.largest_micro_batch_of(backward) == size
     assert space.smallest_micro_batch_of(space.default_settings) == 1
-    assert len([v for v in space.variants() if v["update.when"] == "backward"]) == (
-        9 if size else 0
-    )
-    for wanted in range(1, 16):
-        plan = space.plan(wanted, backward)
-        is_split = plan.accumulation_steps > 1
-        assert plan.settings["update.when"] == ("step" if is_split else "backward")
-        assert is_split or plan.micro_batch >= space.smallest_micro_batch_of(backward)
+    tried = [variant["update.when"] for variant in space.variants()]
+    assert tried.count("backward") == (9 if size else 0)
+    plans = [space.plan(wanted, backward) for wanted in range(1, 16)]
+    assert [plan.settings["update.when"] for plan in plans] == [
+        "step" if plan.accumulation_steps > 1 else "backward" for plan in plans
+    ]
+    least = space.smallest_micro_batch_of(backward)
+    assert all(p.micro_batch >= least for p in plans if p.accumulation_steps == 1)
 
 
-def test_one_value_of_several_may_forbid_accumulation() -> None:
+@pytest.mark.parametrize(
+    ("asked", "smallest", "when_split"), [("default", 1, "default"), ("graphs", 8, "off")]
+)
+def test_one_value_of_several_may_forbid_accumulation(
+    asked: str, smallest: int, when_split: str
+) -> None:
     modes = Dimension(["off", "default", "graphs"], accumulation={"graphs": False})
-    space = Space({"compile.mode": modes}, 4, global_batch=8)
-    for mode, smallest in (("default", 1), ("graphs", 8)):
-        settings = {"compile.mode": mode}
-        assert space.smallest_micro_batch_of(settings) == smallest
-        assert space.plan(8, settings).settings == settings
-    assert space.plan(4, {"compile.mode": "default"}).settings == {"compile.mode": "default"}
-    assert space.plan(4, {"compile.mode": "graphs"}).settings == {"compile.mode": "off"}
-    asked = Plan.split(8, 4, settings={"compile.mode": "graphs"})
-    with pytest.raises(InvalidArgument, match="graphs is for plans of one micro-batch"):
-        resolve(asked, space)
-    assert resolve(Plan.split(8, 4, settings={"compile.mode": "default"}), space)
+    space, settings = Space({"compile.mode": modes}, 4, global_batch=8), {"compile.mode": asked}
+    assert space.smallest_micro_batch_of(settings) == smallest
+    assert space.plan(8, settings).settings == settings
+    assert space.plan(4, settings).settings == {"compile.mode": when_split}
+    refused = pytest.raises(InvalidArgument, match="graphs is for plans of one micro-batch")
+    with refused if asked == "graphs" else nullcontext():
+        resolve(Plan.split(8, 4, settings=settings), space)
 
 
 def test_what_depends_on_a_setting_that_needs_accumulation_goes_with_it() -> None:
@@ -232,22 +238,22 @@ def test_what_depends_on_a_setting_that_needs_accumulation_goes_with_it() -> Non
     }
     space = Space(dimensions, 8, global_batch=32)
     asked = {"parallel.bucket": "large", "parallel.accumulation": "each"}
-    assert space.plan(8, asked).settings == asked
-    assert space.plan(32, asked).settings == space.default_settings
-    assert space.plan(8, {**asked, "parallel.accumulation": "once"}).settings == (
-        space.default_settings
-    )
+    without = {**asked, "parallel.accumulation": "once"}
+    found = [space.plan(*given).settings for given in ((8, asked), (32, asked), (8, without))]
+    assert found == [asked, space.default_settings, space.default_settings]
 
 
-def test_settings_that_exclude_each_other_are_reset_in_the_order_of_the_space() -> None:
+@pytest.mark.parametrize("turned", [False, True])
+def test_settings_that_exclude_each_other_are_reset_in_the_order_of_the_space(
+    turned: bool,
+) -> None:
     exclusive = {
         "a.x": Dimension([0, 1], when={"b.y": [0]}),
         "b.y": Dimension([0, 1], when={"a.x": [0]}),
     }
-    both = {"a.x": 1, "b.y": 1}
-    assert Space(exclusive, 4).plan(4, both).settings == {"a.x": 0, "b.y": 1}
-    turned = dict(reversed(exclusive.items()))
-    assert Space(turned, 4).plan(4, both).settings == {"a.x": 1, "b.y": 0}
+    first, last = sorted(exclusive, reverse=turned)
+    space = Space({name: exclusive[name] for name in (first, last)}, 4)
+    assert space.plan(4, {"a.x": 1, "b.y": 1}).settings == {first: 0, last: 1}
 
 
 def test_a_plan_does_not_depend_on_how_texts_are_hashed() -> None:
@@ -258,22 +264,19 @@ def test_a_plan_does_not_depend_on_how_texts_are_hashed() -> None:
         "print(Space(d, 4).plan(4, dict.fromkeys(names, 1)))"
     )
     said = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1", "2", "3")
+        subprocess.check_output(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}
+        )
+        for seed in ("0", "1", "2")
     }
     assert len(said) == 1
 
 
-def test_what_a_value_depends_on_may_be_any_iterable() -> None:
+@pytest.mark.parametrize("settings", [{"b.y": 1}, {}])
+def test_what_a_value_depends_on_may_be_any_iterable(settings: dict[str, int]) -> None:
     with_one = Dimension([0, 1], when={"b.y": iter([1, None])})  # type: ignore[dict-item]  # what a plug-in may give all the same
-    assert with_one.allowed_with({"b.y": 1})
-    assert with_one.allowed_with({"b.y": 1})
-    assert with_one.allowed_with({})
+    assert with_one.allowed_with(settings)
+    assert with_one.allowed_with(settings), "also when it is asked again"
 
 
 @pytest.mark.parametrize(("values", "settings"), [(60, 3), (8, 12), (2, 60)])
@@ -293,8 +296,6 @@ def test_what_conditions_rule_out_does_not_count() -> None:
         for name in names
     }
     Space(alone, 4).check_can_be_planned()  # 2**18 combinations, of which 19 are variants
-    with pytest.raises(InvalidArgument):
-        Space({name: Dimension([0, 1]) for name in names}, 4).check_can_be_planned()
 
 
 @pytest.mark.parametrize(("batch", "better"), [(509, 512), (13, 12), (7, 8), (1021, 1024)])

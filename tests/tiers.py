@@ -73,25 +73,10 @@ def tier_of(item: pytest.Item) -> str | None:
         return None
     if item.path.name in IMPORT_TRAINERS:
         return "process"
-    info = item._fixtureinfo
-    fixtures = [info.name2fixturedefs[name][-1].func for name in _asked_for(item)]
+    fixtures = [each[-1].func for each in item._fixtureinfo.name2fixturedefs.values()]
     given = item.callspec.params.values() if hasattr(item, "callspec") else ()
     functions = (item.function, *fixtures, *filter(inspect.isfunction, given))
     return "process" if any(map(_starts_one, functions)) else "unit"
-
-
-def _asked_for(item: pytest.Function) -> Iterator[str]:
-    """Yield the fixtures that the test asks for, also by others; those of every test are not."""
-    given = item._fixtureinfo
-    todo = list(given.argnames)
-    todo += [name for mark in item.iter_markers("usefixtures") for name in mark.args]
-    seen: set[str] = set()
-    while todo:
-        name = todo.pop()
-        if name in given.name2fixturedefs and name not in seen:
-            seen.add(name)
-            todo += given.name2fixturedefs[name][-1].argnames
-            yield name
 
 
 @functools.cache

@@ -18,20 +18,13 @@ FINDER, TUNER = "accelerate find_executable_batch_size", "Optuna TPE"
 
 
 def answer(
-    micro_batch: int,
-    accumulation: int | None = None,
-    precision: str = "float32",
-    *,
-    ours: bool = False,
+    micro_batch: int, accumulation: int | None = None, precision: str = "float32", **more: Any
 ) -> Any:
-    report = "report.json" if ours else None
-    return {
-        "micro_batch": micro_batch,
-        "precision": precision,
-        "accumulation_steps": accumulation,
-        "report": report,
-        "probes": None,
-    }
+    told = {"micro_batch": micro_batch, "accumulation_steps": accumulation}
+    return {**told, "precision": precision, "report": None, "probes": None, **more}
+
+
+OURS = answer(8, report="report.json")
 
 
 def row(peer: str, precision: str, told: Any, *speeds: float) -> Row:
@@ -47,35 +40,28 @@ def run(name: str, seed: int, rows: Sequence[Row], budget_bytes: int = 100) -> C
 
 def runs(name: str = "net", ours: float = 1.0, *, one_dies: bool = False) -> list[Comparison]:
     """Three seeds; the fastest finder does not keep the global batch of 16."""
-    return [
-        run(
-            name,
-            seed,
-            [
-                row(FINDER, "float32", answer(16), 0.5),
-                row(
-                    FINDER,
-                    "bfloat16",
-                    answer(8, None, "bfloat16"),
-                    *([] if one_dies and seed else [0.8]),
-                ),
-                row(TUNER, "own", answer(8), 0.4),
-                row("autofit", "own", answer(8, ours=True), *speeds),
-            ],
-        )
-        for seed, speeds in enumerate(((ours, ours, ours), (1.2,), (1.1,)))
-    ]
+
+    def rows(seed: int, *speeds: float) -> list[Row]:
+        by_hand = answer(8, None, "bfloat16")
+        return [
+            row(FINDER, "float32", answer(16), 0.5),
+            row(FINDER, "bfloat16", by_hand, *([] if one_dies and seed else [0.8])),
+            row(TUNER, "own", answer(8), 0.4),
+            row("autofit", "own", OURS, *speeds),
+        ]
+
+    speeds = (ours, ours, ours), (1.2,), (1.1,)
+    return [run(name, seed, rows(seed, *each)) for seed, each in enumerate(speeds)]
 
 
 def test_a_speed_is_the_median_of_all_pairs_and_is_set_beside_each_kind_of_rival() -> None:
     told = summary([*runs(), *runs("other", 2.0)])
-    assert told["net"]["autofit"]["speed"] == 1.0
-    assert told["net"]["autofit"]["range"] == [1.0, 1.2]
-    assert told["net"]["autofit"]["mean_ooms"] == 1
+    found = told["net"]["autofit"]
+    assert (found["speed"], found["range"], found["mean_ooms"]) == (1.0, [1.0, 1.2], 1)
     best = {"finder at float32": 0.5, "finder": 0.8, "tuner": 0.4}
-    best["finder at the kept global batch"] = 0.5
-    ratios = {kind: 1.0 / speed for kind, speed in best.items()}
-    assert told["net"]["autofit"]["against"] == pytest.approx(ratios)
+    ratios = {kind: 1 / speed for kind, speed in best.items()}
+    ratios["finder at the kept global batch"] = 1 / 0.5
+    assert found["against"] == pytest.approx(ratios)
     means = {kind: (2.0**0.5) * ratio for kind, ratio in ratios.items()}
     assert told[ALL]["autofit"]["against"] == pytest.approx(means)
 
@@ -96,9 +82,24 @@ def test_a_tool_that_one_workload_lacks_keeps_its_column_and_has_no_mean() -> No
     assert "| autofit: finder | 1.25 | - | - |" in lines
 
 
-def test_runs_under_different_budgets_are_not_put_together() -> None:
-    with pytest.raises(ValueError, match="net: runs differ"):
-        summary([*runs(), run("net", 3, [], budget_bytes=99)])
+def of_torch(comparison: Comparison, version: str) -> Comparison:
+    rows = [replace(r, found=r.found | {"versions": {"torch": version}}) for r in comparison.rows]
+    return replace(comparison, rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (run("net", 3, [], budget_bytes=99), "net: runs differ"),
+        (of_torch(replace(runs()[1], seed=3), "1.0"), "torch"),
+        (runs()[0], "two rows"),
+    ],
+)
+def test_runs_that_differ_or_are_the_same_are_not_put_together(
+    other: Comparison, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        summary([*runs(), other])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_runs_under_different_budgets_are_not_put_together() -> None:
         (answer(17), False),
         (answer(6, 3), True),
         (answer(7, 3), False),
-        (answer(9, ours=True), True),
+        (answer(9, report="report.json"), True),
     ],
     ids=["equal", "smaller", "larger", "rounded up", "larger than rounded up", "a report"],
 )
@@ -145,12 +146,3 @@ def test_a_verdict_of_another_torch_or_of_another_fault_is_not_taken_over(tmp_pa
 
     assert taken(lived) == taken(died("OutOfMemoryError: of 1 MiB")) == 1
     assert taken(elsewhere) == taken(died("KeyError: 'x'")) == 0
-
-
-def test_runs_of_two_torches_and_two_rows_of_one_seed_are_not_put_together() -> None:
-    first, second, _ = runs()
-    other = [replace(r, found=r.found | {"versions": {"torch": "1.0"}}) for r in second.rows]
-    with pytest.raises(ValueError, match="torch"):
-        summary([first, replace(second, rows=other)])
-    with pytest.raises(ValueError, match="two rows"):
-        summary([first, first])

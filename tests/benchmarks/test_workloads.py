@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -48,12 +44,3 @@ def test_a_workload_has_as_many_parameters_as_it_says(name: str) -> None:
         model = {**SMALL, **MEDIUM, **LARGE}[name]().build_model()
     digits = None if name in LARGE else 1
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, digits) == MILLIONS[name]
-
-
-@pytest.mark.slow
-def test_a_file_of_workloads_is_a_target_from_any_folder(tmp_path: Path) -> None:
-    target = Path(__file__).parents[2] / "benchmarks/workloads.py"
-    code = f"from autofit.cli.options import load_target; load_target('{target}:tiny_mlp')"
-    command = [sys.executable, "-c", code]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr

@@ -1,4 +1,4 @@
-"""The training loop that a report exports, run: it has the losses of `Report.apply`."""
+"""The code of a report, run: the loop that it exports, and the lines to paste."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from torch import nn
 
 from autofit.cli.main import app
 from autofit.errors import InvalidArgument
-from autofit.plan import Plan, Scalar
+from autofit.plan import Plan, ResolvedPlan, Scalar
+from autofit.registry import load_strategies
+from autofit.report.paste import paste_lines
 from autofit.report.report import Report, load
 from autofit.training.workload import Workload
 from tests.integrations.conftest import report_of
+from tests.plugin import Plugin
 
 INPUTS = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.arange(30) % 3
@@ -122,17 +125,13 @@ def test_the_loop_has_the_losses_of_apply(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, sample, plan, given = CASES[name]
-    torch.manual_seed(0)
-    model = make()
-    report, loaded = reported(model, sample, plan, given, tmp_path)
-    rows = [slice(at, at + 10) for at in (0, 10, 20)]
-    batches = [
-        {"x": INPUTS[row], "y": TARGETS[row]}
-        if isinstance(sample, dict)
-        else (INPUTS[row], TARGETS[row])
-        for row in rows
-    ]
+    model: nn.Module = make()
     other = copy.deepcopy(model)
+    report, loaded = reported(model, sample, plan, given, tmp_path)
+    rows = [(INPUTS[at : at + 10], TARGETS[at : at + 10]) for at in (0, 10, 20)]
+    batches: Any = [dict(zip("xy", row, strict=True)) for row in rows]
+    if not isinstance(sample, dict):
+        batches = rows
     with report.apply(other, torch.optim.AdamW(other.parameters(), lr=0.05)) as training:
         expected = [training.step(batch).item() for batch in batches]
 
@@ -146,8 +145,7 @@ def test_the_loop_has_the_losses_of_apply(
     found = [loss.item() for loss in names["train"](model, optimizer, batches, **functions)]
     assert found == pytest.approx(expected, rel=1e-6)
     assert len(set(expected)) == 3
-    weights = zip(model.parameters(), other.parameters(), strict=True)
-    assert all(torch.allclose(one, another, rtol=1e-5) for one, another in weights)
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-8)
 
 
 def test_the_command_line_prints_and_writes_it(
@@ -160,6 +158,42 @@ def test_the_command_line_prints_and_writes_it(
     assert json.dumps(str(tmp_path / "report.json")) in printed
     app([*command, "--out", str(tmp_path / "train")], standalone_mode=False)
     assert (tmp_path / "train").read_text() == printed
+    assert capsys.readouterr() == ("", f"autofit: wrote {tmp_path / 'train'}\n")
     for more in (["-v"], ["--out", "a", "--out", "b"]):
         with pytest.raises(InvalidArgument, match="--out"):
             app([*command, *more], standalone_mode=False)
+
+
+# -- The lines to paste
+
+
+class Folding(Plugin):
+    name = "folding"
+
+    def describe(self, settings: Any, payloads: Any) -> list[str]:
+        return [f"fold({dict(settings)}, {dict(payloads)})"]
+
+
+def test_a_strategy_is_given_its_own_settings_and_payloads_and_no_others() -> None:
+    plan = Plan(8, settings={"folding.level": 1, "folding_too.level": 2})
+    payloads = {"folding.level": ["a"], "folding_too.level": ["b"]}
+    lines = paste_lines(ResolvedPlan(plan, payloads, [Folding()]))
+    assert lines[1:] == ["fold({'folding.level': 1}, {'folding.level': ['a']})"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32"])
+def test_a_plan_of_several_strategies_runs_as_it_stands(dtype: str) -> None:
+    """Also with the body that a reader fills in: it runs inside all of them."""
+    settings: dict[str, Scalar] = {
+        "checkpointing.level": 1, "memory_format.layout": "channels_last", "precision.dtype": dtype,
+    }  # fmt: skip
+    payloads = {"checkpointing.level": {"units": ["0"], "state": []}}
+    resolved = ResolvedPlan(Plan.split(30, 8, settings), payloads, load_strategies())
+    code = "\n".join(paste_lines(resolved))
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU())
+    filled = code.replace("...  #", "seen = 'forward' in vars(model[0]), model(batch).dtype  #")
+    scope: dict[str, Any] = {"model": model, "batch": torch.randn(2, 3, 8, 8)}
+    exec(filled, scope)
+    assert "forward" not in vars(model[0])
+    assert scope["seen"] == (True, torch.float32 if dtype == "tf32" else getattr(torch, dtype))
+    assert scope["accumulation_steps"] == 4

@@ -112,32 +112,28 @@ def test_nothing_is_loaded_from_elsewhere_and_no_script_may_run(measured: Record
 def test_each_plan_that_ran_is_drawn_where_its_numbers_are(measured: Record) -> None:
     near = replace(measured, vram_budget_bytes=16 * MIB)
     html = page(near)
-    kinds = {kind: points_of(html, kind) for kind in ("tried", "baseline", "best")}
+    (best,), (baseline,) = points_of(html, "best"), points_of(html, "baseline")
     plans = {trial.plan for trial in measured.trials if trial.ok}
-    assert len(kinds["baseline"]) == len(kinds["best"]) == 1
-    assert sum(map(len, kinds.values())) == len(plans)
-    (best,), (baseline,) = kinds["best"], kinds["baseline"]
-    held = [
+    assert len(points_of(html, "tried")) + 2 == len(plans)
+    held, theirs = (
         trial.measurement.held_bytes or 0
         for trial in (measured.best, measured.baseline_beside_best)
-    ]
-    assert best[0] / baseline[0] == pytest.approx(held[0] / held[1], abs=0.01)
-    assert best[0] / budget_of(html) == pytest.approx(held[0] / near.vram_budget_bytes, abs=0.01)
+    )
+    assert best[0] / baseline[0] == pytest.approx(held / theirs, abs=0.01)
+    assert best[0] / budget_of(html) == pytest.approx(held / near.vram_budget_bytes, abs=0.01)
     assert best[1] < baseline[1], "the faster one is higher"
-    drawn = measured.turns(measured.best.plan)[-1]
-    assert f"trial {drawn.number}: ok" in best[2]
+    assert f"trial {measured.turns(measured.best.plan)[-1].number}: ok" in best[2]
 
 
 def test_the_memory_over_a_step_is_the_reports(measured: Record) -> None:
-    html = page(measured)
     for key, use in measured.memory.items():
-        peak = max(map(sum, zip(*use["bytes"].values(), strict=True)))
         name = name_of(trial_of(key, measured).plan, measured)
-        _, _, chart = html.partition(f'aria-label="Memory over a step: {name}"')
+        _, _, chart = page(measured).partition(f'aria-label="Memory over a step: {name}"')
         chart = chart.partition("</section>")[0]
+        peak = max(map(sum, zip(*use["bytes"].values(), strict=True)))
         assert f"peak {format_bytes(peak)}" in chart
-        drawn = re.findall(r'<path class="kind-(\w+)"', chart)
-        assert set(drawn) == {kind for kind, held in use["bytes"].items() if any(held)}
+        drawn = set(re.findall(r'<path class="kind-(\w+)"', chart))
+        assert drawn == {kind for kind, held in use["bytes"].items() if any(held)}
 
 
 def test_hostile_names_are_text(hostile: Record) -> None:
@@ -147,26 +143,19 @@ def test_hostile_names_are_text(hostile: Record) -> None:
     assert "".join(found.texts).count("window.ran = 1") >= 5
 
 
-def test_a_record_of_little_is_drawn_too(record: Record) -> None:
+@pytest.mark.parametrize("trials", [1, 8])
+def test_a_record_of_little_is_drawn_too(record: Record, trials: int) -> None:
     """One trial, no memory use, nothing skipped; and one with every kind of failure."""
-    first = record.trials[0]
-    small = replace(
-        record,
-        trials=(first,),
-        best_number=0,
-        recommended_number=0,
-        skipped=(),
-        notes=(),
-        paste={},
-        difference=None,
-        dimensions={"folding.level": Dimension([0, 1])},
-        search=SearchSummary(1, 0, 1.0, "interrupted", 0, comparison_ended=False),
-    )
-    for each in (small, record):
-        html = page(each)
-        assert len(points_of(html, "best")) == 1
-        rows = html.partition('class="long trials"')[2].partition("</section>")[0].count("<tr>")
-        assert rows == 1 + len(each.trials), "and the titles"
+    little: dict[str, Any] = {
+        "trials": record.trials[:1], "best_number": 0, "recommended_number": 0, "skipped": (),
+        "notes": (), "paste": {}, "difference": None,
+        "dimensions": {"folding.level": Dimension([0, 1])},
+        "search": SearchSummary(1, 0, 1.0, "interrupted", 0, comparison_ended=False),
+    }  # fmt: skip
+    html = page(replace(record, **(little if trials == 1 else {})))
+    assert len(points_of(html, "best")) == 1
+    table = html.partition('class="long trials"')[2].partition("</section>")[0]
+    assert table.count("<tr>") == 1 + trials, "and the titles"
 
 
 def test_what_fits_is_drawn_inside_the_budget_and_what_does_not_is_counted(record: Record) -> None:
@@ -180,31 +169,29 @@ def test_what_fits_is_drawn_inside_the_budget_and_what_does_not_is_counted(recor
     assert "VRAM budget 1.00 TiB" in far
 
 
-def test_a_comparison_that_did_not_end_counts_as_its_probes_do(record: Record) -> None:
+@pytest.mark.parametrize(("comparison_ended", "numbers"), [(True, "6|11"), (False, "3|8")])
+def test_a_comparison_that_did_not_end_counts_as_its_probes_do(
+    record: Record, comparison_ended: bool, numbers: str
+) -> None:
     """A plan that two probes measured at 156 and 73 samples/s is not drawn at the later one."""
     first, last = record.trials[3], record.trials[6]
     slow = replace(last, measurement=replace(last.measurement, step_times_s=[0.8, 0.8, 0.8]))
-    third = replace(first, number=8)
-    ended = replace(record, trials=(*record.trials[:6], slow, record.trials[7], third))
-    cut = replace(ended, search=replace(ended.search, comparison_ended=False))
-    for each, number in ((ended, 6), (cut, 3)):
-        (drawn,) = points_of(page(each), "best")
-        assert f"trial {number}:" in drawn[2] or f"trial {number + 5}:" in drawn[2]
-    assert {3, 8} & {trial.number for trial in cut.frontier}
-    assert 'class="frontier undecided"' in page(cut)
-    assert 'class="frontier"' in page(record)
+    trials = (*record.trials[:6], slow, record.trials[7], replace(first, number=8))
+    search = replace(record.search, comparison_ended=comparison_ended)
+    given = replace(record, trials=trials, search=search)
+    (drawn,) = points_of(page(given), "best")
+    assert re.search(f"trial ({numbers}):", drawn[2])
+    assert f'class="frontier{"" if comparison_ended else " undecided"}"' in page(given)
 
 
 def test_each_point_has_the_range_of_its_speed(measured: Record) -> None:
     html = page(measured)
     lines = re.findall(r'class="whisker" x1="([\d.]+)%".* y1="([\d.]+)" y2="([\d.]+)"', html)
+    found = [tuple(map(float, line)) for line in lines]
     points = [point for kind in ("tried", "best", "baseline") for point in points_of(html, kind)]
     assert len(lines) == len(points)
     for x, y, _ in points:
-        assert any(
-            float(at) == x and float(low) >= y - 0.1 and y >= float(high) - 0.1
-            for at, low, high in lines
-        )
+        assert any(at == x and low >= y - 0.1 and y >= high - 0.1 for at, low, high in found)
 
 
 def test_what_is_folded_is_printed(measured: Record) -> None:

@@ -1,4 +1,4 @@
-"""`Report.apply` of plans of two ranks, which train together over gloo."""
+"""Plans of two ranks, which train together over gloo: `Report.apply`, and the lines to paste."""
 
 from __future__ import annotations
 
@@ -108,6 +108,7 @@ finish(found)
 
 
 Run = Callable[[Path, str], Any]
+PLAN = {"micro_batch": 4, "accumulation_steps": 1, "global_batch": 8, "world_size": 2}
 
 
 def ran(on_two_ranks: Run, folder: Path, script: str) -> list[dict[str, Any]]:
@@ -117,16 +118,16 @@ def ran(on_two_ranks: Run, folder: Path, script: str) -> list[dict[str, Any]]:
     data["workload"]["sample_shapes"] = {"[0]": "int64[4, 6]", "[1]": "int64[4, 6]"}
     data["workload"]["batched"] = ["[0]", "[1]"]
     for mode in ("ddp", "zero1", "fsdp2", "fsdp2_keep"):
-        dimension = {**data["dimensions"]["precision.dtype"], "values": [mode], "lever": None}
-        payload: dict[str, Any] | None = {"modules": []} if mode.startswith("fsdp2") else None
-        plan = {**data["best"]["plan"], "settings": {"parallel.mode": mode}}
-        plan.update(micro_batch=4, accumulation_steps=1, global_batch=8, world_size=2)
-        dimensions = {"parallel.mode": dimension | {"payloads": [payload], "hints": [None]}}
-        dimensions["parallel.mode"]["trial_costs_s"] = [None]
-        best = data["best"]["number"]
-        trials = [t | {"plan": plan} if t["number"] == best else t for t in data["trials"]]
-        of_mode = {**data, "dimensions": dimensions, "trials": trials}
-        (folder / f"{mode}.json").write_text(json.dumps(of_mode))
+        data["dimensions"] = {
+            "parallel.mode": {
+                "values": [mode],
+                "payloads": [{"modules": []} if mode.startswith("fsdp2") else None],
+            }
+        }
+        for trial in (data["best"], *data["trials"]):
+            if trial["number"] == data["best"]["number"]:
+                trial["plan"] |= PLAN | {"settings": {"parallel.mode": mode}}
+        (folder / f"{mode}.json").write_text(json.dumps(data))
     return on_two_ranks(folder, HEAD + script)
 
 
@@ -149,3 +150,102 @@ def test_padding_that_differs_between_ranks_is_warned_of(on_two_ranks: Run, tmp_
     for of_rank in ran(on_two_ranks, tmp_path, PADDING):
         assert of_rank["alike"] == []
         assert len(of_rank["apart"]) == 1
+
+
+LOOP = """
+import json
+import os
+from functools import partial
+
+import torch
+from torch import nn
+
+from autofit.plan import Plan, ResolvedPlan
+from autofit.registry import load_strategies
+from autofit.report.paste import paste_lines
+from autofit.training.loss import Recipe
+from autofit.training.optimizers import build_optimizer
+from autofit.training.training import Training
+from autofit.world import world_of_environment
+
+PAYLOADS = {"parallel.mode": {"modules": ["1", "2"]}}
+SAY = "# before each micro-batch: "
+
+
+def made():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)]
+    return nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 2)).double()
+
+
+def weights(model):
+    found = [p.detach() for p in model.parameters()]
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for p in found]
+
+
+def applied(resolved, batches, world):
+    optimizer = partial(build_optimizer, partial(torch.optim.SGD, lr=0.1), place=None)
+    recipe, device = Recipe(criterion=nn.MSELoss()), torch.device("cpu")
+    with Training(made(), optimizer, recipe, resolved, device=device, world=world) as training:
+        for batch in batches:
+            training.step(training.share_of(batch))
+        return weights(training.plain_model)
+
+
+def pasted(resolved, batches, world):
+    lines = paste_lines(resolved)
+    scope = {"model": made(), "torch": torch}
+    exec("\\n".join(lines), scope)
+    model, steps = scope["model"], scope["accumulation_steps"]
+    if any("ZeroRedundancyOptimizer(" in line for line in lines):
+        kind = {"optimizer_class": torch.optim.SGD}
+        optimizer = scope["ZeroRedundancyOptimizer"](model.parameters(), **kind, lr=0.1)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [line.removeprefix(SAY) for line in lines if line.startswith(SAY)]
+    for batch in batches:
+        own = [tensor.tensor_split(world.size)[world.rank] for tensor in batch]
+        cut = zip(*(tensor.tensor_split(steps) for tensor in own), strict=True)
+        for number, (inputs, targets) in enumerate(cut):
+            assert len(inputs) <= scope["micro_batch"]
+            scope["is_last"] = number == steps - 1
+            exec("\\n".join(before), scope)
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            (loss * scope["loss_factor"] * len(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+world = world_of_environment()
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(1)
+# One rank of 9 samples has 5, in micro-batches of 2, 2, 1; the other 4, in 2, 1, 1
+batches = [(torch.randn(9, 4).double(), torch.randn(9, 2).double()) for _ in range(2)]
+found = {}
+for mode, sharing in (("ddp", "once"), ("ddp_view", "each"), ("zero1", "once"), ("fsdp2", "once")):
+    settings = {"parallel.mode": mode, "parallel.accumulation": sharing}
+    plan = Plan.split(9, 2, settings, world_size=2)
+    resolved = ResolvedPlan(plan, PAYLOADS, load_strategies(["parallel"], world_size=2))
+    pairs = zip(applied(resolved, batches, world), pasted(resolved, batches, world), strict=True)
+    first = weights(made())
+    apart = max(float((one - other).abs().max()) for one, other in pairs)
+    moved = max(
+        float((one - other).abs().max())
+        for one, other in zip(first, applied(resolved, batches, world), strict=True)
+    )
+    found[mode] = {"apart": apart, "moved": moved}
+if world.rank == 0:
+    print(json.dumps(found), flush=True)
+torch.distributed.destroy_process_group()
+os._exit(0)  # gloo's threads abort some processes that exit by themselves
+"""
+
+
+@pytest.mark.slow
+def test_pasted_lines_of_two_ranks_train_what_apply_does(on_two_ranks: Run, tmp_path: Path) -> None:
+    """Also where the ranks' shares, and the micro-batches of each, differ."""
+    found = on_two_ranks(tmp_path, LOOP)
+    assert [*found] == ["ddp", "ddp_view", "zero1", "fsdp2"]
+    for each in found.values():
+        assert each["apart"] < 1e-12 < 1e-3 < each["moved"]
