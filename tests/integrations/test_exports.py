@@ -15,7 +15,7 @@ from autofit.plan import Plan
 from autofit.report.report import Report
 from autofit.training.workload import Workload
 
-WANTED = "not installed: pip install -e . --group dev"
+WANTED = "not installed: pip install -e .[dev]"
 DEEPSPEED_FIELDS = {
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
