@@ -22,6 +22,21 @@ _FSDP = "torch.distributed.fsdp._fully_shard"
 
 
 @dataclass(frozen=True)
+class Newer:
+    """A name that the oldest torch which autofit takes, 2.8, lacks.
+
+    Attributes:
+        since: the first version that has it.
+        before: what stands in for it in an older one.
+        stand_in: the private name that does, where one does.
+    """
+
+    since: str
+    before: str
+    stand_in: str | None = None
+
+
+@dataclass(frozen=True)
 class Use:
     """What uses some private names.
 
@@ -36,11 +51,30 @@ class Use:
     optional: bool = False
 
 
+NEWER = {
+    "torch.backends.cudnn.conv.fp32_precision": Newer("2.9", "allow_tf32 alone is read and set"),
+    "torch.utils._python_dispatch.TorchDispatchMode.ignore_compile_internals": Newer(
+        "2.9",
+        "a mode calls itself one of torch's own",
+        "torch.utils._python_dispatch.TorchDispatchMode.is_infra_mode",
+    ),
+    "torch._C._accelerator_setAllocatorSettings": Newer(
+        "2.10",
+        "the options of CUDA's allocator alone are set",
+        "torch.cuda.memory._set_allocator_settings",
+    ),
+    "torch._functorch.config.force_non_lazy_backward_lowering": Newer(
+        "2.11", "a backward that inductor cannot compile ends the plan that runs it"
+    ),
+}
+"""The other names that autofit uses are in torch 2.8 already."""
+
 USES = {
     "tensors": Use(
         (
             "torch.utils._pytree",  # torch 2.11 to 2.13 have no public one
             "torch.utils._python_dispatch.TorchDispatchMode",
+            "torch.utils._python_dispatch.TorchDispatchMode.ignore_compile_internals",
             "torch.utils._python_dispatch.is_traceable_wrapper_subclass_type",
             "torch.nn.modules.batchnorm._NormBase",
             "torch.nn.modules.instancenorm._InstanceNorm",
@@ -289,9 +323,17 @@ def check(need: str) -> None:
 def missing(need: str) -> str | None:
     """Return which name of a use is gone and what cannot be done without it; None: all are here."""
     for path in USES[need].names:
-        if (why := _why_gone(path)) is not None:
+        if (why := _why_gone(path)) is not None and not _has_stand_in(path):
             return _words(path, need, why)
     return None
+
+
+def _has_stand_in(path: str) -> bool:
+    """Return whether this torch is older than a name, and has what stands in for it."""
+    newer = NEWER.get(path)
+    if newer is None or import_module("torch").__version__ >= newer.since:
+        return False
+    return newer.stand_in is None or _why_gone(newer.stand_in) is None
 
 
 def _why_gone(path: str) -> Exception | None:

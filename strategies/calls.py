@@ -62,6 +62,11 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         """Return True: else torch would run the user's compiled functions as they are written."""
         return True
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return the same for torch 2.8, which knows no other way to say so."""
+        return not hasattr(TorchDispatchMode, "ignore_compile_internals")
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._on_operator(func, args)
         return func(*args, **(kwargs or {}))

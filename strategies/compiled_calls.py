@@ -26,6 +26,9 @@ from .compiler_notes import Counted, lines_since
 # The mode of torch.compile whose calls are CUDA graphs.
 _GRAPHS = "reduce-overhead"
 _MARKS = "_dynamo"
+# Whether the backward is lowered with the forward: before torch 2.11 there is no such setting, and
+# what fails then is found as a fault of the plan.
+_AT_ONCE = "force_non_lazy_backward_lowering"
 # The class of the node of a compiled function in the graph of autograd.
 _COMPILED_BACKWARD = "CompiledFunctionBackward"
 # Sizes of a batch that have code of their own: the micro-batch and the rest of a batch, in training
@@ -119,7 +122,7 @@ def _compiled_or_as_written(
     as_written = torch.fx.GraphModule(graph, deepcopy(graph.graph))  # passes change the graph
     try:
         # A backward of several lengths that fails would else fail where it first runs
-        with config.patch(force_non_lazy_backward_lowering=True):
+        with config.patch({_AT_ONCE: True} if hasattr(config, _AT_ONCE) else {}):
             code: Callable[..., Any] = inductor(graph, inputs)
             return code
     except InductorError as error:

@@ -49,17 +49,24 @@ class ExpandableSegments(SwitchOfGpu):
     @contextmanager
     def on(self) -> Iterator[None]:
         """Let segments grow that are taken from now on."""
-        torch._C._accelerator_setAllocatorSettings(_with_own(True))
+        _set_options(_with_own(True))
         try:
             yield
         finally:
-            torch._C._accelerator_setAllocatorSettings(_with_own(False))
+            _set_options(_with_own(False))
 
     def lines(self, value: Any, payload: Any) -> list[str]:
         return [
             "import os",
             f"os.environ['{_VARIABLES[0]}'] = '{_with_own(True)}'  # before CUDA is first used",
         ]
+
+
+def _set_options(options: str) -> None:
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        torch._C._accelerator_setAllocatorSettings(options)
+    else:  # before torch 2.10
+        torch.cuda.memory._set_allocator_settings(options)
 
 
 def _configured() -> str:

@@ -52,7 +52,7 @@ class Precision(OneSetting):
             return {SETTING: Dimension(["default"])}
         native = context.capabilities
         offered = {
-            "tf32": native.tf32 and not all(part.fp32_precision == "tf32" for part in _parts()),
+            "tf32": native.tf32 and not _has_tf32(),
             "bfloat16": native.bfloat16,
             "float16": native.float16,
         }
@@ -216,9 +216,21 @@ def _autocast(training: TrainingView, dtype: torch.dtype, *, cache: bool) -> Ite
 
 
 def _parts() -> tuple[Any, ...]:
-    """Return the modules that hold torch's precision of float32 products on a GPU."""
+    """Return the modules that hold torch's precision of float32 products on a GPU.
+
+    None before torch 2.9, which has the older `allow_tf32` alone.
+    """
     cudnn: Any = torch.backends.cudnn  # torch does not annotate its parts
+    if not hasattr(cudnn, "conv"):
+        return ()
     return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+
+
+def _has_tf32() -> bool:
+    """Return whether all float32 products on a GPU may be computed in TF32 already."""
+    if parts := _parts():
+        return all(part.fp32_precision == "tf32" for part in parts)
+    return torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
 
 
 @contextmanager

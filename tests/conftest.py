@@ -18,6 +18,7 @@ import pytest
 
 # Workers inherit it: on two cores, several threads a process only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_WARM_POOL", "0")  # before 2.9 the import of the compiler starts it
 
 import torch  # it reads the variable above when it is imported
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports no name

@@ -24,7 +24,8 @@ from tests.probing.test_survey import _survey_of
 from tests.test_arrows import nodes_of
 
 ROOT = Path(__file__).parents[1]
-TABLE = frozenset(name for use in torch_private.USES.values() for name in use.names)
+STAND_INS = {newer.stand_in for newer in torch_private.NEWER.values() if newer.stand_in}
+TABLE = STAND_INS | {name for use in torch_private.USES.values() for name in use.names}
 NOT_OF_TORCH = {
     "_args_from_interpreter_flags",  # of subprocess
     "_exit",  # of os
@@ -140,6 +141,31 @@ def test_this_torch_has_them(need: str) -> None:
     assert torch_private.missing(need) is None
 
 
+@pytest.mark.parametrize("path", torch_private.NEWER)
+def test_a_name_is_there_from_its_version_on(path: str) -> None:
+    newer = torch_private.NEWER[path]
+    try:
+        torch_private.find(path)
+    except (ImportError, AttributeError):
+        assert torch.__version__ < newer.since
+        if newer.stand_in is not None:
+            torch_private.find(newer.stand_in)
+    else:
+        assert torch.__version__ >= newer.since
+
+
+def test_a_name_that_is_newer_than_this_torch_is_missed_with_its_stand_in_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    need, path = "segments of the allocator that grow", "torch._C._accelerator_setAllocatorSettings"
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.8.0"))
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        remove(path, monkeypatch)
+    assert torch_private.missing(need) is None
+    remove("torch.cuda.memory._set_allocator_settings", monkeypatch)
+    assert path in str(torch_private.missing(need))
+
+
 class _Without:
     """What has everything that another object has, but for one name."""
 
@@ -188,6 +214,8 @@ NAMES = [(need, path) for need, use in torch_private.USES.items() for path in us
 def test_what_is_gone_is_said_with_what_cannot_be_done(
     need: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if path in torch_private.NEWER and torch.__version__ < torch_private.NEWER[path].since:
+        pytest.skip("this torch is older than the name")
     if torch_private.missing(need) is None:
         remove(path, monkeypatch)
     with pytest.raises((AttributeError, ImportError)) as raised:

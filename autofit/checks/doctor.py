@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 
-from autofit.devices.base import TRIED_TORCH, Environment, host_memory, load_of_others
+from autofit.devices.base import (
+    TRIED_TORCH,
+    Environment,
+    host_memory,
+    load_of_others,
+    notes_on_torch,
+)
 from autofit.devices.cuda import notes_on_choice
 from autofit.devices.nvml import Nvml
 from autofit.errors import AutofitError, release_exception
@@ -142,6 +148,7 @@ def _of_the_installation() -> Finding:
     version = ".".join(torch.__version__.split(".")[:2])
     is_tried, others = version in TRIED_TORCH, ", ".join(TRIED_TORCH)
     found = f"autofit is {'' if is_tried else 'not '}tested with torch {version}"
+    found = "; ".join([found, *notes_on_torch()])
     return Finding("torch", found, None if is_tried else f"if something fails, try one of {others}")
 
 

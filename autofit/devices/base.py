@@ -18,16 +18,25 @@ from time import perf_counter  # itself, since the user's code may put another i
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from autofit.errors import DeviceUnavailable
 from autofit.strategy import Capabilities
 
-# Versions of torch with which the tests that need no GPU were run.
+# Versions of torch with which the unit tests were run, in order.
 #
-# With 2.13 all of them pass; with 2.11, built for CUDA, those of a GPU, which is emulated, do. With
-# 2.14.1, 2,492 passed, with 2.15.0, 2,451; 2 and 9 failed, for three reasons, and passed when they
-# were mended and run again.
-TRIED_TORCH = ("2.11", "2.13", "2.14", "2.15")
+# With 2.13 all other tests pass, too; with 2.11, built for CUDA, those of a GPU, which is emulated.
+TRIED_TORCH = ("2.8", "2.9", "2.10", "2.11", "2.13", "2.14", "2.15")
+
+
+def notes_on_torch(version: str = torch.__version__) -> tuple[str, ...]:
+    """Return a note where torch is newer, or older, than all with which autofit was tried."""
+    oldest, newest = map(TorchVersion, (TRIED_TORCH[0], TRIED_TORCH[-1]))
+    own = TorchVersion(".".join(version.split(".")[:2]))
+    if oldest <= own <= newest:
+        return ()
+    apart = f"newer than {newest}, the newest" if own > newest else f"older than {oldest}, the oldest"
+    return (f"torch {version} is {apart} that autofit was tried with",)
 
 
 @dataclass(frozen=True)

@@ -362,6 +362,11 @@ class CompiledMemoryTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # to
         """Return True: it is left while code is compiled, and in force while that runs."""
         return True
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return the same for torch 2.8, which knows no other way to say so."""
+        return not hasattr(TorchDispatchMode, "ignore_compile_internals")
+
     @contextmanager
     def accounting(self) -> Iterator[None]:
         """Enter the tracer, and see what compiled code allocates inside."""

@@ -133,6 +133,9 @@ class Labels:
             self._begin(FORWARD)
 
     def _begin(self, phase: str) -> None:
+        is_updated_next = [name for _, name in self._phases[-2:]] == [BACKWARD, FORWARD]
+        if phase == UPDATE and is_updated_next:  # what is freed in between is the backward's
+            self._phases.pop()
         self._phases.append((len(self.tracer.events), phase))
 
     def _enter(self, name: str, *_: Any) -> None:

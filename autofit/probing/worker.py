@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import torch
 
-from autofit.devices.base import Device
+from autofit.devices.base import Device, notes_on_torch
 from autofit.devices.cuda import notes_on_choice, open_device
 from autofit.errors import DeviceUnavailable, text_of
 from autofit.measurement import Outcome
@@ -135,7 +135,7 @@ def _open(opening: Opening) -> tuple[Session, DeviceFacts]:
         device,
         seed=opening.seed,
         world=opening.world,
-        notes=notes_on_choice(opening.device),
+        notes=(*notes_on_choice(opening.device), *notes_on_torch()),
     )
     return session, DeviceFacts(device.total_bytes, device.free_bytes, device.exclusive_key)
 

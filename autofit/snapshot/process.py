@@ -52,7 +52,7 @@ def _torch_modes() -> Iterator[Flag]:
     yield Flag("torch.grad_mode", torch.is_grad_enabled, torch.set_grad_enabled)
     yield Flag(  # the CPU is the default where none is set; setting it costs every call a little
         "torch.default_device",
-        torch.get_default_device,
+        _default_device,
         lambda device: torch.set_default_device(None if device.type == "cpu" else device),
     )
     yield attribute("torch.distributions.Distribution._validate_args")
@@ -63,6 +63,13 @@ def _torch_modes() -> Iterator[Flag]:
     )
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch left it so
         yield Flag("torch.cuda.current_device", torch.cuda.current_device, torch.cuda.set_device)
+
+
+def _default_device() -> torch.device:
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # of torch 2.8, once a default was set and unset again
+        return torch.device("cpu")
 
 
 def _autocast_flags() -> Iterator[Flag]:

@@ -80,7 +80,7 @@ sys.stdin.read()
 FREE = """
 import ctypes
 free, total = ctypes.c_size_t(), ctypes.c_size_t()
-assert not ctypes.CDLL("libcudart.so.13").cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total))
+assert not ctypes.CDLL(None).cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total))
 print(free.value)
 """
 
@@ -115,7 +115,7 @@ for ordinal in range(count.value):
 
 FORKED = """
 import ctypes, os
-runtime = ctypes.CDLL("libcudart.so.13")
+runtime = ctypes.CDLL(None)
 assert runtime.cudaFree(None) == 0
 child = os.fork()
 if not child:

@@ -64,6 +64,11 @@ class ProductsWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         """Return True: it is left while code is compiled, and in force while that runs."""
         return True
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return the same for torch 2.8, which knows no other way to say so."""
+        return not hasattr(TorchDispatchMode, "ignore_compile_internals")
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = partial(op, *args, **(kwargs or {}))
         if torch._C._current_graph_task_id() != self._pass_under_way:

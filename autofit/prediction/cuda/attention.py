@@ -35,8 +35,10 @@ _DEFAULT_ORDER = [
     SDPBackend.MATH,
     SDPBackend.CUDNN_ATTENTION,
 ]
-# Wheels for CUDA 12 have an older one; a build for the CPU has none, and the newest is assumed.
+# Wheels for CUDA 12 have an older one. A build for the CPU has none: that of its version's wheels is
+# assumed, which is new enough from torch 2.11 on.
 _CUDNN_PREFERRED_FROM = 91501
+_ASSUMED_CUDNN = _CUDNN_PREFERRED_FROM if torch.__version__ >= "2.11" else 91002
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def _order(call: Call, gpu: Gpu) -> list[SDPBackend]:
     """Return the user's order; cuDNN comes first if that is the default and the GPU suits it."""
     priorities: list[int] = torch._C._get_sdp_priority_order()
     order = [each for each in map(SDPBackend, priorities) if each in _KERNELS]
-    version = torch.backends.cudnn.version() or _CUDNN_PREFERRED_FROM  # type: ignore[no-untyped-call]  # torch's
+    version = torch.backends.cudnn.version() or _ASSUMED_CUDNN  # type: ignore[no-untyped-call]  # torch's
     preferred = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
     preferred = preferred and version >= _CUDNN_PREFERRED_FROM and _half(call, gpu)
     if order == _DEFAULT_ORDER and preferred and gpu.prefers_cudnn_attention:

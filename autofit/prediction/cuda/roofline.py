@@ -143,12 +143,10 @@ def tf32_allowed(*, cudnn: bool) -> bool:
     It refuses to tell by its older switch where only the newer one was set.
     """
     backends: Any = torch.backends  # torch does not annotate its parts
-    old, new = backends.cuda.matmul, backends.cuda.matmul
-    if cudnn:
-        old, new = backends.cudnn, backends.cudnn.conv
     try:
-        return bool(old.allow_tf32)
-    except RuntimeError:
+        return bool((backends.cudnn if cudnn else backends.cuda.matmul).allow_tf32)
+    except RuntimeError:  # from torch 2.9 on, which has the newer one
+        new = backends.cudnn.conv if cudnn else backends.cuda.matmul
         return bool(new.fp32_precision == "tf32")
 
 

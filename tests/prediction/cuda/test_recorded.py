@@ -123,7 +123,12 @@ def counted(operators: list[str] | tuple[str, ...]) -> list[str]:
         pytest.param("gpt_bf16_dropout", marks=pytest.mark.slow),
         pytest.param("gpt_bf16_fused", marks=pytest.mark.slow),
         pytest.param("gpt_pure_bf16", marks=pytest.mark.slow),
-        "lora_bf16",
+        pytest.param(
+            "lora_bf16",
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.9", reason="attention is not of cuDNN on any GPU"
+            ),
+        ),
         pytest.param("resnet_bf16_cl", marks=pytest.mark.slow),
         pytest.param(
             "unet_bf16_cl",
@@ -136,5 +141,8 @@ def counted(operators: list[str] | tuple[str, ...]) -> list[str]:
         ),
     ],
 )
-def test_the_same_operators_run_in_the_same_order(name: str) -> None:
+def test_the_same_operators_run_in_the_same_order(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)  # of the recordings
     assert counted(ran(name).operators) == counted(trainings()[name].operators)
