@@ -37,6 +37,8 @@ Batch: TypeAlias = Any
 # n -> a batch of n samples.
 BatchMaker: TypeAlias = Callable[[int], Batch]
 
+_HOST = torch.device("cpu")
+
 ASK_FOR_SAMPLES = (
     "pass samples and Workload(collate_fn=), or a function n -> batch of n samples as the sample "
     "batch"
@@ -193,22 +195,15 @@ def named_tensors(batch: Batch) -> list[tuple[str, torch.Tensor]]:
     return [(name or "batch", tensor) for name, tensor in FlatBatch.of(batch).named]
 
 
-def places_in_turn(count: int, sizes: Collection[int]) -> list[int]:
+def places_in_turn(
+    count: int, sizes: Collection[int], device: torch.device = _HOST
+) -> torch.Tensor:
     """Return which of so many samples stand in micro-batches of those sizes, one after the other.
 
     They are taken in turn. In a micro-batch they keep their order, and a sample that is repeated
-    stands next to itself: so lengths that are sorted stay sorted.
+    stands next to itself: so lengths that are sorted stay sorted. On a device without values they
+    have none.
     """
-    places: list[int] = []
-    first = 0
-    for size in sizes:
-        places += sorted(place % count for place in range(first, first + size))
-        first += size
-    return places
-
-
-def _index_in_turn(count: int, sizes: Collection[int], device: torch.device) -> torch.Tensor:
-    """Return those places as a tensor, which has no values where the device has none."""
     parts, first = [], 0
     for size in sizes:
         part = torch.arange(first, first + size, device=device).remainder_(count)
@@ -232,7 +227,7 @@ def resize(batch: Batch, *sizes: int) -> Batch:
         if not tensor.dim() or tensor.shape[0] != size:
             return tensor
         if device not in chosen:
-            chosen[device] = _index_in_turn(size, sizes, device)
+            chosen[device] = places_in_turn(size, sizes, device)
         # A leaf again where it was one: a graph that begins before the batch serves one backward
         grown = tensor.detach().index_select(0, chosen[device])
         return grown.requires_grad_(tensor.requires_grad)

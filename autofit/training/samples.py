@@ -321,7 +321,7 @@ def is_sample_sequence(given: Any) -> bool:
 
 def samples_in_turn(samples: Sequence[Any], sizes: Collection[int]) -> list[Any]:
     """Return so many samples for micro-batches of those sizes; see `places_in_turn`."""
-    return [samples[place] for place in places_in_turn(len(samples), sizes)]
+    return [samples[place] for place in places_in_turn(len(samples), sizes).tolist()]
 
 
 def is_maker(given: Any) -> bool:

@@ -17,7 +17,7 @@ from autofit.equivalence.steps import StepComparer
 from autofit.errors import InvalidArgument
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
-from autofit.strategy import PYTHON, Comparison
+from autofit.strategy import PYTHON, Capabilities, Comparison
 from autofit.testing import PlainContext
 from autofit.testing.conformance import attention, convolutions
 from autofit.training.evaluation import checksum
@@ -220,6 +220,7 @@ def test_a_context_compares_a_strategys_settings(name: str) -> None:
     build, setting, value = SETTINGS[name]
     (strategy,) = load_strategies([name])
     context = PlainContext(build)
+    assert context.capabilities == Capabilities("cpu", bfloat16=True, float16=True, tf32=True)
     plain = context.compare({}, {}, strategy)
     assert plain.equal
     found = context.compare({setting: value}, {}, strategy)

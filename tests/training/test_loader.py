@@ -107,19 +107,17 @@ def test_iterating_leaves_the_users_generators_alone(gives_seeds: bool) -> None:
     assert torch.equal(generator.get_state(), before)
 
 
-def only_two(batch_size: int, num_workers: int) -> DataLoader[Any]:
-    return DataLoader(ROWS, batch_size, num_workers=num_workers)
-
-
-def any_of_them(**numbers: Any) -> DataLoader[Any]:
-    return DataLoader(ROWS, **numbers)
-
-
 @pytest.mark.parametrize(
     ("function", "taken"),
     [
-        (only_two, {"batch_size", "num_workers"}),
-        (any_of_them, {"batch_size", "num_workers", "pin_memory", "prefetch_factor"}),
+        (
+            lambda batch_size, num_workers: DataLoader(ROWS, batch_size, num_workers=num_workers),
+            {"batch_size", "num_workers"},
+        ),
+        (
+            lambda **numbers: DataLoader(ROWS, **numbers),
+            {"batch_size", "num_workers", "pin_memory", "prefetch_factor"},
+        ),
         (
             functools.partial(DataLoader, ROWS, shuffle=False),
             {"batch_size", "num_workers", "pin_memory", "prefetch_factor"},

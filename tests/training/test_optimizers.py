@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +77,16 @@ def test_functions_in_a_mapping_take_the_parameters_of_the_submodule_they_name()
         wrong.build_optimizer(model)
 
 
+def _closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], torch.Tensor]:
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value: torch.Tensor = (model(X) ** 2).mean()
+        value.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        return value
+
+    return loss
+
+
 @pytest.mark.parametrize(
     "kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SGD]
 )
@@ -88,12 +98,7 @@ def test_a_live_optimizers_state_is_placed_and_trains_on_as_before(kind: Any) ->
             model.parameters(), **({"momentum": 0.9} if kind is torch.optim.SGD else {})
         )
 
-        def loss() -> torch.Tensor:
-            optimizer.zero_grad()
-            value: torch.Tensor = (model(X) ** 2).mean()
-            value.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-            return value
-
+        loss = _closure(model, optimizer)
         optimizer.step(loss)
         workload = Workload(model, X, optimizer=optimizer)
         built: Any = workload.build_optimizer(model, place)
@@ -120,16 +125,10 @@ def test_an_optimizer_that_calls_a_closure_needs_a_training_step() -> None:
     with pytest.raises(InvalidArgument, match=r"LBFGS.*closure.*training_step"):
         Training(model, optimizer, Recipe(), ResolvedPlan(Plan(4)), device=cpu)
 
-    def step(training: Any, batch: torch.Tensor) -> torch.Tensor:
-        def loss() -> torch.Tensor:
-            optimizer.zero_grad()
-            value: torch.Tensor = (model(batch) ** 2).mean()
-            value.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-            return value
-
-        return cast(torch.Tensor, training.optimizer.step(loss))
-
-    own = Training(model, optimizer, Recipe(training_step=step), ResolvedPlan(Plan(4)), device=cpu)
+    recipe = Recipe(
+        training_step=lambda training, _: training.optimizer.step(_closure(model, optimizer))
+    )
+    own = Training(model, optimizer, recipe, ResolvedPlan(Plan(4)), device=cpu)
     assert own.step(X) > own.step(X)
 
 
