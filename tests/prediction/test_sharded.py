@@ -236,7 +236,7 @@ IMAGES = torch.randn(4, 4, 8, 8)
         ("fsdp2", of_model(Scaled(), torch.randn(4, 8)), "'scale' is a scalar"),
         (
             "fsdp2",
-            of_model(nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), IMAGES),
+            of_model(nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), IMAGES),  # type: ignore[call-overload]  # torch has it
             "'weight' is not contiguous",
         ),
     ],

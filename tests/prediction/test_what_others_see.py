@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autofit.errors import WorkerFailed
+from autofit.prediction.dry_run_worker import _written
 from autofit.prediction.predict import predict
 from autofit.training.workload import Workload
 
@@ -81,12 +82,20 @@ def test_a_large_live_model_is_sent_without_its_values() -> None:
     with torch.device("meta"):
         large = nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(26)))
     live = nn.Sequential(nn.Linear(16, 16384), nn.Linear(16384, 16))
-    by_closure = {"loss_fn": lambda model, batch: (model(batch) + 0 * large[0].bias.sum()).mean()}
-    for model, width, more in ((large, 16384, {}), (live, 16, {}), (large, 16384, by_closure)):
-        made = Workload(model, torch.empty(8, width), **more)  # type: ignore[arg-type]  # a loss
+    for model, width in ((large, 16384), (live, 16)):
         held = sum(parameter.nbytes for parameter in model.parameters())
-        weights = predict(made, gpu="B200").breakdown["weights"]
+        weights = predict(Workload(model, torch.empty(8, width)), gpu="B200").breakdown["weights"]
         assert weights == pytest.approx(held, rel=0.001)
+
+
+def test_a_live_model_that_a_closure_reaches_is_sent_without_its_values() -> None:
+    live = nn.Linear(1024, 1024)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch) - live.weight.sum()).mean()
+
+    made = Workload(live, torch.empty(8, 1024), loss_fn=loss_fn)
+    assert len(_written(predict, made, ())) < live.weight.nbytes / 10
 
 
 def test_a_worker_that_dies_is_replaced_and_blamed_when_it_dies_again(tmp_path: Path) -> None:
@@ -126,6 +135,7 @@ def test_threads_may_predict_at_the_same_time() -> None:
 SLEEPS = """
 import os, time, torch
 from torch import nn
+from autofit.prediction.dry_run_worker import _written
 from autofit.prediction.predict import predict
 from autofit.training.workload import Workload
 
