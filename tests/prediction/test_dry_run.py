@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,18 @@ def workload(model: Any = Net, **options: Any) -> Workload:
     return Workload(model, batch(), **given)
 
 
-def peak(run: DryRun) -> int:
-    return replay(run.recording_on(GPU)).peak_allocated_bytes
+def ran(made: Workload, plan: Plan | None = None) -> DryRun:
+    return dry_run(made, ResolvedPlan(plan or made.plan()), GPU)
+
+
+def peak(made: Workload, plan: Plan | None = None) -> int:
+    return replay(ran(made, plan).recording_on(GPU)).peak_allocated_bytes
+
+
+def held(made: Workload) -> Mapping[str, int]:
+    """Return the bytes of each kind at the peak."""
+    run = ran(made)
+    return run.labels.at_peak(run.recording_on(GPU))
 
 
 def test_the_users_objects_and_process_are_left_alone() -> None:
@@ -51,7 +61,7 @@ def test_the_users_objects_and_process_are_left_alone() -> None:
     live = {"model": model, "optimizer": optimizer}
     made = workload(model, optimizer=optimizer)
     before = digest(live)
-    dry_run(made, ResolvedPlan(Plan(16)), GPU)
+    ran(made)
     assert differences(before, digest(live)) == []
 
 
@@ -68,66 +78,59 @@ class Counting(nn.Linear):
 def test_an_attribute_of_a_parameter_is_a_copy() -> None:
     model = Counting(32, 4)
     model.weight.count = torch.tensor(0)
-    run = dry_run(workload(model), ResolvedPlan(Plan(16)), GPU)
-    assert peak(run) > 0
+    assert peak(workload(model)) > 0
     assert model.weight.count == 0
 
 
-def test_a_model_that_builds_itself_on_the_gpu() -> None:
-    on_gpu = dry_run(workload(lambda: Net().cuda()), ResolvedPlan(Plan(16)), GPU)
-    assert abs(peak(on_gpu) - peak(dry_run(workload(Net), ResolvedPlan(Plan(16)), GPU))) < 4096
+def reads_a_value() -> nn.Module:
+    rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+    return Net(int(512 * rates[-1]))
 
 
-def test_a_model_that_needs_values_while_it_is_built() -> None:
-    def build() -> nn.Module:
-        rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
-        return nn.Sequential(Net(), nn.Dropout(rates[-1]))
+def does_without_a_value() -> nn.Module:
+    try:
+        return Net(int(torch.tensor(256)))
+    except Exception:
+        return Net(4096)
 
-    assert peak(dry_run(workload(build), ResolvedPlan(Plan(16)), GPU)) > 0
+
+@pytest.mark.parametrize("build", [lambda: Net().cuda(), reads_a_value, does_without_a_value])
+def test_a_model_that_builds_itself_on_the_gpu_or_by_values(build: Any) -> None:
+    assert abs(peak(workload(build)) - peak(workload(Net))) < 4096
+
+
+class Tied(nn.Module):
+    def __init__(self, tie: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(1000, 64), nn.Linear(64, 1000, bias=False)
+        if tie:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(ids)).float().mean()
 
 
 def test_tied_weights_count_once() -> None:
-    class Tied(nn.Module):
-        def __init__(self, tie: bool) -> None:
-            super().__init__()
-            self.table = nn.Embedding(1000, 64)
-            self.head = nn.Linear(64, 1000, bias=False)
-            if tie:
-                self.head.weight = self.table.weight
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.head(self.table(ids)).float().mean()
-
-    def weights(tie: bool) -> int:
-        made = Workload(Tied(tie), torch.randint(0, 1000, (4, 8)))
-        run = dry_run(made, ResolvedPlan(Plan(4)), GPU)
-        return run.labels.at_peak(run.recording_on(GPU))["weights"]
-
-    assert weights(tie=False) == 2 * weights(tie=True)
+    ids = torch.randint(0, 1000, (4, 8))
+    tied, untied = (held(Workload(Tied(tie), ids))["weights"] for tie in (True, False))
+    assert untied == 2 * tied
 
 
 def test_frozen_parameters_get_neither_gradients_nor_state() -> None:
-    def frozen() -> nn.Module:
+    def state(*, trains: bool) -> int:
         model = Net(4096)
-        model.body.requires_grad_(False)
-        return model
+        model.body.requires_grad_(trains)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        return held(workload(model, optimizer=torch.optim.AdamW(trained)))["optimizer_state"]
 
-    def kinds(model: Callable[[], nn.Module]) -> Any:
-        made = workload(
-            model,
-            optimizer=lambda ps: torch.optim.AdamW([p for p in ps if p.requires_grad]),
-        )
-        run = dry_run(made, ResolvedPlan(Plan(2)), GPU)
-        return run.labels.at_peak(run.recording_on(GPU))
-
-    assert kinds(frozen)["optimizer_state"] < kinds(lambda: Net(4096))["optimizer_state"] / 100
+    assert state(trains=False) < state(trains=True) / 100
 
 
 def test_gradients_are_resident_in_the_second_micro_batch() -> None:
-    one = dry_run(workload(lambda: Net(8192)), ResolvedPlan(Plan(16)), GPU)
-    two = dry_run(workload(lambda: Net(8192)), ResolvedPlan(Plan(16, accumulation_steps=2)), GPU)
-    many = dry_run(workload(lambda: Net(8192)), ResolvedPlan(Plan(16, accumulation_steps=8)), GPU)
-    assert peak(one) < peak(two) == peak(many)
+    one, two, many = (
+        peak(workload(lambda: Net(8192)), Plan(16, accumulation_steps=steps)) for steps in (1, 2, 8)
+    )
+    assert one < two == many
 
 
 def test_a_live_optimizers_state_is_there_from_the_start() -> None:
@@ -136,14 +139,13 @@ def test_a_live_optimizers_state_is_there_from_the_start() -> None:
     model(torch.randn(2, 32)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    run = dry_run(workload(model, optimizer=optimizer), ResolvedPlan(Plan(16)), GPU)
-    held = run.labels.at_peak(run.recording_on(GPU))
-    assert held["optimizer_state"] >= 2 * held["weights"] * 0.99
+    kinds = held(workload(model, optimizer=optimizer))
+    assert kinds["optimizer_state"] >= 2 * kinds["weights"] * 0.99
 
 
 def fails(loss_fn: Callable[..., torch.Tensor]) -> PredictionUnavailable:
     with pytest.raises(PredictionUnavailable) as caught:
-        dry_run(workload(criterion=None, loss_fn=loss_fn), ResolvedPlan(Plan(16)), GPU)
+        ran(workload(criterion=None, loss_fn=loss_fn))
     return caught.value
 
 
@@ -188,19 +190,6 @@ def test_a_value_that_is_asked_for_leaves_no_number_whatever_came_of_the_error(
     assert Path(__file__).name in str(fails(loss_fn))
 
 
-def test_a_model_that_does_without_a_value_while_it_is_built() -> None:
-    def build() -> nn.Module:
-        try:
-            width = int(torch.tensor(64))
-        except Exception:
-            width = 4096
-        return Net(width)
-
-    assert peak(dry_run(workload(build), ResolvedPlan(Plan(16)), GPU)) == peak(
-        dry_run(workload(lambda: Net(64)), ResolvedPlan(Plan(16)), GPU)
-    )
-
-
 @pytest.mark.parametrize("makes", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_model_may_look_at_the_numbers_of_its_batch(padded: bool, makes: bool) -> None:
@@ -223,48 +212,35 @@ def test_a_model_may_look_at_the_numbers_of_its_batch(padded: bool, makes: bool)
         return torch.randn(samples, 8, 32), mask
 
     made = Workload(lambda: nn.Linear(32, 64), make if makes else make(4), loss_fn=loss_fn)
-    assert peak(dry_run(made, ResolvedPlan(Plan(6, accumulation_steps=2)), GPU)) > 0
+    assert peak(made, Plan(6, accumulation_steps=2)) > 0
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.ASGD])
 def test_an_optimizer_that_scales_by_a_value_can_be_predicted(optimizer: Any) -> None:
     """What an update takes does not hang on it."""
-    plain = dry_run(
-        workload(lambda: Net(4096), optimizer=torch.optim.SGD),
-        ResolvedPlan(Plan(2)),
-        GPU,
+    plain, scaled = (
+        peak(workload(lambda: Net(4096), optimizer=each)) for each in (torch.optim.SGD, optimizer)
     )
-    scaled = dry_run(workload(lambda: Net(4096), optimizer=optimizer), ResolvedPlan(Plan(2)), GPU)
-    assert peak(scaled) > peak(plain)
+    assert scaled > plain
 
 
-@pytest.mark.parametrize(
-    "optimizer", [torch.optim.SparseAdam, lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9)]
-)
-def test_sparse_gradients_are_not_guessed_at(optimizer: Any) -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rows = nn.Embedding(1000, 64, sparse=True)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.rows(ids).mean()
-
-    made = Workload(Table, torch.randint(0, 1000, (4, 8)), optimizer=optimizer)
-    with pytest.raises(PredictionUnavailable, match=r"rows\.weight"):
-        dry_run(made, ResolvedPlan(Plan(4)), GPU)
+ROWS = torch.randint(0, 1000, (4, 8))
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients_that_skip_padding_are_named(kind: Any) -> None:
-    """Their backward fails before there is a gradient."""
-    tables = nn.Sequential(nn.Sequential(kind(1000, 64, sparse=True, padding_idx=0)))
-    made = Workload(tables, torch.randint(0, 1000, (4, 8)))
+@pytest.mark.parametrize("padding", [None, 0])  # with padding the backward fails before a gradient
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SparseAdam, lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9)]
+)
+def test_sparse_gradients_are_not_guessed_at(kind: Any, padding: Any, optimizer: Any) -> None:
+    tables = nn.Sequential(nn.Sequential(kind(1000, 64, sparse=True, padding_idx=padding)))
     with pytest.raises(PredictionUnavailable, match=r"sparse gradient.*0\.0\.weight"):
-        dry_run(made, ResolvedPlan(Plan(4)), GPU)
-    frozen = nn.Sequential(tables.requires_grad_(False), nn.Linear(64, 4))
-    made = Workload(frozen, torch.randint(0, 1000, (4, 8)))
-    assert peak(dry_run(made, ResolvedPlan(Plan(4)), GPU)) > 0
+        ran(Workload(tables, ROWS, optimizer=optimizer))
+
+
+def test_frozen_rows_have_no_sparse_gradients() -> None:
+    table = nn.Embedding(1000, 64, sparse=True, padding_idx=0).requires_grad_(False)
+    assert peak(Workload(nn.Sequential(table, nn.Linear(64, 4)), ROWS)) > 0
 
 
 def test_a_mask_that_needs_values_is_said_in_words() -> None:
@@ -274,7 +250,7 @@ def test_a_mask_that_needs_values_is_said_in_words() -> None:
 
     made = Workload(nn.Linear(8, 4), torch.randn(4, 8), loss_fn=loss_fn)
     with pytest.raises(PredictionUnavailable, match=r"elements of a tensor are not zero.*out > 0"):
-        dry_run(made, ResolvedPlan(Plan(4)), GPU)
+        ran(made)
 
 
 @pytest.mark.parametrize("makes", [False, True])
@@ -283,25 +259,30 @@ def test_a_huge_batch_takes_no_memory(makes: bool) -> None:
     made = Workload(
         lambda: nn.Linear(32, 4), (lambda n: torch.randn(n, 32)) if makes else torch.randn(4, 32)
     )
-    assert peak(dry_run(made, ResolvedPlan(Plan(huge)), GPU)) > huge * 32 * 4
+    assert peak(made, Plan(huge)) > huge * 32 * 4
 
 
 @pytest.mark.parametrize("samples", [10**18, 10**19, 10**25])
 def test_a_batch_beyond_what_a_tensor_can_be_is_refused(samples: int) -> None:
     with pytest.raises(InvalidArgument, match=f"{samples} x 1.*micro-batch"):
-        dry_run(workload(), ResolvedPlan(Plan(samples)), GPU)
+        ran(workload(), Plan(samples))
 
 
-def test_lengths_on_the_host_of_a_ctc_loss() -> None:
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        samples, steps = batch.shape[:2]
-        scores = model(batch).log_softmax(-1).transpose(0, 1)
-        targets = torch.ones(samples, 5, dtype=torch.long, device=batch.device)
-        lengths = torch.full((samples,), steps), torch.full((samples,), 5)
-        return nn.functional.ctc_loss(scores, targets, *lengths)
+def test_a_ctc_loss_with_lengths_on_the_host_keeps_a_table() -> None:
+    """Of 2 * (longest target) + 1 numbers a step and sample, twice in the backward (LossCTC.cu)."""
 
-    made = Workload(lambda: nn.Linear(8, 16), torch.randn(4, 50, 8), loss_fn=loss_fn)
-    assert peak(dry_run(made, ResolvedPlan(Plan(4)), GPU)) > 0
+    def peak_with(longest: int) -> int:
+        def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+            samples, steps = batch.shape[:2]
+            scores = model(batch).log_softmax(-1).transpose(0, 1)
+            targets = torch.ones(samples, longest, dtype=torch.long, device=batch.device)
+            lengths = torch.full((samples,), steps), torch.full((samples,), longest)
+            return nn.functional.ctc_loss(scores, targets, *lengths)
+
+        return peak(Workload(lambda: nn.Linear(8, 16), torch.randn(4, 512, 8), loss_fn=loss_fn))
+
+    row = 4 * 512 * 4
+    assert peak_with(128) - peak_with(64) == pytest.approx(2 * 2 * 64 * row, rel=0.01)
 
 
 def compiled_in_part() -> nn.Module:
@@ -320,7 +301,7 @@ def compiled_in_part() -> nn.Module:
 )
 def test_a_scripted_or_compiled_model_is_not_guessed_at(build: Any, words: str) -> None:
     with pytest.raises(PredictionUnavailable, match=words):
-        dry_run(workload(build), ResolvedPlan(Plan(16)), GPU)
+        ran(workload(build))
 
 
 def test_the_users_own_error_is_raised_as_it_is() -> None:
@@ -328,7 +309,7 @@ def test_the_users_own_error_is_raised_as_it_is() -> None:
         raise KeyError("the user's")
 
     with pytest.raises(KeyError, match="the user's") as caught:
-        dry_run(workload(criterion=None, loss_fn=loss_fn), ResolvedPlan(Plan(16)), GPU)
+        ran(workload(criterion=None, loss_fn=loss_fn))
     assert any("dry run" in note for note in caught.value.__notes__)
 
 
@@ -372,12 +353,11 @@ def compiled_method() -> nn.Module:
     ids=["function", "method", "criterion", "loss_fn"],
 )
 def test_compiled_functions_run_as_they_are_written_and_are_named(options: Any) -> None:
-    run = dry_run(workload(**options), ResolvedPlan(Plan(16)), GPU)
-    assert peak(run) > 0
+    run = ran(workload(**options))
     assert len(run.uncompiled) == 1
     if options.get("model") is Compiled:
         assert "scores(x, x)" in run.uncompiled[0]
-    assert dry_run(workload(), ResolvedPlan(Plan(16)), GPU).uncompiled == ()
+    assert ran(workload()).uncompiled == ()
 
 
 def test_a_dry_run_leaves_compiled_functions_compiled() -> None:
@@ -393,7 +373,7 @@ def test_a_dry_run_leaves_compiled_functions_compiled() -> None:
         loss: torch.Tensor = doubled(model(given[0])).mean()
         return loss
 
-    dry_run(workload(criterion=None, loss_fn=loss_fn), ResolvedPlan(Plan(16)), GPU)
+    ran(workload(criterion=None, loss_fn=loss_fn))
     assert not seen
     doubled(torch.ones(2))
     assert len(seen) == 1

@@ -118,31 +118,21 @@ def workload(**options: Any) -> Workload:
 
 
 @pytest.mark.slow
-def test_a_line_tells_what_a_larger_micro_batch_requires() -> None:
-    lines, _, notes = prior_lines(
-        workload(), SPACE, A100, 8 * GIB, strategies=load_strategies(["precision"])
-    )
-    assert len(lines) == 2
+def test_lines_tell_what_a_larger_micro_batch_requires_and_costs() -> None:
+    chosen = load_strategies(["precision"])
+    lines, times, notes = prior_lines(workload(), SPACE, H200, 8 * GIB, strategies=chosen)
+    keys = [variant_key(settings) for settings in SPACE.variants()]
+    assert {*lines} == {*times} == {*keys}
     assert notes == ()
-    for settings in SPACE.variants():
-        fixed, per_sample = lines[variant_key(settings)]
-        required = predict(workload(), plan=Plan(5000, settings=settings), gpu=A100).required_bytes
-        assert fixed + 5000 * per_sample == pytest.approx(required, rel=0.05)
-
-
-@pytest.mark.slow
-def test_a_time_line_tells_what_a_larger_micro_batch_costs() -> None:
-    _, times, _ = prior_lines(
-        workload(), SPACE, H200, 8 * GIB, strategies=load_strategies(["precision"])
-    )
-    assert set(times) == {variant_key(settings) for settings in SPACE.variants()}
-    for settings in SPACE.variants():
-        fixed, per_sample = times[variant_key(settings)]
+    for key, settings in zip(keys, SPACE.variants(), strict=True):
         found: Any = predict(workload(), plan=Plan(5000, settings=settings), gpu=H200)
-        seconds = found.micro_batch_cost.seconds
-        assert fixed + 5000 * per_sample == pytest.approx(seconds, rel=0.05)
-    plain, bfloat16 = (times[variant_key(settings)] for settings in SPACE.variants())
-    assert bfloat16[1] < plain[1]
+        bytes_and_seconds = found.required_bytes, found.micro_batch_cost.seconds
+        for (fixed, per_sample), at in zip(
+            (lines[key], times[key]), bytes_and_seconds, strict=True
+        ):
+            assert fixed + 5000 * per_sample == pytest.approx(at, rel=0.05)
+    plain, bfloat16 = (times[key][1] for key in keys)
+    assert bfloat16 < plain
 
 
 def test_a_gpu_of_unknown_rates_has_memory_lines_alone() -> None:
@@ -160,13 +150,7 @@ def test_what_cannot_be_predicted_has_a_note_instead() -> None:
     assert "loss * loss.item()" in notes[0]
 
 
-def test_the_time_it_may_take_is_limited() -> None:
-    lines, _, notes = prior_lines(workload(), SPACE, A100, 8 * GIB, timeout_s=-1.0)
-    assert lines == {}
-    assert len(notes) == 1
-
-
-@pytest.mark.parametrize("runs", range(5, 10))
+@pytest.mark.parametrize("runs", [-1, *range(5, 10)])
 def test_values_without_an_order_have_lines_together_or_not_at_all(
     runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +161,7 @@ def test_values_without_an_order_have_lines_together_or_not_at_all(
     lines, _, notes = prior_lines(
         workload(), space, A100, 8 * GIB, strategies=chosen, timeout_s=2.0 * runs
     )
-    assert len(lines) == (1 if notes else 3)
+    assert len(lines) == ((0 if runs < 0 else 1) if notes else 3)
 
 
 def test_where_one_value_cannot_be_predicted_the_others_have_no_lines(
@@ -198,18 +182,24 @@ def test_where_one_value_cannot_be_predicted_the_others_have_no_lines(
     assert "not in this test" in note
 
 
-def test_a_budget_that_the_second_size_exceeds_lies_between_the_first_two(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sizes: list[int] = []
+@pytest.fixture
+def predicted(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans that lines are predicted from, in order."""
+    plans: list[Plan] = []
 
-    def noted(workload: Workload, resolved: ResolvedPlan, *given: Any, **options: Any) -> Any:
-        sizes.append(resolved.plan.micro_batch)
-        return predict_resolved(workload, resolved, *given, **options)
+    def noted(workload: Workload, resolved: ResolvedPlan, *args: Any, **options: Any) -> Any:
+        plans.append(resolved.plan)
+        return predict_resolved(workload, resolved, *args, **options)
 
     monkeypatch.setattr("autofit.prediction.prior_lines.predict_resolved", noted)
-    prior_lines(workload(), space(), A100, GIB // 2)
-    assert sorted(sizes) == [8, 64]
+    return plans
+
+
+def test_a_budget_that_the_second_size_exceeds_lies_between_the_first_two(
+    predicted: list[Plan],
+) -> None:
+    prior_lines(workload(), Space({}, 8), A100, GIB // 2)
+    assert sorted(plan.micro_batch for plan in predicted) == [8, 64]
 
 
 @pytest.mark.parametrize(("left", "most"), [(None, 20.0), (600.0, 20.0), (60.0, 10.0), (0.0, 0.0)])
@@ -217,12 +207,8 @@ def test_predicting_leaves_most_of_the_time_to_probes(left: float | None, most: 
     assert most_seconds(left) == pytest.approx(most)
 
 
-def space(**options: Any) -> Space:
-    return Space({}, **{"sample_batch_size": 8} | options)
-
-
 @pytest.mark.slow
-def test_what_tells_most_is_predicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_tells_most_is_predicted_first(predicted: list[Plan]) -> None:
     """Plain, then values without a hint, those without an order first and those between last."""
     dimensions = {
         "placement.level": Dimension(range(5)),
@@ -231,19 +217,19 @@ def test_what_tells_most_is_predicted_first(monkeypatch: pytest.MonkeyPatch) -> 
         "compiled.mode": Dimension(("no", "yes"), trial_cost_s=60.0),
         "beside.plain": Dimension((0, 1), when={"placement.level": [1]}),
     }
-    asked: list[dict[str, Any]] = []
-
-    def noted(workload: Workload, resolved: ResolvedPlan, *given: Any, **options: Any) -> Any:
-        settings = resolved.plan.settings
-        asked.append({n: v for n, v in settings.items() if v != dimensions[n].values[0]})
-        return predict_resolved(workload, resolved, *given, **options)
-
-    monkeypatch.setattr("autofit.prediction.prior_lines.predict_resolved", noted)
     lines, _, _ = prior_lines(workload(), Space(dimensions, 8), A100, 8 * GIB)
     level, dtype = "placement.level", "precision.dtype"
     order = [{}, {dtype: "bfloat16"}, {dtype: "tf32"}, {level: 4}, {level: 2}]
     order += [{level: 1}, {level: 3}, {"hinted.level": 1}]
-    assert [settings for settings, _ in groupby(asked)] == order
+    changes = [
+        {
+            name: value
+            for name, value in plan.settings.items()
+            if value != dimensions[name].values[0]
+        }
+        for plan in predicted
+    ]
+    assert [settings for settings, _ in groupby(changes)] == order
     assert len(lines) == len(order)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autofit.errors import WorkerFailed
+from autofit.prediction.dry_run_worker import _written
 from autofit.prediction.predict import predict
 from autofit.training.workload import Workload
 
@@ -42,39 +43,38 @@ def test_what_the_process_is_now_is_what_the_worker_finds(
         weights()
 
 
+def write(file: Path, width: int) -> None:
+    file.write_text(f"import torch\ndef build(): return torch.nn.Linear(16, {width})\n")
+    os.utime(file, (width, width))
+
+
 def test_a_module_that_was_edited_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "edited_meanwhile.py"
     monkeypatch.syspath_prepend(tmp_path)
 
-    def build() -> nn.Module:
-        return import_module("edited_meanwhile").build()
-
     def weights(width: int) -> int:
-        file.write_text(f"import torch\ndef build(): return torch.nn.Linear(16, {width})\n")
-        os.utime(file, (width, width))
-        return predict(Workload(build, BATCH), gpu="L4").breakdown["weights"]
+        write(tmp_path / "edited_meanwhile.py", width)
+        made = Workload(lambda: import_module("edited_meanwhile").build(), BATCH)
+        return predict(made, gpu="L4").breakdown["weights"]
 
-    first = weights(4096)
-    assert weights(8192) > 1.9 * first
+    assert 1.9 * weights(4096) < weights(8192)
 
 
 def test_a_module_that_now_hides_another_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
+    weights = []
     for folder in ("second", "first"):
         (tmp_path / folder).mkdir()
         monkeypatch.syspath_prepend(tmp_path / folder)
     for folder, width in (("second", 4096), ("first", 8192)):
-        code = f"import torch\ndef build(): return torch.nn.Linear(16, {width})\n"
-        (tmp_path / folder / "hides_another.py").write_text(code)
+        write(tmp_path / folder / "hides_another.py", width)
         monkeypatch.delitem(sys.modules, "hides_another", raising=False)
         invalidate_caches()
         build = import_module("hides_another").build
-        found.append(predict(Workload(build, BATCH), gpu="L4").breakdown["weights"])
-    assert found[1] > 1.9 * found[0]
+        weights.append(predict(Workload(build, BATCH), gpu="L4").breakdown["weights"])
+    assert weights[1] > 1.9 * weights[0]
 
 
 def test_a_large_live_model_is_sent_without_its_values() -> None:
@@ -83,9 +83,19 @@ def test_a_large_live_model_is_sent_without_its_values() -> None:
         large = nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(26)))
     live = nn.Sequential(nn.Linear(16, 16384), nn.Linear(16384, 16))
     for model, width in ((large, 16384), (live, 16)):
-        told = predict(Workload(model, torch.empty(8, width)), gpu="B200")
         held = sum(parameter.nbytes for parameter in model.parameters())
-        assert told.breakdown["weights"] == pytest.approx(held, rel=0.001)
+        weights = predict(Workload(model, torch.empty(8, width)), gpu="B200").breakdown["weights"]
+        assert weights == pytest.approx(held, rel=0.001)
+
+
+def test_a_live_model_that_a_closure_reaches_is_sent_without_its_values() -> None:
+    live = nn.Linear(1024, 1024)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch) - live.weight.sum()).mean()
+
+    made = Workload(live, torch.empty(8, 1024), loss_fn=loss_fn)
+    assert len(_written(predict, made, ())) < live.weight.nbytes / 10
 
 
 def test_a_worker_that_dies_is_replaced_and_blamed_when_it_dies_again(tmp_path: Path) -> None:
@@ -125,6 +135,7 @@ def test_threads_may_predict_at_the_same_time() -> None:
 SLEEPS = """
 import os, time, torch
 from torch import nn
+from autofit.prediction.dry_run_worker import _written
 from autofit.prediction.predict import predict
 from autofit.training.workload import Workload
 

@@ -36,7 +36,7 @@ def test_tensors_are_made_and_moved_there(device: str | torch.device) -> None:
         host.cuda(),
         host.to(0),
         host.pin_memory().cuda(non_blocking=True),
-        *torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).cuda().buffers(),
+        *torch.nn.BatchNorm1d(4).cuda().state_dict().values(),  # parameters and buffers
     ]
     with torch.device(device):
         moved += [torch.ones(3), torch.nn.Linear(3, 4).weight]

@@ -79,7 +79,7 @@ def test_a_mask_larger_than_the_scores_is_not_added_in_their_memory() -> None:
 
 def test_casts_are_kept_over_attention_where_autocast_is_on_without_a_context() -> None:
     def peak(between: bool) -> int:
-        def twice(model: nn.Linear, data: Tensor) -> Tensor:
+        def twice(model: nn.Module, data: Tensor) -> Tensor:
             wide = data.repeat(1, 1, 1024)
             torch.set_autocast_enabled("cuda", True)
             try:
