@@ -340,7 +340,8 @@ def test_a_device_that_died_unseen_is_found_before_ok_is_said(open_probing: Any)
 
 def is_full(device: Any) -> Device:
     """Others hold so much of the device that not even the look at it finds room."""
-    device.check_health = partial(raises(lambda: torch.OutOfMemoryError(OUT_OF_MEMORY)), 0, 0)
+    finds_no_room: Any = raises(lambda: torch.OutOfMemoryError(OUT_OF_MEMORY))
+    device.check_health = partial(finds_no_room, None, None)
     return device
 
 

@@ -198,7 +198,12 @@ def test_a_collated_batch_is_compared_with_one_of_its_size(
     collate_fn: Any, longer: int, warned: int
 ) -> None:
     loader = functools.partial(DataLoader, Texts(longer), collate_fn=collate_fn)
-    given = {"sample_batch": Texts(64), "collate_fn": padded, "criterion": None, "loss_fn": mean}
+    given: dict[str, Any] = {
+        "sample_batch": Texts(64),
+        "collate_fn": padded,
+        "criterion": None,
+        "loss_fn": mean,
+    }
     with prober_for(loader, **given) as prober:
         assert len(delivered(prober).warnings) == warned
 

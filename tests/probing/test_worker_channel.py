@@ -66,7 +66,8 @@ def _criterion(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
     weight, *others = model.parameters()
-    return torch.optim.AdamW([{"params": [weight], "lr": 0.1}, {"params": others}])
+    groups: Any = [{"params": [weight], "lr": 0.1}, {"params": others}]
+    return torch.optim.AdamW(groups)
 
 
 @pytest.fixture(scope="module")

@@ -96,9 +96,10 @@ def judged_of(
     """Judge a search of these settings that took so many seconds; the first are the baseline's."""
     with open_prober(workload, strategies, Target("cpu", BUDGET)) as prober:
         space = prober.survey().space(None)
+        batch: Any = workload.sample_batch
         trials = []
         for number, (settings, seconds) in enumerate(measured):
-            whole = space.plan(len(workload.sample_batch[0]), space.default_settings | settings)
+            whole = space.plan(len(batch[0]), space.default_settings | settings)
             ran = Measurement(
                 Outcome.OK,
                 step_times_s=[seconds] * 3,
@@ -149,7 +150,7 @@ def test_what_is_costly_to_try_does_not_win_either() -> None:
         Wide(0.0), batch_of(8, 64), criterion=nn.CrossEntropyLoss(), global_batch=16
     )
     free, on = {"plugin.free": True}, {"plugin.on": True}
-    measured = (({}, 0.4), (free, 0.3), (free | on, 0.1), (on, 0.12))
+    measured: Any = (({}, 0.4), (free, 0.3), (free | on, 0.1), (on, 0.12))
     found, trials = judged_of(workload, (AtACost(leaves_out),), *measured, best=2)
     assert found.best == trials[1]
     assert [dict(each.settings) for each in found.skipped] == [on]

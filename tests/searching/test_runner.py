@@ -132,5 +132,6 @@ def test_a_grid_ends_the_search_once_each_of_its_plans_has_run(device: Simulated
     sampler = GridSampler(grid, seed=0)
     result = run_search(device.prober(), device.spec(), sampler=sampler, max_probes=40)
     assert result.search.stopped_because == "the sampler has no more plans to offer"
+    assert result.is_decided  # it was not cut
     sizes = {(t.plan.settings["precision.dtype"], t.plan.micro_batch) for t in result.trials}
     assert {("bfloat16", 4), ("bfloat16", 6), ("default", 6)} <= sizes
