@@ -465,6 +465,7 @@ def test_a_worker_sees_variables_folder_and_path_of_now(
 def test_a_folder_that_was_removed_is_no_obstacle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("ANOTHER", "environment, for whose server torch is imported there")
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
