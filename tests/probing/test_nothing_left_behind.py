@@ -115,7 +115,8 @@ def test_a_search_leaves_nothing_behind(
         with pytest.raises(ends, match=r"a bug of the user's|timeout"):
             searched(**objects, **limits)
     assert differences(before, digest(objects)) == []
-    assert list(tmp_path.iterdir()) == []
+    left = {path.name for path in tmp_path.iterdir()}
+    assert not {name for name in left if not name.startswith("torchinductor")}  # torch's own cache
 
 
 KEPT: dict[str, list[Any]] = {"losses": []}
