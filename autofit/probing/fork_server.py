@@ -99,6 +99,7 @@ class ForkServer:
                     stdout=self._output,
                     stderr=subprocess.STDOUT,
                     process_group=0,  # no session: see `supervisor._work`
+                    cwd=_folder(),
                     env={**QUIET, **os.environ, **_UNBUFFERED},
                 )
         except BaseException:
@@ -199,6 +200,18 @@ def surroundings() -> tuple[Any, ...]:
     items = sorted(os.environ.items())
     environment = [item for item in items if item[0] not in _IGNORED]
     return (sys.executable, *_flags(), niceness, *sorted(cores), *limits, *environment)
+
+
+def _folder() -> str | None:
+    """Return where a process starts; None: here, unless this folder was removed.
+
+    MKL finds no libraries of torch there.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "/"
+    return None
 
 
 def _flags() -> list[str]:

@@ -176,7 +176,7 @@ def test_the_cost_of_a_risk_grows_with_every_oom_that_was_chosen() -> None:
 
 def test_a_costly_value_is_tried_beside_a_plan_that_recomputes() -> None:
     """Where nothing fits without recomputation but a plan that is slow."""
-    hints = {n: CostHint(1 - 0.4 * n, seconds_per_sample=1 + 0.05 * n) for n in (1, 2)}
+    hints: Any = {n: CostHint(1 - 0.4 * n, seconds_per_sample=1 + 0.05 * n) for n in (1, 2)}
     dimensions = {
         LEVEL: Dimension((0, 1, 2), hints=hints),
         MODE: Dimension(("off", "whole"), trial_cost_s=60.0),

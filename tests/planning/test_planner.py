@@ -204,7 +204,7 @@ def test_a_warm_start_counts_where_one_was_measured(
 def test_what_a_cold_start_took_tells_what_others_of_the_setting_take(
     make_device: MakeDevice, is_warm: bool | None, factor: float
 ) -> None:
-    costs_s = {"parts": 20.0, "whole": 50.0}
+    costs_s: Any = {"parts": 20.0, "whole": 50.0}
     dimensions = {
         MODE: Dimension(("off", "parts", "whole"), trial_costs_s=costs_s),
         "offload.on": Dimension((False, True), trial_cost_s=4.0),

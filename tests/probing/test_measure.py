@@ -376,7 +376,7 @@ def _a_cache_beside(step: int) -> torch.Tensor:
     ids=["far", "near", "before memory is full", "beside a cache that fills up"],
 )
 def test_growth_that_does_not_end_is_a_leak(
-    step: Callable[[int], torch.Tensor], limits: dict[str, int], words: str
+    step: Callable[[int], torch.Tensor], limits: dict[str, Any], words: str
 ) -> None:
     measured = _measured(_keeps(step, None), Plan(16), **limits)
     assert measured.outcome is Outcome.LEAK

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_a_search_leaves_nothing_behind(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     model = Restless(behaves)
-    objects = {"model": model, "optimizer": trained(model)}
+    objects: dict[str, Any] = {"model": model, "optimizer": trained(model)}
     model.fault = fault
     before = digest(objects)
     if ends is None:
@@ -114,7 +115,8 @@ def test_a_search_leaves_nothing_behind(
         with pytest.raises(ends, match=r"a bug of the user's|timeout"):
             searched(**objects, **limits)
     assert differences(before, digest(objects)) == []
-    assert list(tmp_path.iterdir()) == []
+    left = {path.name for path in tmp_path.iterdir()}
+    assert not {name for name in left if not name.startswith("torchinductor")}  # torch's own cache
 
 
 KEPT: dict[str, list[Any]] = {"losses": []}
@@ -249,6 +251,11 @@ def probe_for_ever() -> None:
             prober.renew()
 
 
+def are_left(processes: set[int]) -> bool:
+    """Whether these run with the mark, and no others."""
+    return marked() == processes
+
+
 def marked() -> set[int]:
     """The processes that run with the mark in the environment that they were started with."""
     found = set()
@@ -275,7 +282,7 @@ def test_an_owner_that_is_killed_leaves_no_process(
     time.sleep(0.4 * moment)
     owner.kill()
     owner.wait()
-    assert wait_for(lambda: not marked())
+    assert wait_for(partial(are_left, set()))
     assert list(tmp_path.glob("autofit*")) == []
 
 
@@ -300,7 +307,7 @@ def test_a_worker_that_is_killed_leaves_no_process_and_is_told(
         probing.prober.renew()
         assert not running(worker)
         # the supervisor ends itself once it has said that nothing is left
-        assert wait_for(lambda server=server: marked() == {server})
+        assert wait_for(partial(are_left, {server}))
 
 
 def started_here() -> set[int]:

@@ -405,7 +405,8 @@ NO_ROOM = partial(
 def test_modes_under_which_a_training_goes_wrong_are_set_aside_and_others_run(
     given: dict[str, Any], left: tuple[str, ...], said: list[str]
 ) -> None:
-    with ranks_of(**{"build": Net, "batch": batch_of, "numerics": "rounding"} | given) as prober:
+    made: dict[str, Any] = {"build": Net, "batch": batch_of, "numerics": "rounding"}
+    with ranks_of(**made | given) as prober:
         survey = prober.survey()
         assert survey.dimensions["parallel.mode"].values == left
         for words in said:

@@ -77,9 +77,11 @@ def test_a_live_model_and_its_optimizer_arrive_together_and_stay_untouched(tmp_p
         assert torch.equal(mine, yours)
         assert mine.data_ptr() != yours.data_ptr()
         assert yours.grad is None
-    states = (o.state[m[0].weight] for o, m in ((optimizer, model), (copy.optimizer, copy.model)))
-    mine, yours = ({name: value.tolist() for name, value in each.items()} for each in states)
-    assert mine == yours
+    ours: Any = optimizer.state[next(model.parameters())]
+    theirs: Any = copy.optimizer.state[copy.model[0].weight]
+    assert {name: value.tolist() for name, value in ours.items()} == {
+        name: value.tolist() for name, value in theirs.items()
+    }
 
 
 def test_a_small_view_of_a_large_tensor_travels_alone(tmp_path: Path) -> None:

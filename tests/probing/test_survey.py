@@ -363,17 +363,6 @@ def _compare(session: Session, first: Plan, second: Plan, samples: int) -> Compa
     return compare_plans(session.builder, one, other, samples)
 
 
-def test_probes_do_not_see_each_other() -> None:
-    session = session_of(
-        lambda: Workload(classifier(nn.Tanh()), labelled(), criterion=CROSS_ENTROPY)
-    )
-    first = _probe(session, Plan(64)).value
-    _probe(session, Plan(512))
-    again = _probe(session, Plan(64)).value
-    assert again.peak_allocated_bytes == first.peak_allocated_bytes
-    assert again.peak_reserved_bytes == first.peak_reserved_bytes
-
-
 def test_a_plan_without_room_for_one_more_segment_is_not_repeated() -> None:
     """As many bytes are free, but in pieces, as they would be in a repeat."""
     reply = _probe(session_of(tiny_gpt), Plan(16, accumulation_steps=2), 64 * MIB)

@@ -66,7 +66,8 @@ def _criterion(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
     weight, *others = model.parameters()
-    return torch.optim.AdamW([{"params": [weight], "lr": 0.1}, {"params": others}])
+    groups: Any = [{"params": [weight], "lr": 0.1}, {"params": others}]
+    return torch.optim.AdamW(groups)
 
 
 @pytest.fixture(scope="module")
@@ -464,6 +465,7 @@ def test_a_worker_sees_variables_folder_and_path_of_now(
 def test_a_folder_that_was_removed_is_no_obstacle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("ANOTHER", "environment, for whose server torch is imported there")
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()

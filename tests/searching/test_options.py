@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from autofit.registry import Unnamed, load_strategies
 from autofit.searching.options import SearchArguments, SearchOptions
 from autofit.searching.storage import name_of
 from autofit.training.workload import Workload
+from tests.plugin import Plugin
 
 GOOD: dict[str, Any] = {
     "effort": "thorough",
@@ -29,11 +29,6 @@ GOOD: dict[str, Any] = {
     "ranks": 2,
     "profile": Path("trace.json"),
 }
-
-
-def test_several_workers_ask_for_an_executor() -> None:
-    with pytest.raises(InvalidArgument, match="executor="):
-        SearchOptions(workers=2)
 
 
 def test_valid_options_pass() -> None:
@@ -68,6 +63,11 @@ def test_valid_options_pass() -> None:
 def test_an_invalid_option_is_refused_by_its_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match=name):
         SearchOptions(**GOOD | {name: value})
+
+
+def test_several_workers_ask_for_an_executor() -> None:
+    with pytest.raises(InvalidArgument, match="executor="):
+        SearchOptions(workers=2)
 
 
 # -- A study's password is nobody's business: not the terminal's, a log's, or an exception's
@@ -123,32 +123,14 @@ def test_what_has_no_secret_is_named_in_full(path: str) -> None:
     assert name_of(path) == path
 
 
-class _OwnStrategy:
-    """Offers nothing."""
-
-    name = "own"
-    phase = autofit.Phase.STEP
-    numerics = autofit.Numerics.EXACT
-
-    def dimensions(self, context: Any) -> dict[str, Any]:
-        return {}
-
-    def apply(self, training: Any, settings: Any, payloads: Any) -> Any:
-        return nullcontext()
-
-    def describe(self, settings: Any, payloads: Any) -> list[str]:
-        return []
-
-
 @pytest.mark.parametrize(
     "kind", [list, iter, lambda names: (name for name in names), dict.fromkeys]
 )
 def test_strategies_of_any_iterable_are_named_however_often_they_are_read(kind: Any) -> None:
-    own = _OwnStrategy()
-    asked = SearchArguments(strategies=kind(["compile", own]))
-    assert asked.named == {"compile", "own"}
-    assert {one.name for one in load_strategies(asked.strategies)} == {"compile", "own"}
-    assert asked.named == {"compile", "own"}
+    asked = SearchArguments(strategies=kind(["compile", Plugin()]))
+    assert asked.named == {"compile", "plugin"}
+    assert {one.name for one in load_strategies(asked.strategies)} == {"compile", "plugin"}
+    assert asked.named == {"compile", "plugin"}
 
 
 @pytest.mark.parametrize("given", [None, "precision", Unnamed()])

@@ -34,6 +34,7 @@ from autofit.searching.options import (
     Allowance,
     SearchArguments,
 )
+from tests.searching.conftest import fails_from, of_kind
 from tests.simulated import SimulatedDevice
 
 LIMITS: dict[str, Any] = {"vram_budget": "64MiB", "strategies": ["checkpointing"], "seed": 0}
@@ -101,31 +102,26 @@ def test_names_divided_by_commas_are_several() -> None:
     assert device_names(None) == [None]
 
 
+def _lost() -> None:
+    raise ConnectionError("the machine was switched off")
+
+
 class _Losing(Executor):
     """An executor that loses the process of its n-th calls, as a cluster loses a machine."""
 
-    def __init__(self, inner: Executor, lost: set[int]) -> None:
+    def __init__(self, inner: Executor, *lost: int) -> None:
         self.inner, self.lost, self.calls = inner, lost, 0
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        if self.calls in self.lost:
-            return self.inner.submit(_lost)
-        return self.inner.submit(fn, *args, **kwargs)
-
-
-class MachineGone(Exception):
-    """What a cluster's executor raises of its own."""
-
-
-def _lost() -> None:
-    raise MachineGone("the machine was switched off")
+        given = (_lost,) if self.calls in self.lost else (fn, *args)
+        return self.inner.submit(*given)
 
 
 @pytest.mark.slow
 def test_a_probe_whose_machine_went_away_is_given_to_another() -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        executor = _Losing(pool, {6, 9})
+        executor = _Losing(pool, 6, 9)
         options = autofit.SearchOptions(executor=executor)
         report = searched(device="cpu", max_probes=5, options=options)
     assert executor.calls > 9
@@ -216,12 +212,7 @@ class _Gone:
 def test_nothing_more_is_run_after_an_interrupt_or_without_a_worker(
     device: SimulatedDevice, error: BaseException
 ) -> None:
-    def fault(plan: Plan) -> None:
-        if len(ending.probed) >= 5:
-            raise error
-
-    ending = device.prober(fault)
-    result = run_search(ending, device.spec(), timeout_s=1e8)
+    result = run_search(device.prober(fails_from(5, error)), device.spec(), timeout_s=1e8)
     assert result.search.stopped_because in (INTERRUPTED, "no worker starts")
     assert result.best.plan != result.baseline.plan
     assert not result.may_probe
@@ -232,44 +223,20 @@ def test_nothing_more_is_run_after_an_interrupt_or_without_a_worker(
     assert prober.asked == []
 
 
-def test_what_begins_after_the_search_tells_what_it_found() -> None:
-    seen: list[events.Event] = []
-    report = autofit.search(
-        torch.nn.Linear(8, 4), torch.randn(4, 8), global_batch=8, device="cpu", seed=1,
-        vram_budget="8MiB", strategies=["precision"], max_probes=4,
-        progress=seen.append,
-    )  # fmt: skip
-    last = [each for each in seen if isinstance(each, events.StageStarted)][-1]
-    assert last.stage == "writing the report"
-    assert last.progress.probes == report.record.search.probes > 0
-    assert last.progress.best is not None
-    finished = [each.trial for each in seen if isinstance(each, events.ProbeFinished)]
-    assert finished == list(report.trials)
-
-
-def _forgets_to_update(training: Any, batch: Any) -> torch.Tensor:
-    loss = training.model(batch).square().mean()
-    training.backward(loss)
-    return loss.detach()
-
-
-def test_a_training_that_never_updates_is_warned_of() -> None:
-    found = autofit.search(
-        autofit.Workload(
-            torch.nn.Linear(8, 4), torch.randn(4, 8), training_step=_forgets_to_update,
-            global_batch=4,
-        ),
-        device="cpu", vram_budget="8MiB", strategies=["precision"], max_probes=1,
-    )  # fmt: skip
-    assert NEVER_UPDATED.removeprefix(ACT) in found.warnings
-
-
 class Waits(torch.nn.Linear):
     """Takes a while for each micro-batch, whatever its size."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         time.sleep(0.02)
         return super().forward(rows)
+
+
+def waited(max_probes: int, progress: Any) -> autofit.Report:
+    """Search where 8 samples at once are the fastest, as six probes tell."""
+    return autofit.search(
+        Waits(8, 4), torch.randn(1, 8), global_batch=8, device="cpu", vram_budget="8MiB",
+        strategies=[], max_probes=max_probes, progress=progress,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -280,10 +247,7 @@ def test_ctrl_c_after_the_search_leaves_its_answer(stage: str) -> None:
         if isinstance(event, events.StageStarted) and event.stage.startswith(stage):
             raise KeyboardInterrupt
 
-    report = autofit.search(
-        Waits(8, 4), torch.randn(1, 8), global_batch=8, device="cpu", vram_budget="8MiB",
-        strategies=[], max_probes=6, progress=press,
-    )  # fmt: skip
+    report = waited(6, press)
     assert report.record.search.stopped_because == INTERRUPTED
     assert report.best.ok
 
@@ -293,13 +257,11 @@ def test_only_the_plan_that_is_answered_is_looked_at_after_the_comparison(
     max_probes: int, looked_at: str
 ) -> None:
     seen: list[events.Event] = []
-    report = autofit.search(
-        Waits(8, 4), torch.randn(1, 8), global_batch=8, device="cpu", vram_budget="8MiB",
-        strategies=[], max_probes=max_probes, progress=seen.append,
-    )  # fmt: skip
+    report = waited(max_probes, seen.append)
     assert (report.plan == report.baseline.plan) is (looked_at == "baseline")
-    stages = [each.stage for each in seen if isinstance(each, events.StageStarted)]
-    plans = [stage.split()[6] for stage in stages if stage.startswith("looking where the memory")]
+    started = of_kind(seen, events.StageStarted)
+    stages = [each.stage for each in started]
+    plans = [stage for stage in stages if stage.startswith("looking where the memory")]
     assert len(plans) == 1
     compared = [stage for stage in stages if stage.startswith("comparing the answer's gradients")]
     assert len(compared) == (looked_at == "best")
@@ -307,6 +269,25 @@ def test_only_the_plan_that_is_answered_is_looked_at_after_the_comparison(
     kept = {"best"}  # as the only plan that ran, the baseline is the best one, too
     assert report.record.memory.keys() == report.record.findings["bounds"].keys() == kept
     assert report.record.findings["flops"]["per_sample"] == 2 * 2 * 8 * 4
+    assert stages[-1] == "writing the report"
+    assert started[-1].progress.probes == report.record.search.probes == max_probes
+    assert started[-1].progress.best is not None
+    finished = [each.trial for each in of_kind(seen, events.ProbeFinished)]
+    assert finished == list(report.trials)
+
+
+def _forgets_to_update(training: Any, batch: Any) -> torch.Tensor:
+    loss = training.model(batch).square().mean()
+    training.backward(loss)
+    return loss.detach()
+
+
+def test_a_training_that_never_updates_is_warned_of() -> None:
+    workload = autofit.Workload(
+        build, torch.randn(4, 32), training_step=_forgets_to_update, global_batch=4
+    )
+    found = autofit.search(workload, device="cpu", strategies=["precision"], max_probes=1)
+    assert NEVER_UPDATED.removeprefix(ACT) in found.warnings
 
 
 # -- The limits of a search, given its trials, and the checks of its arguments
@@ -317,18 +298,6 @@ def trials(count: int, seconds: float = 1.0) -> list[Trial]:
     ran = Measurement(Outcome.OK, step_times_s=[0.1], seconds=seconds)
     roles = [TrialKind.SEARCH] * count + [TrialKind.VETOED]
     return [Trial(number, kind, Plan(4), ran) for number, kind in enumerate(roles)]
-
-
-@pytest.mark.parametrize(("most", "before_comparison"), [(1, 1), (2, 2), (3, 2), (4, 2), (9, 7)])
-def test_probes_are_kept_back_for_the_comparison(most: int, before_comparison: int) -> None:
-    """Of the incumbent and the baseline, if another plan than the baseline can be tried."""
-    bounded = Allowance(most, None)
-    assert bounded.spent(trials(before_comparison)) == f"max_probes={most} was reached"
-    assert before_comparison == 1 or bounded.spent(trials(before_comparison - 1)) is None
-
-
-def test_the_baseline_is_run_whatever_the_limits() -> None:
-    assert Allowance(1, 1e-9).spent([]) is None
 
 
 @pytest.mark.parametrize(
@@ -358,26 +327,33 @@ GOOD: dict[str, Any] = {
 }
 
 
-def test_valid_arguments_pass() -> None:
-    SearchArguments(**GOOD)
-    SearchArguments()
-    SearchArguments(**GOOD | {"progress": True})
+@pytest.mark.parametrize(
+    ("most", "before_comparison"), [(1, 1), (2, 2), (3, 2), (4, 2), (9, 7), (None, None)]
+)
+def test_probes_are_kept_back_for_the_comparison_and_the_baseline_is_run_whatever_the_limits(
+    most: int | None, before_comparison: int | None
+) -> None:
+    """Of the incumbent and the baseline, if another plan than the baseline can be tried."""
+    bounded = Allowance(most, 1e-9 if most is None else None)
+    assert bounded.spent([]) is None
+    if before_comparison is not None:
+        assert bounded.spent(trials(before_comparison)) == f"max_probes={most} was reached"
+        assert before_comparison == 1 or bounded.spent(trials(before_comparison - 1)) is None
+
+
+@pytest.mark.parametrize("given", [{}, GOOD, GOOD | {"progress": True}])
+def test_valid_arguments_pass(given: dict[str, Any]) -> None:
+    asked = SearchArguments(**given)
+    assert {name: getattr(asked, name) for name in given} == given
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_probes", 0),
-        ("max_probes", 1.5),
-        ("max_probes", True),
-        ("planned_steps", -1),
-        ("planned_steps", 2.5),
-        ("timeout", 0),
-        ("timeout", "3"),
-        ("timeout", float("nan")),
-        ("study", 3),
-        ("study", b"x"),
-        ("study", ""),
+        *(("max_probes", value) for value in (0, 1.5, True)),
+        *(("planned_steps", value) for value in (-1, 2.5)),
+        *(("timeout", value) for value in (0, "3", float("nan"))),
+        *(("study", value) for value in (3, b"x", "")),
         ("progress", 3),
     ],
 )

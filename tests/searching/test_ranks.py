@@ -100,6 +100,8 @@ def test_a_rank_that_is_killed_ends_all_and_the_study_goes_on(
 
 
 def test_ctrl_c_ends_all_ranks_and_is_said_once(folder: Path) -> None:
+    slow = WORKLOAD.replace("for block", "time.sleep(0.1)\n        for block")
+    (folder / "train.py").write_text(f"import time\n{slow}")  # it does not end before Ctrl-C comes
     study = folder / "study.log"
     process = started(folder, *SEARCH, "--vram-budget", "64MiB", "--study", str(study))
     while not (study.exists() and study.read_bytes().count(b"autofit_trial") > 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +12,7 @@ from optuna.samplers import GridSampler, RandomSampler
 from optuna.trial import TrialState
 
 from autofit.errors import WorkerFailed
-from autofit.measurement import Measurement, Outcome, TrialKind
+from autofit.measurement import Outcome, TrialKind
 from autofit.plan import Plan
 from autofit.probing.requests import ignore_stage
 from autofit.report.record import Record
@@ -21,6 +21,7 @@ from autofit.searching.engine import run_search
 from autofit.searching.runner import ParallelRunner, Runner
 from autofit.searching.study import Store
 from autofit.testing import SimulatedProber
+from tests.searching.conftest import fails_from
 from tests.simulated import SimulatedDevice
 
 
@@ -73,12 +74,14 @@ def test_one_place_has_one_plan_at_a_time(device: SimulatedDevice) -> None:
     assert set(in_flight(seen)) == {0, 1}
 
 
-def test_several_places_take_no_more_probes_than_allowed(device: SimulatedDevice) -> None:
-    for most in (1, 2, 4, 7):
-        probers = [device.prober() for _ in range(3)]
-        with places(*probers) as runner:
-            result = run_search(runner, device.spec(), max_probes=most)
-        assert result.search.probes == sum(len(prober.probed) for prober in probers) == most
+@pytest.mark.parametrize("most", [1, 2, 4, 7])
+def test_several_places_take_no_more_probes_than_allowed(
+    device: SimulatedDevice, most: int
+) -> None:
+    probers = [device.prober() for _ in range(3)]
+    with places(*probers) as runner:
+        result = run_search(runner, device.spec(), max_probes=most)
+    assert result.search.probes == sum(len(prober.probed) for prober in probers) == most
 
 
 def test_a_sampler_of_the_users_fills_several_places(device: SimulatedDevice) -> None:
@@ -91,19 +94,6 @@ def test_a_sampler_of_the_users_fills_several_places(device: SimulatedDevice) ->
     assert max(in_flight(seen)) == 2
 
 
-def _fails_from(count: int, how: BaseException | Outcome) -> Callable[[Plan], Measurement | None]:
-    attempts = iter(range(1_000))
-
-    def fault(plan: Plan) -> Measurement | None:
-        if next(attempts) < count:
-            return None
-        if isinstance(how, Outcome):
-            return Measurement(how, "on purpose")
-        raise how
-
-    return fault
-
-
 @pytest.mark.parametrize("count", [1, 2], ids=["one place", "two places"])
 @pytest.mark.parametrize(
     "how", [KeyboardInterrupt(), WorkerFailed("no worker starts"), Outcome.HOST_OOM], ids=repr
@@ -111,7 +101,7 @@ def _fails_from(count: int, how: BaseException | Outcome) -> Callable[[Plan], Me
 def test_however_a_search_ends_no_trial_of_its_study_is_left_running(
     device: SimulatedDevice, count: int, how: Any
 ) -> None:
-    fault = _fails_from(5, how)
+    fault = fails_from(5, how)
     with Store.open(None, {}) as store, places(*(device.prober(fault) for _ in range(count))) as at:
         result: Record = run_search(at, device.spec(), store=store)
         states = {trial.number: trial.state for trial in store.study.trials}
@@ -122,7 +112,7 @@ def test_however_a_search_ends_no_trial_of_its_study_is_left_running(
 
 def test_a_plan_that_no_time_is_left_to_repeat_is_no_trial(device: SimulatedDevice) -> None:
     now = iter(range(10_000))
-    fault = _fails_from(3, Outcome.CRASHED)
+    fault = fails_from(3, Outcome.CRASHED)
     with Store.open(None, {}) as store:
         result = run_search(
             device.prober(fault), device.spec(), store=store,
@@ -142,5 +132,6 @@ def test_a_grid_ends_the_search_once_each_of_its_plans_has_run(device: Simulated
     sampler = GridSampler(grid, seed=0)
     result = run_search(device.prober(), device.spec(), sampler=sampler, max_probes=40)
     assert result.search.stopped_because == "the sampler has no more plans to offer"
+    assert result.is_decided  # it was not cut
     sizes = {(t.plan.settings["precision.dtype"], t.plan.micro_batch) for t in result.trials}
     assert {("bfloat16", 4), ("bfloat16", 6), ("default", 6)} <= sizes

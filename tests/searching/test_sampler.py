@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import optuna
 import pytest
@@ -10,7 +11,7 @@ from optuna.trial import TrialState
 
 from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
-from autofit.plan import Dimension, Plan
+from autofit.plan import Dimension
 from autofit.planning import planner
 from autofit.planning.beliefs import Beliefs
 from autofit.searching import trial_codec
@@ -49,34 +50,30 @@ def test_a_plan_has_no_other_parameters(device: SimulatedDevice) -> None:
             store.study.ask().suggest_float("learning_rate", 0, 1)
 
 
+RAN: dict[str, Any] = {"step_times_s": [0.1], "peak_reserved_bytes": 2**30}
+HUGE = RAN | {"peak_reserved_bytes": 2**40}
+
+
 @pytest.mark.parametrize(
     ("measurement", "state", "feasible"),
     [
-        (Measurement(Outcome.OK, step_times_s=[0.1], peak_reserved_bytes=2**30), "COMPLETE", True),
-        (
-            Measurement(Outcome.OVER_BUDGET, step_times_s=[0.1], peak_reserved_bytes=2**40),
-            "COMPLETE",
-            False,
-        ),
-        (
-            Measurement(Outcome.RETRIES, step_times_s=[0.1], peak_reserved_bytes=2**30),
-            "COMPLETE",
-            False,
-        ),
+        (Measurement(Outcome.OK, **RAN), "COMPLETE", True),
+        (Measurement(Outcome.OVER_BUDGET, **HUGE), "COMPLETE", False),
+        (Measurement(Outcome.RETRIES, **RAN), "COMPLETE", False),
         (Measurement(Outcome.OOM), "PRUNED", False),
         (Measurement(Outcome.CRASHED), "FAIL", False),
     ],
+    ids=str,
 )
 def test_each_outcome_has_its_state_and_constraint(
     device: SimulatedDevice, measurement: Measurement, state: str, feasible: bool
 ) -> None:
-    plan = Plan(4, settings=device.space.default_settings)
     with Store.open(None, {}) as store:
         store.begin(device.spec())
-        asked = store.ask(plan)
-        trial = Trial(asked.number, TrialKind.BASELINE, plan, measurement)
+        asked = store.ask(device.space.baseline)
+        trial = Trial(asked.number, TrialKind.BASELINE, device.space.baseline, measurement)
         store.record(asked, trial)
-        frozen: optuna.trial.FrozenTrial = store.study.trials[0]
+        (frozen,) = store.study.trials
         assert store.trials == (trial,) == trial_codec.trials_in([frozen], 0)
     assert frozen.state is TrialState[state]
     assert [value <= 0 for value in frozen.constraints.values()] == [feasible]

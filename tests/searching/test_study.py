@@ -25,13 +25,12 @@ from autofit.errors import StudyError, WorkloadFailed
 from autofit.measurement import Measurement, Outcome, Trial
 from autofit.plan import Dimension, Plan
 from autofit.planning.search_spec import Effort
+from autofit.report.record import INTERRUPTED
 from autofit.searching import events, storage
 from autofit.searching.engine import run_search
 from autofit.searching.storage import _start_ticks, is_live, this_process
 from autofit.searching.study import Store
 from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice, make_trial
-
-HELD: dict[str, Any] = {"peak_reserved_bytes": 2**30}
 
 _SEARCH = """
 import os, signal, sys
@@ -237,6 +236,25 @@ def _delete_rows(path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path)) as database, database:
         for table in ("trials", "studies"):
             database.execute(f"DELETE FROM {table}")
+
+
+def test_ctrl_c_as_optuna_lets_go_of_its_lock_ends_the_search_as_any_other(
+    device: SimulatedDevice, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Optuna then removes the lock once more, which fails: that is no fault of the study."""
+    prober, unlink, pressed = device.prober(), os.unlink, list[str]()
+
+    def interrupted(file: str) -> None:
+        unlink(file)
+        if len(prober.probed) == 3 and not pressed:
+            pressed.append(file)
+            signal.raise_signal(signal.SIGINT)
+
+    with Store.open(path, IDENTITY) as store:
+        monkeypatch.setattr(os, "unlink", interrupted)
+        result = run_search(prober, device.spec(), store=store)
+    assert pressed[0].startswith(f"{path}.lock")
+    assert result.search.stopped_because == INTERRUPTED
 
 
 @pytest.mark.parametrize(
