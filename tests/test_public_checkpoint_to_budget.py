@@ -52,15 +52,16 @@ def test_the_users_own_loop_holds_less_and_learns_the_same() -> None:
     workload = autofit.Workload(deep, BATCH, criterion=HERE["criterion"])
     free: Any = autofit.probe(workload, device="cpu").measurement.held_bytes
     random = torch.get_rng_state()
-    context: Any = autofit.checkpoint_to_budget(model, BATCH, int(0.7 * free), **HERE)
+    budget = int(0.82 * free)
+    context: Any = autofit.checkpoint_to_budget(model, BATCH, budget, **HERE)
     assert torch.equal(torch.get_rng_state(), random)
     with context as trial:
         assert trial.plan.settings[SETTING] != 0
         # Plain it holds 88 MiB, and with most recomputed 48
-        assert 0.6 * free < trial.measurement.held_bytes <= 0.7 * free
+        assert 0.68 * free < trial.measurement.held_bytes <= budget
         torch.testing.assert_close(gradients(model), plain)
-        assert peak_bytes(model) <= 0.7 * free
-    assert peak_bytes(model) > 0.7 * free
+        assert peak_bytes(model) <= budget
+    assert peak_bytes(model) > budget
     assert "forward" not in {name for module in model.modules() for name in vars(module)}
 
 

@@ -144,7 +144,7 @@ class Searched:
 def around(model: nn.Module) -> dict[str, Any]:
     """What a search must leave as it was."""
     return {
-        "model": digest({"model": model}),
+        "model": [e for e in digest({"model": model}).items() if e[0].startswith("model")],
         "torch's dice": torch.get_rng_state().tolist(),
         "dice": random.getstate(),
         "numpy's dice": [str(part) for part in np.random.get_state()],
