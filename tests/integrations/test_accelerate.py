@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autofit import InvalidArgument, Plan, Report, Workload
 from autofit.integrations import accelerate as integration
-from tests.integrations.reports import by_steps, compiled_graphs, losses_by_apply, report_of
+from tests.integrations.conftest import by_steps, compiled_graphs, losses_by_apply, report_of
 
 accelerate: Any = pytest.importorskip(
     "accelerate", reason="accelerate is not installed: pip install -e .[dev]"

@@ -18,26 +18,12 @@ from autofit.integrations.applied import library, on_model, replaced
 from autofit.integrations.loader_batches import longest_samples
 from autofit.plan import ResolvedPlan
 from autofit.strategy import TrainingView
-from tests.plugin import Plugin
-
-
-class Foreign(Plugin):
-    """A strategy of somebody else's, which does to a training what a test says."""
-
-    name = "foreign"
-
-    def __init__(self, act: Callable[[TrainingView], Any]) -> None:
-        self._act = act
-
-    @contextmanager
-    def apply(self, training: TrainingView, settings: Any, payloads: Any) -> Iterator[None]:
-        self._act(training)
-        yield
+from tests.plugin import Changing
 
 
 def acted(act: Callable[[TrainingView], Any], model: nn.Module) -> Any:
-    """Apply a plan in which a strategy does this."""
-    plan = ResolvedPlan(Plan(1, settings={"foreign.on": True}), {}, [Foreign(act)])
+    """Apply a plan of somebody else's strategy, which does this to a training."""
+    plan = ResolvedPlan(Plan(1, settings={"plugin.on": True}), {}, [Changing(act)])
     return on_model(plan, model, None)
 
 
@@ -55,7 +41,10 @@ def wrap(entered: list[bool]) -> Callable[[TrainingView], Any]:
         entered.append(torch.is_grad_enabled())
         yield
 
-    return lambda training: training.wrap_forward(noted)
+    def act(training: TrainingView) -> None:
+        training.wrap_forward(noted)
+
+    return act
 
 
 def test_a_replaced_attribute_is_put_back_even_if_it_was_none() -> None:
@@ -116,7 +105,7 @@ def test_what_only_a_training_of_autofits_can_do_is_refused(
     act: Callable[[TrainingView], Any], words: str
 ) -> None:
     with (
-        pytest.raises(InvalidArgument, match=f"'foreign' {words}.*report.apply"),
+        pytest.raises(InvalidArgument, match=f"'plugin' {words}.*report.apply"),
         acted(act, nn.Linear(2, 2)),
     ):
         pass

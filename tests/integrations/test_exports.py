@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autofit import Plan, Report, Workload
-from tests.integrations.reports import report_of
+from tests.integrations.conftest import report_of
 
 DEEPSPEED_FIELDS = {
     "train_batch_size",

@@ -17,7 +17,7 @@ from autofit.integrations import lightning as integration
 from autofit.report.details import training_lines
 from autofit.report.place import Place
 from autofit.training.samples import Collated
-from tests.integrations.reports import by_steps, compiled_graphs, losses_by_apply, report_of
+from tests.integrations.conftest import by_steps, compiled_graphs, losses_by_apply, report_of
 
 lightning: Any = pytest.importorskip(
     "lightning.pytorch", reason="lightning is not installed: pip install -e .[dev]"

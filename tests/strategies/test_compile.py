@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,11 @@ from autofit.plan import ResolvedPlan
 from autofit.probing.probe import probe_if
 from autofit.registry import load_strategies
 from autofit.space import Space
-from autofit.strategy import World
 from autofit.testing import PlainContext
 from autofit.training.builder import TrainingBuilder
 from autofit.training.loss import Recipe
 from autofit.units import MIB
-from tests.strategies.trainings import training
+from tests.strategies.trainings import in_place, offered as offers, training
 
 COMPILE: Any = load_strategies(["compile"])[0]
 MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
@@ -113,9 +112,9 @@ def training_of(model: nn.Module, settings: dict[str, Any]) -> Training:
     return training(model, COMPILE, optimizer=still, payloads=PAYLOADS, recipe=OWN_LOSS, **settings)
 
 
-def modes(build: Callable[[], Workload]) -> tuple[list[Any], list[str]]:
-    context = PlainContext(build)
-    return list(COMPILE.dimensions(context)[MODE].values), context.notes
+def modes(build: Callable[[], Workload], device: str = "cpu") -> tuple[list[Any], list[str]]:
+    mode, notes = offers(COMPILE, MODE, build, device)
+    return list(mode.values), notes
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +135,13 @@ def test_it_is_offered_at_a_cost_that_grows_with_the_model(
     assert small.fresh_worker
     assert small.when == {"checkpointing.level": (0, None)}
     layers = [nn.Linear(8, 8) for _ in range(20)]
-    context = PlainContext(lambda: Workload(nn.Sequential(*layers), torch.ones(4, 8)))
-    assert COMPILE.dimensions(context)[MODE].trial_cost_s > small.trial_cost_s > 10
+    large, _ = offers(COMPILE, MODE, lambda: Workload(nn.Sequential(*layers), torch.ones(4, 8)))
+    assert large.trial_cost_s > small.trial_cost_s > 10
 
 
 @pytest.mark.cuda
 def test_a_gpu_has_cuda_graphs_too() -> None:
-    context = PlainContext(lambda: Workload(Model(), torch.ones(4, 8, device="cuda")), "cuda")
-    mode = COMPILE.dimensions(context)[MODE]
+    mode, _ = offers(COMPILE, MODE, workload, "cuda")
     assert list(mode.values)[1:] == ["default", "reduce-overhead"]
     assert mode.accumulation == {"reduce-overhead": False}
 
@@ -210,9 +208,7 @@ def test_budgets_fall_and_are_how_compiled_plans_alone_recompute(
 
 
 def test_of_several_ranks_blocks_are_compiled_where_each_holds_the_model() -> None:
-    context = PlainContext(of_blocks)
-    context._builder = replace(context._builder, world=World(size=2))
-    region = COMPILE.dimensions(context)[REGION]
+    region, _ = offers(COMPILE, REGION, of_blocks, ranks=2)
     assert "fsdp2" not in region.when["parallel.mode"]
     lines = COMPILE.describe(OF_BLOCKS, {REGION: region.payloads["blocks"]})
     assert "model.module.get_submodule(name)" in lines[-1]
@@ -288,27 +284,16 @@ def test_blocks_of_torch_evaluate_nested_tensors_as_they_are_written() -> None:
 
 
 def compiled() -> nn.Module:
-    model = Model()
-    model.compile()
-    return model
+    return in_place(Model())
 
 
 def traced() -> Any:
-    script: Any = torch.jit
-    return script.trace(nn.Linear(8, 8), torch.randn(4, 8))
+    return torch.jit.trace(nn.Linear(8, 8), torch.randn(4, 8))  # type: ignore[no-untyped-call]  # torch's
 
 
-@pytest.mark.parametrize(
-    "context",
-    [
-        PlainContext(partial(workload, compiled)),
-        PlainContext(partial(workload, traced)),
-        PlainContext(workload, "meta"),
-    ],
-    ids=["compiled", "traced", "dry run"],
-)
-def test_a_compiled_model_and_a_dry_run_are_left_alone(context: PlainContext) -> None:
-    assert list(COMPILE.dimensions(context)[MODE].values) == ["off"]
+@pytest.mark.parametrize(("kind", "device"), [(compiled, "cpu"), (traced, "cpu"), (Model, "meta")])
+def test_a_compiled_model_and_a_dry_run_are_left_alone(kind: Any, device: str) -> None:
+    assert modes(partial(workload, kind), device)[0] == ["off"]
 
 
 @pytest.mark.parametrize(
@@ -344,7 +329,7 @@ def compiled_graphs() -> int:
 @pytest.mark.slow
 def test_the_lines_to_paste_compile_classes_of_torch_too() -> None:
     """`Module.compile` compiles nothing of them."""
-    region = COMPILE.dimensions(PlainContext(of_torch))[REGION]
+    region, _ = offers(COMPILE, REGION, of_torch)
     model, before = of_torch().build_model(), compiled_graphs()
     lines = COMPILE.describe({**OF_BLOCKS, BUDGET: 0.5}, {REGION: region.payloads["blocks"]})
     exec("\n".join(lines), {"model": model})

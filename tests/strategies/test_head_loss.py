@@ -634,7 +634,6 @@ def beside_a_transform(logits: Tensor, targets: Tensor) -> Any:
 def test_it_is_offered_where_a_transform_hides_what_is_saved_too(loss: Loss) -> None:
     """Nobody knows its share then, nor what it would save."""
     dimension, notes = offered(STRATEGY, SETTING, partial(workload, loss))
-    assert dimension is not None
     assert dimension.values == (0, 2048, 256)
     assert bool(dimension.hints) is (loss is flat)
     assert not any("of what a sample holds" in note for note in notes)

@@ -17,9 +17,9 @@ from autofit import Plan, Training, Workload
 from autofit.errors import Unsupported
 from autofit.registry import load_strategies
 from autofit.training.loss import Recipe
-from tests.strategies.trainings import offered, training
+from tests.strategies.trainings import WAYS_TO_COMPILE, offered, training
 
-(LAYOUT, PRECISION) = load_strategies(["memory_format", "precision"])
+LAYOUT, PRECISION = (load_strategies([name])[0] for name in ("memory_format", "precision"))
 SETTING = "memory_format.layout"
 SETTINGS = {SETTING: "channels_last"}
 Between = Callable[[Tensor], Tensor]
@@ -47,7 +47,6 @@ def test_it_is_offered_where_there_is_something_to_lay_out(
     model: nn.Module, is_offered: bool
 ) -> None:
     layouts, _ = offered(LAYOUT, SETTING, lambda: Workload(model, torch.zeros(2, 4)))
-    assert layouts is not None
     assert list(layouts.values) == ["default", *["channels_last"] * is_offered]
 
 
@@ -407,17 +406,7 @@ class Block(nn.Module):
         return self.convolution(x).relu()
 
 
-def in_place(block: nn.Module, **given: Any) -> nn.Module:
-    block.compile(**given)
-    return block
-
-
-def by_its_forward(block: nn.Module, **given: Any) -> nn.Module:
-    vars(block)["forward"] = torch.compile(block.forward, **given)
-    return block
-
-
-@pytest.mark.parametrize("compiled", [torch.compile, in_place, by_its_forward])
+@pytest.mark.parametrize("compiled", WAYS_TO_COMPILE)
 def test_a_compiled_part_of_the_model_is_compiled_once(compiled: Any) -> None:
     graphs = []
 

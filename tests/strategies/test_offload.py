@@ -271,7 +271,6 @@ def test_it_is_not_combined_with_compiled_code_and_pinning_costs(
 ) -> None:
     """Also of a model that normalizes over samples."""
     dimension, _ = offered(OFFLOAD, SETTING, build)
-    assert dimension is not None
     assert dimension.values == (False, True)
     assert dimension.when == {"compile.mode": ("off", None)}
     assert dimension.trial_cost_s > 0

@@ -25,8 +25,7 @@ EVERYTHING = Capabilities("cuda", bfloat16=True, float16=True, tf32=True)
 def values(model: nn.Module, capabilities: Capabilities = EVERYTHING) -> list[Any]:
     weights = [torch.zeros(1, requires_grad=True)]  # a model may have none
     workload = Workload(model, torch.zeros(2, 4), optimizer=lambda _: torch.optim.SGD(weights))
-    found: Any = offered(PRECISION, SETTING, lambda: workload, capabilities=capabilities)[0]
-    return list(found.values)
+    return list(offered(PRECISION, SETTING, lambda: workload, capabilities=capabilities)[0].values)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +194,7 @@ def payloads_of(build: Any, loss: Any) -> Any:
         return Workload(build(), torch.ones(4, 4), loss_fn=loss, optimizer=torch.optim.SGD)
 
     cpu = Capabilities("cpu", bfloat16=True)
-    found: Any = offered(PRECISION, SETTING, workload, capabilities=cpu)[0]
-    return found.payloads
+    return offered(PRECISION, SETTING, workload, capabilities=cpu)[0].payloads
 
 
 @pytest.mark.parametrize(

@@ -294,8 +294,6 @@ def is_offered(build: Callable[[], Workload]) -> bool:
 def test_it_is_offered_where_gradients_take_much() -> None:
     """Without recomputation, which would read what is updated."""
     dimension, _ = offered(UPDATE, WHEN, wide)
-    assert dimension is not None
-    assert dimension.when is not None
     assert list(dimension.when["checkpointing.level"]) == [0, None]
     assert is_offered(tied)
     assert is_offered(penalized)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from autofit import Dimension, Plan, Strategy, Training, Workload
+from autofit import Plan, Strategy, Training, Workload
 from autofit.plan import ResolvedPlan
 from autofit.registry import collect_dimensions
-from autofit.strategy import Capabilities
+from autofit.strategy import Capabilities, World
 from autofit.testing import PlainContext
 from autofit.training.loss import Recipe
 
@@ -51,7 +52,23 @@ def offered(
     build: Callable[[], Workload],
     device: str = "cpu",
     capabilities: Capabilities | None = None,
-) -> tuple[Dimension | None, list[str]]:
-    """Return what a strategy offers of a setting for a workload, and what it notes."""
+    ranks: int = 1,
+) -> tuple[Any, list[str]]:
+    """Return the dimension that a strategy offers for a workload, or None; and what it notes."""
     context = PlainContext(build, device, capabilities)
+    context._builder = replace(context._builder, world=World(size=ranks))
     return collect_dimensions([strategy], context).get(setting), context.notes
+
+
+def in_place(block: nn.Module, **given: Any) -> nn.Module:
+    block.compile(**given)
+    return block
+
+
+def by_its_forward(block: nn.Module, **given: Any) -> nn.Module:
+    vars(block)["forward"] = torch.compile(block.forward, **given)
+    return block
+
+
+WAYS_TO_COMPILE: tuple[Callable[..., nn.Module], ...] = (torch.compile, in_place, by_its_forward)
+"""Each compiles a part of a model; arguments besides are those of `torch.compile`."""
