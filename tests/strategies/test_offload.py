@@ -116,27 +116,6 @@ def test_tensors_that_share_memory_keep_their_own_values(name: str) -> None:
     check_gradients(layer, lambda: SHARING[name](layer(given)).square().mean().backward())  # type: ignore[no-untyped-call]  # torch's
 
 
-def twice(loss: Any, model: Any) -> None:
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def penalized(loss: Any, model: Any) -> None:
-    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    sum(gradient.square().sum() for gradient in gradients).backward()  # type: ignore[union-attr]
-
-
-def in_parts(loss: Any, model: Any) -> None:
-    (gradient,) = torch.autograd.grad(loss, [model[2].weight], retain_graph=True)
-    (loss * gradient.norm()).backward()
-
-
-@pytest.mark.parametrize("backward", [twice, penalized, in_parts])
-def test_graphs_may_be_used_more_than_once(backward: Any) -> None:
-    model, given = two_layers(), samples()
-    check_gradients(model, lambda: backward(model(given).square().mean(), model))
-
-
 def moves(model: nn.Module, run: Callable[[], Tensor]) -> dict[Any, set[bool]]:
     """Return for each shape that a loss saved whether it was moved."""
     pack, unpack = module._packing(module._Host(), model)
