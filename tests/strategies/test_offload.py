@@ -205,24 +205,14 @@ def test_a_tensor_saved_again_after_a_write_that_nobody_counts_has_its_new_value
         assert torch.equal(gradient(), plain)
 
 
-class Branching(nn.Module):
-    """x (n, width) -> x again, and outputs that their own nodes save and no loss uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        inner = self.body(x)
-        return inner, inner.exp().sigmoid(), self.gate(inner).sigmoid()
-
-
 def test_branches_that_the_loss_does_not_use_are_freed() -> None:
     """With all that their graphs saved."""
-    model, host = Branching(), module._Host()
-    with torch.autograd.graph.saved_tensors_hooks(*module._packing(host, model)):
+    body, gate, host = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), module._Host()
+    packing = module._packing(host, nn.ModuleList([body, gate]))
+    with torch.autograd.graph.saved_tensors_hooks(*packing):
         for _ in range(3):
-            used, *unused = model(samples())
+            used = body(samples())
+            unused = used.exp().sigmoid(), gate(used).sigmoid()  # whose own nodes save them
             used.square().mean().backward()
             del used, unused
     assert host._held_bytes == 0
