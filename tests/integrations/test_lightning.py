@@ -82,6 +82,10 @@ def trainer_of(**arguments: Any) -> Any:
     return lightning.Trainer(**quiet | arguments)
 
 
+def optimizer_of(module: Any) -> Any:
+    return module.configure_optimizers()["optimizer"]
+
+
 def check_losses(
     plan: Plan,
     units: tuple[str, ...] = (),
@@ -101,7 +105,7 @@ def check_losses(
     expected = losses_by_apply(
         report,
         module,
-        lambda other: other.configure_optimizers()["optimizer"],
+        optimizer_of,
         DataLoader(NUMBERS, 8),
     )
     module.losses.clear()
@@ -320,7 +324,7 @@ def test_a_trainer_that_is_distributed_is_refused(
 
 def of_form(form: Callable[[torch.optim.Optimizer, Any], Any]) -> Any:
     """Return a module that returns its optimizers in one of the forms that Lightning takes."""
-    module = Classifier()
+    module: Any = Classifier()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     module.configure_optimizers = lambda: form(optimizer, schedule)

@@ -385,7 +385,11 @@ LEVEL_1 = {"checkpointing.level": 1}
 
 def test_what_the_arguments_can_say_is_written_there_and_taken_back(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, optim="adamw_torch", gradient_checkpointing=True)
-    settings = {"precision.dtype": "bfloat16", "optimizer.implementation": "fused", **LEVEL_1}
+    settings: dict[str, Any] = {
+        "precision.dtype": "bfloat16",
+        "optimizer.implementation": "fused",
+        **LEVEL_1,
+    }
     plan = Plan(2, accumulation_steps=4, settings=settings)
     report = report_of(integration.workload(trainer), plan, ("transformer.h.1",))
     args, callbacks = trainer.args, list(trainer.callback_handler.callbacks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -109,7 +109,9 @@ def started(build: Callable[[], Workload], settings: dict[str, Any], micro_batch
 def training_of(model: nn.Module, settings: dict[str, Any]) -> Training:
     """Return a training that leaves the weights."""
     still = torch.optim.SGD(model.parameters(), 0.0)
-    return training(model, COMPILE, optimizer=still, payloads=PAYLOADS, recipe=OWN_LOSS, **settings)
+    return training(
+        model, COMPILE, optimizer=still, payloads=PAYLOADS, recipe=OWN_LOSS, settings=settings
+    )
 
 
 def modes(build: Callable[[], Workload], device: str = "cpu") -> tuple[list[Any], list[str]]:
@@ -118,17 +120,17 @@ def modes(build: Callable[[], Workload], device: str = "cpu") -> tuple[list[Any]
 
 
 @pytest.fixture(scope="module")
-def of_model() -> Mapping[str, Dimension]:
+def of_model() -> Any:
     return COMPILE.dimensions(PlainContext(workload))
 
 
 @pytest.fixture(scope="module")
-def offered() -> Mapping[str, Dimension]:
+def offered() -> Any:
     return COMPILE.dimensions(PlainContext(of_blocks))
 
 
 def test_it_is_offered_at_a_cost_that_grows_with_the_model(
-    of_model: Mapping[str, Dimension],
+    of_model: Any,
 ) -> None:
     small = of_model[MODE]
     assert small.values == ("off", "default")
@@ -182,9 +184,7 @@ def test_what_never_calls_the_model_is_left_alone() -> None:
     assert "does not call the model" in notes[0]
 
 
-def test_blocks_that_repeat_may_be_compiled_alone_for_less(
-    offered: Mapping[str, Dimension], of_model: Mapping[str, Dimension]
-) -> None:
+def test_blocks_that_repeat_may_be_compiled_alone_for_less(offered: Any, of_model: Any) -> None:
     space = Space(offered, 27)
     variants = list(space.variants())
     costs = {each[REGION]: space.trial_cost_s(each) for each in variants if each[MODE] != "off"}
@@ -196,7 +196,7 @@ def test_blocks_that_repeat_may_be_compiled_alone_for_less(
 
 
 def test_budgets_fall_and_are_how_compiled_plans_alone_recompute(
-    offered: Mapping[str, Dimension], of_model: Mapping[str, Dimension]
+    offered: Any, of_model: Any
 ) -> None:
     budget = offered[BUDGET]
     assert budget.values[0] == 1.0
@@ -215,7 +215,7 @@ def test_of_several_ranks_blocks_are_compiled_where_each_holds_the_model() -> No
 
 
 def test_on_a_cpu_blocks_alone_are_tried_only_where_they_are_named(
-    offered: Mapping[str, Dimension],
+    offered: Any,
 ) -> None:
     assert offered[REGION].opt_in
     assert not offered[MODE].opt_in
@@ -227,7 +227,7 @@ def test_on_a_cpu_blocks_alone_are_tried_only_where_they_are_named(
 def test_blocks_that_a_model_lacks_are_refused_by_name() -> None:
     payloads = {REGION: {"modules": [["nowhere.0", "nowhere.1"]]}}
     with pytest.raises(InvalidArgument, match="nowhere"):
-        training(Blocks(), COMPILE, payloads=payloads, **OF_BLOCKS)
+        training(Blocks(), COMPILE, payloads=payloads, settings=OF_BLOCKS)
 
 
 @pytest.mark.slow
@@ -278,7 +278,7 @@ def test_blocks_of_torch_evaluate_nested_tensors_as_they_are_written() -> None:
     payloads = {REGION: {"modules": [["layers.0", "layers.1"]]}}
     with torch.no_grad():
         plain = model(words, src_key_padding_mask=padding)
-        with training(model, COMPILE, payloads=payloads, **OF_BLOCKS):
+        with training(model, COMPILE, payloads=payloads, settings=OF_BLOCKS):
             ours = model(words, src_key_padding_mask=padding)
     torch.testing.assert_close(ours, plain)
 

@@ -181,7 +181,7 @@ def test_the_kernel_that_is_named_runs_and_torch_is_left_as_it_was(value: str) -
         if function is functional.scaled_dot_product_attention:
             kernels.add(backends._NAMES.get(type(result.grad_fn).__name__))
 
-    live = training(model, KERNELS, device="cuda", recipe=recipe, **{KERNEL: value})
+    live = training(model, KERNELS, device="cuda", recipe=recipe, settings={KERNEL: value})
     with live, backends.Calls(note):
         live.step(batch)
     assert kernels == {value}
@@ -196,7 +196,7 @@ def test_cudnn_times_in_the_training_and_is_restored_after_a_failure() -> None:
         return model(batch).mean()
 
     before, recipe = torch.backends.cudnn.benchmark, Recipe(loss_fn=loss_fn)
-    live = training(nn.Conv2d(1, 1, 1), BENCHMARK, recipe=recipe, **{CHOICE: True})
+    live = training(nn.Conv2d(1, 1, 1), BENCHMARK, recipe=recipe, settings={CHOICE: True})
     with pytest.raises(RuntimeError), live:
         live.step(torch.randn(2, 3, 2, 2))
     assert seen == [True]
@@ -214,7 +214,7 @@ def test_segments_grow_while_it_is_in_force_and_not_after() -> None:
 
     assert not grows()
     model, batch = net().build_model().cuda(), net().batch(8)
-    with training(model, SEGMENTS, device="cuda", **{GROWING: True}) as live:
+    with training(model, SEGMENTS, device="cuda", settings={GROWING: True}) as live:
         live.step(batch)
         assert grows()
     assert not grows()

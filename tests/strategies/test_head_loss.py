@@ -251,7 +251,7 @@ class Function(torch.autograd.Function):
         return outer[0] * ctx.factor, None, None
 
 
-apply: Any = Function.apply  # type: ignore[no-untyped-call]  # torch's
+apply: Any = Function.apply
 
 
 def overwritten(targets: Tensor, ctx: Any, logits: Tensor) -> Tensor:
@@ -631,4 +631,4 @@ def test_another_model_than_the_searched_one_is_refused_in_words() -> None:
     other = nn.Sequential(nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES))
     payloads = {SETTING: {"heads": ["head"]}}
     with pytest.raises(autofit.AutofitError, match=r"head_loss\.rows.*head"):
-        training(other, STRATEGY, payloads=payloads, **{SETTING: 256})
+        training(other, STRATEGY, payloads=payloads, settings={SETTING: 256})

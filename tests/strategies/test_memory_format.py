@@ -55,7 +55,7 @@ def test_activations_are_channels_last(dimensions: int) -> None:
     model = conv(dimensions)
     wanted = torch.channels_last if dimensions == 2 else torch.channels_last_3d
     batch, plain = torch.randn(2, 4, *[7] * dimensions), {*vars(model[0])["_forward_pre_hooks"]}
-    with training(model, LAYOUT, **SETTINGS):
+    with training(model, LAYOUT, settings=SETTINGS):
         assert model(batch).is_contiguous(memory_format=wanted)
         assert not model(batch).is_contiguous()
         assert model[0](input=batch).is_contiguous(memory_format=wanted)
@@ -84,7 +84,7 @@ class TiedByData(nn.Module):
 def test_all_that_shares_memory_with_a_weight_sees_it_trained() -> None:
     model, plain = TiedByData(), TiedByData()
     taken = model.state_dict()
-    with training(model, LAYOUT, **SETTINGS) as ours, training(plain) as other:
+    with training(model, LAYOUT, settings=SETTINGS) as ours, training(plain) as other:
         for batch in torch.randn(3, 2, 4, 9, 9):
             ours.step(batch)
             other.step(batch)
@@ -99,7 +99,7 @@ def test_a_live_optimizer_goes_on_with_its_state() -> None:
         model = conv(2)
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         for layout in ("default", value, "default"):
-            with training(model, LAYOUT, optimizer=optimizer, **{SETTING: layout}) as live:
+            with training(model, LAYOUT, optimizer=optimizer, settings={SETTING: layout}) as live:
                 live.step(torch.randn(2, 4, 7, 7))
         return dict(model.state_dict()), optimizer.state_dict()["state"]
 
@@ -130,13 +130,13 @@ def ours_and_plain(
     """Return the model trained with the setting, and trained without."""
     models = [model, deepcopy(model)]
     for each, strategies in zip(models, ([LAYOUT], []), strict=True):
-        with training(each, *strategies, recipe=Recipe(**recipe), **SETTINGS) as live:
+        with training(each, *strategies, recipe=Recipe(**recipe), settings=SETTINGS) as live:
             for batch in given:
                 live.step(batch)
     return models[0], models[1]
 
 
-def assert_alike(ours: nn.Module, plain: nn.Module, **tolerance: float) -> None:
+def assert_alike(ours: nn.Module, plain: nn.Module, **tolerance: Any) -> None:
     of_ours, of_plain = (dict(each.named_parameters()) for each in (ours, plain))
     torch.testing.assert_close(of_ours, of_plain, **tolerance)
 
@@ -337,7 +337,7 @@ def test_the_look_draws_no_random_number_and_is_over_after_the_first_forward() -
     calls: list[list[Any]] = []
 
     def between(h: Tensor) -> Tensor:
-        calls.append(torch.overrides._get_current_function_mode_stack())
+        calls.append(torch.overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]  # torch's
         return nn.functional.dropout(h.flatten(1), 0.5).view_as(h) + torch.rand_like(h)
 
     def random_state_after(value: str) -> Tensor:
@@ -390,7 +390,7 @@ def test_the_look_is_at_a_forward_that_trains(before: Callable[[Training, Tensor
         return through_reshape(h) if model.training and torch.is_grad_enabled() else h
 
     model, (batch, *_) = Written(between), batches()
-    with training(model, LAYOUT, **SETTINGS) as live:
+    with training(model, LAYOUT, settings=SETTINGS) as live:
         before(live, batch)
         for _ in range(2):  # it stays refused, too
             with pytest.raises(Unsupported, match="orders"):
@@ -416,7 +416,7 @@ def test_a_compiled_part_of_the_model_is_compiled_once(compiled: Any) -> None:
 
     torch.compiler.reset()
     block = compiled(Block(), backend=backend, fullgraph=True)
-    with training(nn.Sequential(nn.Conv2d(3, 6, 3), block), LAYOUT, **SETTINGS) as live:
+    with training(nn.Sequential(nn.Conv2d(3, 6, 3), block), LAYOUT, settings=SETTINGS) as live:
         for _ in range(2):
             live.step(torch.randn(2, 3, 8, 8))
     assert len(graphs) == 1
@@ -428,10 +428,10 @@ def test_under_autocast_a_cast_is_a_copy_in_both_orders() -> None:
         return cast.mul_(2) + h
 
     settings = {**SETTINGS, "precision.dtype": "bfloat16"}
-    with training(Written(between), LAYOUT, PRECISION, **settings) as live:
+    with training(Written(between), LAYOUT, PRECISION, settings=settings) as live:
         live.step(batches()[0])
     with (
-        training(Written(through_reshape), LAYOUT, PRECISION, **settings) as live,
+        training(Written(through_reshape), LAYOUT, PRECISION, settings=settings) as live,
         pytest.raises(Unsupported, match="orders"),
     ):
         live.step(batches()[0])

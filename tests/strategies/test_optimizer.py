@@ -62,7 +62,7 @@ def with_value(value: str, model: nn.Module, optimizer: Any, device: Any = "cpu"
         payloads=PAYLOADS,
         optimizer=optimizer,
         device=device,
-        **{SETTING: value},
+        settings={SETTING: value},
     )
 
 
@@ -170,7 +170,7 @@ class OneAtATime(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         if len(x) > 1:
             raise torch.OutOfMemoryError("for one sample only")
-        return super().forward(x)
+        return super().forward(x)  # type: ignore[no-untyped-call]  # torch's
 
 
 class Hungry(adamw):

@@ -36,9 +36,11 @@ by_adamw = partial(wide, optimizer=adamw)
 sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
 
-def trained(model: nn.Module, optimizer: Any, *, size: int = 4, **settings: Any) -> Any:
+def trained(
+    model: nn.Module, optimizer: Any, value: str = "bfloat16", *, size: int = 4, when: str = "step"
+) -> Any:
     """Return a training with the setting."""
-    plan = Plan.split(4, size, settings={STATE: "bfloat16", **settings})
+    plan = Plan.split(4, size, settings={STATE: value, WHEN: when})
     return training(
         model, UPDATE, plan=plan, payloads=PAYLOADS, optimizer=optimizer, recipe=wide().recipe
     )
@@ -79,7 +81,7 @@ def test_200_steps_have_the_losses_of_plain_training() -> None:
         model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         draw, found = torch.Generator().manual_seed(1), []
-        with trained(model, optimizer, **{STATE: value}) as live:
+        with trained(model, optimizer, value) as live:
             for _ in range(200):
                 x = torch.randn(4, WIDTH, generator=draw)
                 found.append(live.step((x, x.tanh())))
@@ -161,7 +163,7 @@ def scale(live: Any) -> None:
 
 @pytest.mark.parametrize(
     ("given", "prepare"),
-    [({"size": 2}, id), ({}, scale), ({WHEN: "backward"}, id)],
+    [({"size": 2}, id), ({}, scale), ({"when": "backward"}, id)],
     ids=["accumulated", "scaled", "in the backward pass"],
 )
 def test_other_ways_to_step_go_from_the_same_state(
@@ -231,14 +233,14 @@ def test_a_saved_state_is_loaded_with_the_setting_and_without(value: str) -> Non
         expected = live.step(batch), live.step(batch)
     resumed = adamw(other.parameters())
     resumed.load_state_dict(saved)
-    with trained(other, resumed, **{STATE: value}) as live:
+    with trained(other, resumed, value) as live:
         found = live.step(batch), live.step(batch)
         assert types(resumed) == {torch.bfloat16 if value == "bfloat16" else torch.float32}
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_another_librarys_loop_and_a_described_script_have_it() -> None:
-    found = []
+    found: list[list[Tensor]] = []
 
     def step(model: nn.Module, optimizer: Any) -> None:
         model(batch[0]).square().mean().backward()

@@ -90,7 +90,7 @@ def test_tf32_that_is_on_already_is_not_offered(matmul: Any) -> None:
 def test_the_forward_runs_in_fewer_bits(dtype: str) -> None:
     torch.manual_seed(0)
     model, batch = nn.Linear(8, 8), torch.randn(4, 8)
-    with training(model, PRECISION, **{SETTING: dtype}) as live:
+    with training(model, PRECISION, settings={SETTING: dtype}) as live:
         with live.context():
             assert model(batch).dtype == getattr(torch, dtype)
         assert model.weight.dtype == torch.float32
@@ -108,7 +108,7 @@ def test_the_forward_runs_in_fewer_bits(dtype: str) -> None:
 def test_tf32_is_on_inside_and_as_it_was_outside(matmul: Any, before: str, raises: bool) -> None:
     matmul.fp32_precision = before
     readable = allow_tf32()
-    with suppress(KeyError), training(nn.Linear(8, 8), PRECISION, **{SETTING: "tf32"}):
+    with suppress(KeyError), training(nn.Linear(8, 8), PRECISION, settings={SETTING: "tf32"}):
         assert matmul.fp32_precision == "tf32"
         assert allow_tf32() == (None if readable is None else True)
         if raises:
@@ -230,7 +230,7 @@ def test_a_step_that_writes_weights_computes_with_them(build: Any, write: Any) -
         model, payload = build(), {SETTING: payloads[dtype]} if dtype in payloads else {}
         still, chosen = torch.optim.SGD(model.parameters(), 0.0), {SETTING: dtype}
         made = training(
-            model, PRECISION, optimizer=still, payloads=payload, recipe=recipe, **chosen
+            model, PRECISION, optimizer=still, payloads=payload, recipe=recipe, settings=chosen
         )
         with made as live:
             return float(live.step(torch.ones(4, 4)))

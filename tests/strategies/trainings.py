@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ def training(
     optimizer: Any = None,
     device: str | torch.device = "cpu",
     recipe: Recipe | None = None,
-    **settings: Any,
+    settings: Mapping[str, Any] | None = None,
 ) -> Training:
     """Return a training of a model.
 
@@ -39,9 +39,9 @@ def training(
         optimizer: of the model; SGD at a rate of 0.1 if it is not given.
         device: where it trains.
         recipe: how the loss is computed; the mean of the outputs if it is not given.
-        settings: by name; pass those with a dot in it as `**{name: value}`.
+        settings: values by name.
     """
-    resolved = ResolvedPlan(plan or Plan(4, settings=settings), payloads or {}, strategies)
+    resolved = ResolvedPlan(plan or Plan(4, settings=settings or {}), payloads or {}, strategies)
     by = optimizer or torch.optim.SGD(model.parameters(), 0.1)
     return Training(model, by, recipe or Recipe(), resolved, device=torch.device(device))
 
@@ -70,5 +70,5 @@ def by_its_forward(block: nn.Module, **given: Any) -> nn.Module:
     return block
 
 
-WAYS_TO_COMPILE: tuple[Callable[..., nn.Module], ...] = (torch.compile, in_place, by_its_forward)
+WAYS_TO_COMPILE: tuple[Any, ...] = (torch.compile, in_place, by_its_forward)
 """Each compiles a part of a model; arguments besides are those of `torch.compile`."""

@@ -29,7 +29,7 @@ def test_every_usage_trains_in_plain_pytorch_and_repeats() -> None:
 @contextmanager
 def drops_a_gradient(training: TrainingView) -> Iterator[None]:
     """Of one bias, which is little of all."""
-    bias = training.model.get_parameter("blocks.0.mlp.0.bias")
+    bias: Any = training.model.get_parameter("blocks.0.mlp.0.bias")
     with bias.register_hook(torch.zeros_like):
         yield
 

@@ -147,7 +147,7 @@ def test_what_it_writes_runs_also_where_the_model_is_compiled(
 
 def test_one_device_alone_is_refused() -> None:
     with pytest.raises(Unsupported, match="two ranks"):
-        training(_workload().build_model(), STRATEGY, **{"parallel.mode": "ddp"})
+        training(_workload().build_model(), STRATEGY, settings={"parallel.mode": "ddp"})
 
 
 def _sharded(model: nn.Module) -> None:
