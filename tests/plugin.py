@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,3 +27,23 @@ class Plugin:
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         return []
+
+
+class Changing(Plugin):
+    """Where it is on, does to a training what a test says.
+
+    Args:
+        change: may return the context in which the change is in force.
+    """
+
+    def __init__(self, change: Callable[[TrainingView], AbstractContextManager[None] | None]):
+        self.change = change
+
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        changed = self.change(training) if settings[f"{self.name}.on"] else None
+        return changed or nullcontext()
+
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        return ["change(model)"] if settings[f"{self.name}.on"] else []

@@ -1,4 +1,4 @@
-"""Kernels whose buffers are known from their sources: peaks of a dry run against a card's."""
+"""Peaks of a dry run against a card's: of kernels known from their sources, and of evaluations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-PROGRAM = """
+pytestmark = pytest.mark.emulated
+
+KERNELS = """
 import json
 
 import torch
@@ -57,17 +59,63 @@ found = {}
 for name, (build, batch, optimizer) in cases.items():
     workload = autofit.Workload(build, batch, loss_fn=loss_fn, optimizer=optimizer)
     predicted = autofit.predict(workload, gpu="H200")
-    seen = autofit.probe(workload, device="cuda", strategies=[]).measurement
+    trial = autofit.probe(workload, device="cuda", strategies=[])
+    seen = trial.measurement
     found[name] = (
         [predicted.peak_allocated_bytes, predicted.peak_reserved_bytes],
         [seen.peak_allocated_bytes, seen.peak_reserved_bytes],
+        str(trial),
     )
+print(json.dumps(found))
+"""
+EVALUATIONS = """
+import json
+
+import torch
+from torch import nn
+
+import autofit
+
+
+def images():
+    return nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 8, 3))
+
+
+def layers():
+    return nn.Sequential(nn.Linear(256, 2048), nn.GELU(), nn.Linear(2048, 256))
+
+
+def table():  # whose evaluation holds less than its training, and than a copy of its weights
+    return nn.Sequential(nn.Embedding(50_000, 128), nn.Linear(128, 8))
+
+
+def loss_fn(model, batch):
+    return model(batch).float().square().mean()
+
+
+cases = {
+    "images": (images, torch.randn(8, 3, 64, 64)),
+    "layers": (layers, torch.randn(64, 256)),
+    "table": (table, torch.randint(0, 50_000, (8, 64))),
+}
+found = {}
+for name, (build, batch) in cases.items():
+    workload = autofit.Workload(
+        build, batch, loss_fn=loss_fn, eval_step=loss_fn, eval_batch=16 * len(batch)
+    )
+    predicted = autofit.predict(workload, gpu="H200")
+    trial = autofit.probe(workload, device="cuda", strategies=[])
+    told = predicted.evaluation_bytes - predicted.breakdown["non_torch"]
+    found[name] = told, trial.measurement.evaluation_peak_bytes, str(trial)
 print(json.dumps(found))
 """
 
 
-@pytest.mark.emulated
-def test_a_dry_run_counts_the_buffers_of_these_kernels(run_on: Callable[..., str]) -> None:
-    found = json.loads(run_on(PROGRAM, values=True).splitlines()[-1])
-    for name, (told, seen) in found.items():
-        assert told == pytest.approx(seen, rel=0.002), name
+@pytest.mark.parametrize(("program", "apart"), [(KERNELS, 0.002), (EVALUATIONS, 0.02)])
+def test_a_dry_run_tells_what_a_card_holds(
+    program: str, apart: float, run_on: Callable[..., str]
+) -> None:
+    """In kernels whose buffers it counts, and in an evaluation beside a training."""
+    found = json.loads(run_on(program, values=True).splitlines()[-1])
+    for name, (told, seen, trial) in found.items():
+        assert told == pytest.approx(seen, rel=apart), (name, trial)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import pytest
+import torch
 from torch import nn
 
-from autofit.measurement import Measurement, Outcome, Trial, TrialKind
-from autofit.plan import Dimension, Plan
+from autofit import Dimension, Measurement, Outcome, Plan, Report, Trial, TrialKind, Workload
 from autofit.registry import load_strategies
 from autofit.report.record import Record, SearchSummary
-from autofit.report.report import Report
 from autofit.training.batch import describe
 from autofit.training.samples import rows_of
-from autofit.training.workload import Workload
 
 DIMENSIONS = {
     "precision.dtype": Dimension(["default", "tf32", "bfloat16", "float16"]),
@@ -45,12 +43,7 @@ def report_of(workload: Workload, plan: Plan, units: tuple[str, ...] = ()) -> Re
     level = Dimension([0, 1], payloads={1: {"units": list(units), "state": []}} if units else {})
     dimensions: Mapping[str, Dimension] = DIMENSIONS | {"checkpointing.level": level}
     plain = {name: dimension.values[0] for name, dimension in dimensions.items()}
-    best = Plan(
-        plan.micro_batch,
-        accumulation_steps=plan.accumulation_steps,
-        global_batch=plan.global_batch,
-        settings=plain | dict(plan.settings),
-    )
+    best = replace(plan, settings=plain | dict(plan.settings))
     baseline = Plan.split(plan.samples_per_step, workload.sample_batch_size, plain)
     rows = rows_of(workload.samples)
     record = Record(
@@ -92,11 +85,11 @@ def losses_by_apply(
     return losses
 
 
-@pytest.fixture
-def losses_of_apply() -> Callable[..., list[float]]:
-    return losses_by_apply
+def by_steps(losses: Sequence[float], plan: Plan) -> list[float]:
+    """Return the sum of a plan's micro-batches for each optimizer step."""
+    steps = plan.accumulation_steps
+    return [sum(losses[at : at + steps]) for at in range(0, len(losses), steps)]
 
 
-@pytest.fixture
-def make_report() -> Callable[..., Any]:
-    return report_of
+def compiled_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

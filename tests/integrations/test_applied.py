@@ -13,30 +13,38 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import InvalidArgument
+from autofit import InvalidArgument, Plan
 from autofit.integrations.applied import library, on_model, replaced
 from autofit.integrations.loader_batches import longest_samples
-from autofit.plan import Plan, ResolvedPlan
+from autofit.plan import ResolvedPlan
 from autofit.strategy import TrainingView
-from tests.plugin import Plugin
+from tests.plugin import Changing
 
 
-class Foreign(Plugin):
-    """A strategy of somebody else's, which does to a training what a test says."""
+def acted(act: Callable[[TrainingView], Any], model: nn.Module) -> Any:
+    """Apply a plan of somebody else's strategy, which does this to a training."""
+    plan = ResolvedPlan(Plan(1, settings={"plugin.on": True}), {}, [Changing(act)])
+    return on_model(plan, model, None)
 
-    name = "foreign"
 
-    def __init__(self, act: Callable[[TrainingView], Any]) -> None:
-        self._act = act
+@pytest.fixture
+def entered() -> list[bool]:
+    return []
+
+
+@pytest.fixture
+def wrap(entered: list[bool]) -> Callable[[TrainingView], Any]:
+    """Has each forward noted in `entered`."""
 
     @contextmanager
-    def apply(self, training: TrainingView, settings: Any, payloads: Any) -> Iterator[None]:
-        self._act(training)
+    def noted() -> Iterator[None]:
+        entered.append(torch.is_grad_enabled())
         yield
 
+    def act(training: TrainingView) -> None:
+        training.wrap_forward(noted)
 
-def resolved(act: Callable[[TrainingView], Any]) -> ResolvedPlan:
-    return ResolvedPlan(Plan(1, settings={"foreign.on": True}), {}, [Foreign(act)])
+    return act
 
 
 def test_a_replaced_attribute_is_put_back_even_if_it_was_none() -> None:
@@ -48,54 +56,34 @@ def test_a_replaced_attribute_is_put_back_even_if_it_was_none() -> None:
     assert not hasattr(model, "further")
 
 
-def test_a_forward_context_is_entered_around_the_models_own_forward() -> None:
-    model, entered = nn.Linear(2, 2), []
-
-    @contextmanager
-    def counted() -> Iterator[None]:
-        entered.append(torch.is_grad_enabled())
-        yield
-
-    def wrap(training: TrainingView) -> None:
-        training.wrap_forward(counted)
-
-    with on_model(resolved(wrap), model, None):
+def test_a_forward_context_is_entered_around_the_models_own_forward(
+    wrap: Any, entered: list[bool]
+) -> None:
+    model = nn.Linear(2, 2)
+    with acted(wrap, model):
         model(torch.ones(1, 2))
-        assert entered == [True]
     model(torch.ones(1, 2))
     assert entered == [True]
     assert "forward" not in vars(model)
 
 
-def test_copies_of_a_covered_model_run_their_own_weights() -> None:
+def test_copies_of_a_covered_model_run_their_own_weights(wrap: Any, entered: list[bool]) -> None:
     """As an average of the weights that a trainer keeps; a pickled one is without the contexts."""
-    model, entered = nn.Linear(2, 2), []
-
-    @contextmanager
-    def counted() -> Iterator[None]:
-        entered.append(1)
-        yield
-
-    ones, signature = torch.ones(1, 2), inspect.signature(model.forward)
-    with on_model(resolved(lambda training: training.wrap_forward(counted)), model, None):
+    model, ones = nn.Linear(2, 2), torch.ones(1, 2)
+    signature = inspect.signature(model.forward)
+    with acted(wrap, model):
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
         assert inspect.signature(model.forward) == signature
     before = model(ones)
-    with torch.no_grad():
-        model.weight.zero_()
-    assert entered == []
-    for each, contexts_entered in zip(copies, ([1], []), strict=True):
+    nn.init.zeros_(model.weight)
+    for each, contexts_entered in zip(copies, ([True], []), strict=True):
+        entered.clear()
         torch.testing.assert_close(each(ones), before)
         assert entered == contexts_entered
-        entered.clear()
 
 
 def replace_optimizer(training: TrainingView) -> None:
     training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1.0)
-
-
-def wrap_step(training: TrainingView) -> None:
-    training.wrap_optimizer_step(lambda step: step())
 
 
 def scale(training: TrainingView) -> None:
@@ -106,7 +94,10 @@ def scale(training: TrainingView) -> None:
     ("act", "words"),
     [
         (replace_optimizer, "replaces training.optimizer"),
-        (wrap_step, "needs training.wrap_optimizer_step"),
+        (
+            lambda training: training.wrap_optimizer_step(lambda step: step()),
+            "needs training.wrap_optimizer_step",
+        ),
         (scale, "replaces training.scaler"),
     ],
 )
@@ -114,8 +105,8 @@ def test_what_only_a_training_of_autofits_can_do_is_refused(
     act: Callable[[TrainingView], Any], words: str
 ) -> None:
     with (
-        pytest.raises(InvalidArgument, match=f"'foreign' {words}.*report.apply"),
-        on_model(resolved(act), nn.Linear(2, 2), None),
+        pytest.raises(InvalidArgument, match=f"'plugin' {words}.*report.apply"),
+        acted(act, nn.Linear(2, 2)),
     ):
         pass
 

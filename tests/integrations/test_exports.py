@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.plan import Plan
-from autofit.report.report import Report
-from autofit.training.workload import Workload
+from autofit import Plan, Report, Workload
+from tests.integrations.conftest import report_of
 
-WANTED = "not installed: pip install -e .[dev]"
 DEEPSPEED_FIELDS = {
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -27,37 +24,23 @@ DEEPSPEED_FIELDS = {
 """Fields of its documentation (DeepSpeed Configuration JSON) that exports use."""
 
 
-@pytest.fixture
-def report(make_report: Callable[..., Report]) -> Report:
-    return report_with(make_report, Plan(4, accumulation_steps=3))
-
-
-def report_with(make_report: Callable[..., Report], plan: Plan, **settings: Any) -> Report:
+def report_in(dtype: str) -> Report:
     batch = (torch.randn(4, 6), torch.arange(4) % 3)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
     workload = Workload(
         model, batch, criterion=nn.CrossEntropyLoss(), global_batch=12, clip_grad_norm=0.5
     )
-    chosen = {"checkpointing.level": 1, "precision.dtype": "bfloat16", **settings}
-    wanted = Plan(
-        plan.micro_batch,
-        accumulation_steps=plan.accumulation_steps,
-        global_batch=plan.global_batch,
-        settings=chosen,
-    )
-    return make_report(workload, wanted, ("0",))
+    settings: dict[str, Any] = {"checkpointing.level": 1, "precision.dtype": dtype}
+    return report_of(workload, Plan(4, accumulation_steps=3, settings=settings), ("0",))
 
 
 @pytest.mark.parametrize(("dtype", "named"), [("bfloat16", "bf16"), ("default", "no")])
-def test_accelerate_config(
-    dtype: str, named: str, make_report: Callable[..., Report], tmp_path: Path
-) -> None:
+def test_accelerate_config(dtype: str, named: str, tmp_path: Path) -> None:
     config: Any = pytest.importorskip(
-        "accelerate.commands.config.config_args", reason=f"accelerate is {WANTED}"
+        "accelerate.commands.config.config_args",
+        reason="accelerate is not installed: pip install -e .[dev]",
     )
-    plan = Plan(4, accumulation_steps=3)
-    report = report_with(make_report, plan, **{"precision.dtype": dtype})
-    text = report.export("accelerate", tmp_path / "plan.yaml")
+    text = report_in(dtype).export("accelerate", tmp_path / "plan.yaml")
     loaded = config.load_config_from_file(str(tmp_path / "plan.yaml"))
     assert (loaded.mixed_precision, loaded.num_processes, loaded.use_cpu) == (named, 1, True)
     assert loaded.distributed_type.value == "NO"
@@ -65,9 +48,8 @@ def test_accelerate_config(
     assert "batch_size=4" in text
 
 
-def test_deepspeed_config(report: Report, tmp_path: Path) -> None:
-    text = report.export("deepspeed", tmp_path / "plan.json")
-    config = json.loads(text)
+def test_deepspeed_config(tmp_path: Path) -> None:
+    config = json.loads(report_in("bfloat16").export("deepspeed", tmp_path / "plan.json"))
     assert set(config) - {"_comment"} <= DEEPSPEED_FIELDS
     assert config["train_batch_size"] == 12 == 4 * 3
     assert config["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}

@@ -9,31 +9,28 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import autofit
-from autofit.errors import InvalidArgument
+from autofit import InvalidArgument, Plan
 from autofit.integrations import lightning as integration
-from autofit.plan import Plan
 from autofit.report.details import training_lines
 from autofit.report.place import Place
-from autofit.report.report import Report
 from autofit.training.samples import Collated
-
-QUICK = autofit.SearchOptions(effort="quick")
+from tests.integrations.conftest import by_steps, compiled_graphs, losses_by_apply, report_of
 
 lightning: Any = pytest.importorskip(
     "lightning.pytorch", reason="lightning is not installed: pip install -e . --group dev"
 )
 
 
-class Numbers(Dataset[Any]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(place)
-        return torch.randn(8, generator=generator), torch.tensor(place % 3)
+DRAWN = torch.Generator().manual_seed(0)
+NUMBERS: Any = [(torch.randn(8, generator=DRAWN), torch.tensor(place % 3)) for place in range(24)]
+RAGGED: Any = [
+    (inputs.repeat(1 + place % 3, 1), target.repeat(1 + place % 3))
+    for place, (inputs, target) in enumerate(NUMBERS)
+]
+"""Sequences of other lengths."""
 
 
 class Data(lightning.LightningDataModule):  # type: ignore[misc]  # of a library without types here
@@ -42,7 +39,7 @@ class Data(lightning.LightningDataModule):  # type: ignore[misc]  # of a library
         self.batch_size = batch_size
 
     def setup(self, stage: str) -> None:
-        self.numbers = Numbers()
+        self.numbers = NUMBERS
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.numbers, self.batch_size)
@@ -59,11 +56,13 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]  # likewise
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        inputs, target = batch
-        loss = nn.functional.cross_entropy(self.net(inputs), target)
+        loss = self.loss(batch)
         self.log("loss", loss)
         self.losses.append(loss.item())
         return {"loss": loss}
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -87,41 +86,59 @@ def optimizer_of(module: Any) -> Any:
     return module.configure_optimizers()["optimizer"]
 
 
-PLANS: dict[str, tuple[Plan, tuple[str, ...]]] = {
-    "accumulation": (Plan(2, accumulation_steps=4), ()),
-    "no accumulation": (Plan(8), ()),
-    "bfloat16": (Plan(4, accumulation_steps=2, settings={"precision.dtype": "bfloat16"}), ()),
-    "placement": (
-        Plan(
-            4,
-            accumulation_steps=2,
-            settings={"checkpointing.level": 1, "optimizer.implementation": "fused"},
-        ),
-        ("net.1", "net.2"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_three_steps_of_the_trainer_have_the_losses_of_apply(
-    name: str,
-    make_report: Callable[..., Report],
-    losses_of_apply: Callable[..., list[float]],
+def check_losses(
+    plan: Plan,
+    units: tuple[str, ...] = (),
+    module: Any = None,
+    *,
+    own: Any = None,
+    apart: float = 1e-5,
+    **arguments: Any,
 ) -> None:
-    plan, units = PLANS[name]
-    module, data = Classifier(), Data()
-    own = trainer_of(accumulate_grad_batches=2, gradient_clip_val=0.5)
-    report = make_report(integration.workload(module, data, trainer=own), plan, units)
-    expected = losses_of_apply(report, module, optimizer_of, DataLoader(Numbers(), 8))
+    """Three steps of a Trainer of these arguments have the losses of `report.apply`.
+
+    Nothing is left on the module, nor on the data.
+    """
+    module, data = module or Classifier(), Data()
+    own = own or trainer_of(**arguments)
+    report = report_of(integration.workload(module, data, trainer=own), plan, units)
+    expected = losses_by_apply(
+        report,
+        module,
+        optimizer_of,
+        DataLoader(NUMBERS, 8),
+    )
     module.losses.clear()
-    trainer = trainer_of(max_epochs=1, gradient_clip_val=0.5, **integration.arguments(report))
+    trainer = trainer_of(**{"max_epochs": 1, **arguments, **integration.arguments(report)})
     trainer.fit(module, datamodule=data)
-    steps = plan.accumulation_steps
-    starts = range(0, len(module.losses), steps)
-    found = [sum(module.losses[at : at + steps]) / steps for at in starts]
-    assert found == pytest.approx(expected, rel=1e-5)
+    found = [loss / plan.accumulation_steps for loss in by_steps(module.losses, plan)]
+    assert found == pytest.approx(expected, rel=apart)
     assert data.batch_size == 4, "given back"
-    assert not any("forward" in vars(child) for child in module.modules())
+    assert not any({"forward", "_compiled_call_impl"} & {*vars(each)} for each in module.modules())
+
+
+@pytest.mark.parametrize(
+    ("plan", "units"),
+    [
+        (Plan(2, accumulation_steps=4), ()),
+        (Plan(8), ()),
+        (Plan(4, accumulation_steps=2, settings={"precision.dtype": "bfloat16"}), ()),
+        (
+            Plan(
+                4,
+                accumulation_steps=2,
+                settings={"checkpointing.level": 1, "optimizer.implementation": "fused"},
+            ),
+            ("net.1", "net.2"),
+        ),
+    ],
+    ids=["accumulation", "no accumulation", "bfloat16", "placement"],
+)
+def test_three_steps_of_the_trainer_have_the_losses_of_apply(
+    plan: Plan, units: tuple[str, ...]
+) -> None:
+    own = trainer_of(accumulate_grad_batches=2, gradient_clip_val=0.5)
+    check_losses(plan, units, own=own, gradient_clip_val=0.5)
 
 
 class Called(Classifier):
@@ -130,28 +147,27 @@ class Called(Classifier):
     def forward(self, inputs: torch.Tensor) -> Any:
         return self.net(inputs)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
-        self.losses.append(loss.item())
-        return loss
+    def loss(self, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
 
 @pytest.mark.slow
-def test_a_compiled_plan_has_the_losses_of_apply(
-    make_report: Callable[..., Report], losses_of_apply: Callable[..., list[float]]
-) -> None:
-    module, data = Called(), Data()
+def test_a_compiled_plan_has_the_losses_of_apply() -> None:
+    before = compiled_graphs()
     plan = Plan(2, accumulation_steps=4, settings={"compile.mode": "default"})
-    report = make_report(integration.workload(module, data, trainer=trainer_of()), plan)
-    expected = losses_of_apply(report, module, optimizer_of, DataLoader(Numbers(), 8))
-    module.losses.clear()
-    graphs: Any = torch._dynamo.utils.counters["stats"]
-    before = graphs["unique_graphs"]
-    trainer_of(max_epochs=1, **integration.arguments(report)).fit(module, datamodule=data)
-    assert graphs["unique_graphs"] == before + 1
-    found = [sum(module.losses[at : at + 4]) / 4 for at in (0, 4, 8)]
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert "_compiled_call_impl" not in vars(module)
+    check_losses(plan, module=Called())
+    assert compiled_graphs() == before + 2  # of `report.apply`, and of the Trainer
+
+
+def test_gradients_are_clipped_by_value_as_the_trainer_does() -> None:
+    check_losses(Plan(8), gradient_clip_val=0.01, gradient_clip_algorithm="value")
+
+
+@pytest.mark.cuda
+def test_three_steps_on_a_gpu_have_the_losses_of_apply() -> None:
+    settings: dict[str, Any] = {"precision.dtype": "float16", "checkpointing.level": 1}
+    plan = Plan(4, accumulation_steps=2, settings=settings)
+    check_losses(plan, ("net.1",), Classifier().cuda(), apart=1e-3, accelerator="gpu")
 
 
 @pytest.mark.parametrize(
@@ -179,43 +195,13 @@ def test_the_steps_of_a_schedule_are_those_of_the_trainer(
         assert trainer.estimated_stepping_batches == steps
 
 
-def test_gradients_are_clipped_by_value_as_the_trainer_does(
-    make_report: Callable[..., Report], losses_of_apply: Callable[..., list[float]]
-) -> None:
-    module, data = Classifier(), Data()
-    clips = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    workload = integration.workload(module, data, trainer=trainer_of(**clips))
-    report = make_report(workload, Plan(8), ())
-    expected = losses_of_apply(report, module, optimizer_of, DataLoader(Numbers(), 8))
-    module.losses.clear()
-    trainer = trainer_of(max_epochs=1, **clips, **integration.arguments(report))
-    trainer.fit(module, datamodule=data)
-    assert module.losses == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.cuda
-def test_three_steps_on_a_gpu_have_the_losses_of_apply(
-    make_report: Callable[..., Report], losses_of_apply: Callable[..., list[float]]
-) -> None:
-    module, data = Classifier().cuda(), Data()
-    settings: dict[str, Any] = {"precision.dtype": "float16", "checkpointing.level": 1}
-    plan = Plan(4, accumulation_steps=2, settings=settings)
-    report = make_report(integration.workload(module, data), plan, ("net.1",))
-    expected = losses_of_apply(report, module, optimizer_of, DataLoader(Numbers(), 8))
-    module.losses.clear()
-    arguments = {"accelerator": "gpu", "max_epochs": 1, **integration.arguments(report)}
-    trainer_of(**arguments).fit(module, datamodule=data)
-    found = [sum(module.losses[at : at + 2]) / 2 for at in (0, 2, 4)]
-    assert found == pytest.approx(expected, rel=1e-3)
-
-
 def test_a_workload_is_what_the_module_trains() -> None:
     module, own = Classifier(), trainer_of(accumulate_grad_batches=3, gradient_clip_val=0.5)
     workload = integration.workload(module, Data(), trainer=own)
     assert (workload.sample_batch_size, workload.global_batch) == (4, 12)
     assert workload.clip_grad_norm == 0.5
     assert isinstance(workload.optimizer, torch.optim.AdamW)
-    loader = DataLoader(Numbers(), 6)
+    loader = DataLoader(NUMBERS, 6)
     assert integration.workload(module, loader).global_batch == 6
 
 
@@ -242,50 +228,55 @@ def test_a_data_module_is_left_for_the_trainer_to_set_up() -> None:
 def test_a_search_keeps_the_trainers_mixed_precision() -> None:
     module, own = Classifier(), trainer_of(precision="bf16-mixed", max_epochs=3)
     report = integration.search(
-        module, Data(), trainer=own, vram_budget="64MiB", max_probes=2, options=QUICK
+        module,
+        Data(),
+        trainer=own,
+        vram_budget="64MiB",
+        max_probes=1,
+        options=autofit.SearchOptions(effort="quick"),
     )
     assert report.best.ok
-    assert report.record.search.planned_samples == 3 * len(Numbers())
+    assert report.record.search.planned_samples == 3 * len(NUMBERS)
     assert "precision.dtype" not in report.plan.settings
     assert "precision='bf16-mixed' of the Trainer asks for it" in " ".join(report.record.notes)
     assert module._trainer is None
     assert module.losses == [], "the copies in the worker were trained"
     pasted = "\n".join(training_lines(report.record, Place()))
-    scope = {"report": report, "module": module, "data": Data()}
     pasted = pasted.replace(
         "Trainer(**",
         "Trainer(max_epochs=1, accelerator='cpu', logger=False, enable_checkpointing=False, **",
     )
-    exec(pasted, scope)
-    assert len(module.losses) == len(Numbers()) // report.plan.micro_batch
+    exec(pasted, {"report": report, "module": module, "data": Data()})
+    assert len(module.losses) == len(NUMBERS) // report.plan.micro_batch
 
 
-def test_what_cannot_be_searched_is_said(make_report: Callable[..., Report]) -> None:
+def not_automatic() -> Any:
     module = Classifier()
-    with pytest.raises(InvalidArgument, match="DataModule"):
-        integration.workload(module)
-    with pytest.raises(InvalidArgument, match="precision='64-true'"):
-        integration.workload(module, Data(), trainer=trainer_of(precision="64-true"))
     module.automatic_optimization = False
-    with pytest.raises(InvalidArgument, match="training_step="):
-        integration.workload(module, Data())
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "arguments", "words"),
+    [
+        (Classifier(), None, {}, "DataModule"),
+        (Classifier(), Data(), {"precision": "64-true"}, "precision='64-true'"),
+        (not_automatic(), Data(), {}, "training_step="),
+    ],
+    ids=["no data", "float64", "manual optimization"],
+)
+def test_what_cannot_be_searched_is_said(
+    module: Any, data: Any, arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        integration.workload(module, data, trainer=trainer_of(**arguments))
 
 
 class Forgetful(Classifier):
     """Keeps no losses: reading one needs its value, which a prediction has not."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        inputs, target = batch
-        return nn.functional.cross_entropy(self.net(inputs), target)
-
-
-def test_a_prediction_and_a_check_take_the_trainers_accumulation() -> None:
-    trainer = trainer_of(accumulate_grad_batches=3)
-    found: Any = integration.predict(Forgetful(), Data(), trainer=trainer, gpu="L4")
-    assert str(found.plan).startswith("4 x 3")
-    verdict = integration.check(Forgetful(), Data(), trainer=trainer, gpu="L4")
-    assert verdict.fits
-    assert verdict.required_bytes == found.required_bytes
+        return self.loss(batch)
 
 
 class Validated(Forgetful):
@@ -296,7 +287,7 @@ class Validated(Forgetful):
 
 class WithValidation(Data):
     def val_dataloader(self) -> list[DataLoader[Any]]:
-        return [DataLoader(Numbers(), 2), DataLoader(Numbers(), 512)]
+        return [DataLoader(NUMBERS, 2), DataLoader(NUMBERS, 512)]
 
 
 @pytest.mark.slow
@@ -317,29 +308,27 @@ def test_a_validation_is_measured_where_module_and_data_have_one() -> None:
 @pytest.mark.parametrize(
     ("distributed", "words"),
     [
-        ({"devices": 2, "strategy": "ddp"}, "uses 2 devices"),
-        ({"strategy": lightning.strategies.ModelParallelStrategy}, "shards the model"),
+        (lambda: {"devices": 2, "strategy": "ddp"}, "uses 2 devices"),
+        (
+            lambda: {"strategy": lightning.strategies.ModelParallelStrategy()},
+            "shards the model",
+        ),
     ],
 )
 def test_a_trainer_that_is_distributed_is_refused(
-    use: Any, distributed: dict[str, Any], words: str
+    use: Any, distributed: Callable[[], dict[str, Any]], words: str
 ) -> None:
-    if callable(make := distributed["strategy"]):
-        distributed = {"strategy": make()}
     with pytest.raises(InvalidArgument, match=words):
-        use(Classifier(), Data(), trainer=trainer_of(**distributed))
+        use(Classifier(), Data(), trainer=trainer_of(**distributed()))
 
 
-class Forms(Classifier):
-    """Returns its optimizers in one of the forms that Lightning takes."""
-
-    def __init__(self, form: Callable[[torch.optim.Optimizer, Any], Any]) -> None:
-        super().__init__()
-        self.form = form
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
-        return self.form(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+def of_form(form: Callable[[torch.optim.Optimizer, Any], Any]) -> Any:
+    """Return a module that returns its optimizers in one of the forms that Lightning takes."""
+    module: Any = Classifier()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    module.configure_optimizers = lambda: form(optimizer, schedule)
+    return module
 
 
 @pytest.mark.parametrize(
@@ -353,7 +342,7 @@ class Forms(Classifier):
     ],
 )
 def test_the_optimizer_is_found_in_every_form(form: Any) -> None:
-    workload = integration.workload(Forms(form), Data())
+    workload = integration.workload(of_form(form), Data())
     assert isinstance(workload.optimizer, torch.optim.SGD)
 
 
@@ -367,18 +356,7 @@ def test_the_optimizer_is_found_in_every_form(form: Any) -> None:
 )
 def test_two_optimizers_are_refused(form: Any) -> None:
     with pytest.raises(InvalidArgument, match="configure_optimizers"):
-        integration.workload(Forms(form), Data())
-
-
-def test_an_optimizer_that_asks_for_the_trainer_may_be_given() -> None:
-    class Scheduled(Classifier):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1 / self.trainer.max_epochs)
-
-    with pytest.raises(InvalidArgument, match="optimizer="):
-        integration.workload(Scheduled(), Data())
-    given = integration.workload(Scheduled(), Data(), optimizer=torch.optim.SGD)
-    assert given.optimizer is torch.optim.SGD
+        integration.workload(of_form(form), Data())
 
 
 class Scheduled(Classifier):
@@ -390,7 +368,7 @@ class Scheduled(Classifier):
         assert self.optimizers().param_groups[0]["lr"] == rate
         self.log("rate", rate)
         assert not self.trainer.is_last_batch
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        return self.loss(batch)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters())
@@ -402,60 +380,50 @@ class Scheduled(Classifier):
 def test_a_module_may_ask_the_trainer_that_was_passed() -> None:
     module, data = Scheduled(), Data()
     trainer = trainer_of(max_epochs=3, accumulate_grad_batches=2)
-    workload = integration.workload(module, data, trainer=trainer)
+    workload: Any = integration.workload(module, data, trainer=trainer)
     assert isinstance(workload.optimizer, torch.optim.AdamW)
-    assert workload.loss_fn is not None
-    loss = workload.loss_fn(module, workload.batch(4))
-    assert loss.requires_grad
+    assert workload.loss_fn(module, workload.batch(4)).requires_grad
     assert module.steps == 9  # 24 samples in micro-batches of 4, two a step, three times
     assert module._trainer is None
     assert trainer.train_dataloader is None
 
 
-def test_the_worker_asks_it_too() -> None:
-    trainer = trainer_of(max_epochs=3)
-    prediction: Any = integration.predict(Scheduled(), Data(), trainer=trainer, gpu="L4")
-    assert prediction.required_bytes > 0
+def test_a_prediction_and_a_check_take_the_trainers_accumulation() -> None:
+    """And their worker asks the Trainer, too."""
+    trainer = trainer_of(accumulate_grad_batches=3, max_epochs=3)
+    found: Any = integration.predict(Scheduled(), Data(), trainer=trainer, gpu="L4")
+    assert str(found.plan).startswith("4 x 3")
+    verdict = integration.check(Scheduled(), Data(), trainer=trainer, gpu="L4")
+    assert verdict.fits
+    assert verdict.required_bytes == found.required_bytes > 0
 
 
 def test_what_a_module_asks_a_missing_trainer_for_is_named() -> None:
+    """Its optimizer may be given."""
     with pytest.raises(
-        InvalidArgument, match=r"configure_optimizers of a Scheduled .*pass trainer="
+        InvalidArgument, match=r"configure_optimizers of a Scheduled .*pass trainer=.*optimizer="
     ):
         integration.workload(Scheduled(), Data())
     module = Scheduled()
-    workload = integration.workload(module, Data(), optimizer=torch.optim.AdamW)
-    assert workload.loss_fn is not None
+    workload: Any = integration.workload(module, Data(), optimizer=torch.optim.AdamW)
+    assert workload.optimizer is torch.optim.AdamW
     with pytest.raises(
         InvalidArgument, match=r"training_step of a Scheduled .*test_lightning.py:\d"
     ):
         workload.loss_fn(module, workload.batch(4))
 
 
-class Ragged(Dataset[Any]):
-    """Sequences of other lengths."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, target = Numbers()[place]
-        return inputs.repeat(1 + place % 3, 1), target.repeat(1 + place % 3)
-
-
 def flattened(chosen: list[Any]) -> list[torch.Tensor]:
     return [torch.cat(parts) for parts in zip(*chosen, strict=True)]
 
 
-def test_samples_are_those_of_the_loader_whatever_its_batches_look_like(
-    make_report: Callable[..., Report],
-) -> None:
-    module, loader = Classifier(), DataLoader(Ragged(), 4, collate_fn=flattened)
+def test_samples_are_those_of_the_loader_whatever_its_batches_look_like() -> None:
+    module, loader = Classifier(), DataLoader(RAGGED, 4, collate_fn=flattened)
     own = trainer_of(accumulate_grad_batches=2)
     workload = integration.workload(module, loader, trainer=own)
     assert workload.plan() == Plan.split(8, 4)
     assert workload.batch(4)[0].shape == (12, 8)
-    report = make_report(workload, Plan(4, accumulation_steps=2))
+    report = report_of(workload, Plan(4, accumulation_steps=2))
     trainer = trainer_of(max_epochs=1, **integration.arguments(report))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "the training loader makes")
@@ -470,6 +438,5 @@ def test_a_hook_before_the_transfer_sees_the_batches_of_the_loader() -> None:
     module = Scaled()
     plain, scaled = (integration.workload(each, Data()) for each in (Classifier(), module))
     assert torch.equal(scaled.batch(4)[0], 10 * plain.batch(4)[0])
-    assert isinstance(scaled.samples, Collated)
-    assert isinstance(plain.samples, Collated)
-    assert scaled.samples.rows == plain.samples.rows
+    rows = [each.samples.rows for each in (plain, scaled) if isinstance(each.samples, Collated)]
+    assert rows[0] == rows[1]

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 import autofit
-from autofit.errors import InvalidArgument
-from autofit.plan import Dimension, Plan
+from autofit import Dimension, InvalidArgument, Plan
 from autofit.report.details import training_lines
 from autofit.report.place import Place
-from autofit.report.report import Report
+from tests.integrations.conftest import by_steps, compiled_graphs, report_of
 
 WANTED = "not installed: pip install -e . --group dev"
 transformers = pytest.importorskip("transformers", reason=f"transformers is {WANTED}")
@@ -26,7 +25,6 @@ Trainer: Any = transformers.Trainer
 
 from autofit.integrations import transformers as integration  # noqa: E402  # after the skip
 
-QUICK = autofit.SearchOptions(effort="quick")
 LENGTHS = (5, 31, 12, 9, 24, 7, 16, 28)
 TOKENS = 32
 
@@ -124,25 +122,40 @@ def trainer_of(folder: Path, kind: Any = InOrder, evaluated: Any = None, **chang
     return kind(causal_lm(), args, **data, data_collator=collate)
 
 
-def losses_by_apply(report: Report, trainer: Any) -> list[float]:
-    """The losses of three optimizer steps by `report.apply`, on copies."""
-    model = copy.deepcopy(trainer.model)
-    other = copy.copy(trainer)
+def losses_by_apply(plan: Plan, units: tuple[str, ...], trainer: Any) -> tuple[Any, list[float]]:
+    """Return a report whose best plan is this one, and three losses by `report.apply`."""
+    report = report_of(integration.workload(trainer), plan, units)
+    model, other, data = copy.deepcopy(trainer.model), copy.copy(trainer), trainer.train_dataset
     other.model, other.optimizer = model, None
-    data = trainer.train_dataset
+    flat = trainer.data_collator is flattened  # of which a training is given the samples
     with report.apply(model, other.create_optimizer()) as training:
-        return [float(training.step(collate(data[at : at + 8]))) for at in (0, 8, 16)]
+        given = [data[at : at + 8] for at in (0, 8, 16)]
+        losses = [float(training.step(each if flat else collate(each))) for each in given]
+    assert len(set(losses)) == 3
+    return report, losses
+
+
+def check_losses(
+    trainer: Any, plan: Plan, units: tuple[str, ...] = (), *, apart: float = 1e-5
+) -> Any:
+    """Three steps of the Trainer have the losses of `report.apply`; return what was applied."""
+    report, expected = losses_by_apply(plan, units, trainer)
+    applied = integration.apply(report, trainer)
+    trainer.train()
+    assert by_steps(trainer.losses, plan) == pytest.approx(expected, rel=apart)
+    return applied
 
 
 PLANS: dict[str, tuple[Plan, tuple[str, ...], dict[str, Any]]] = {
-    "accumulation": (Plan(2, accumulation_steps=4, global_batch=8), (), {}),
-    "no accumulation": (Plan(8, global_batch=8), (), {}),
+    "accumulation": (Plan(2, accumulation_steps=4), (), {}),
+    "a loss of ones own": (Plan(2, accumulation_steps=4), (), {"kind": OwnLoss}),
+    "no accumulation": (Plan(8), (), {}),
     "bfloat16": (
         Plan(4, accumulation_steps=2, settings={"precision.dtype": "bfloat16"}),
         (),
         {},
     ),
-    "label smoothing": (Plan(8, global_batch=8), (), {"label_smoothing_factor": 0.1}),
+    "label smoothing": (Plan(8), (), {"label_smoothing_factor": 0.1}),
     "placement": (
         Plan(
             8,
@@ -163,50 +176,25 @@ PLANS: dict[str, tuple[Plan, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [*((name, InOrder) for name in PLANS), ("accumulation", OwnLoss)]
-)
-def test_three_steps_of_the_trainer_have_the_losses_of_apply(
-    name: str, kind: Any, tmp_path: Path, make_report: Callable[..., Report]
-) -> None:
+@pytest.mark.parametrize("name", PLANS)
+def test_three_steps_of_the_trainer_have_the_losses_of_apply(name: str, tmp_path: Path) -> None:
     plan, units, arguments = PLANS[name]
-    trainer = trainer_of(tmp_path, kind, **arguments)
-    report = make_report(integration.workload(trainer), plan, units)
-    expected = losses_by_apply(report, trainer)
-    integration.apply(report, trainer)
-    trainer.train()
-    steps = plan.accumulation_steps
-    found = [sum(trainer.losses[at : at + steps]) for at in range(0, len(trainer.losses), steps)]
     # bfloat16 rounds to three digits; accelerate casts the logits, and the loss is out of autocast
-    rounding = 1e-4 if "precision.dtype" in plan.settings else 1e-5
-    assert found == pytest.approx(expected, rel=rounding)
-    assert len(set(expected)) == 3
-
-
-def compiled_graphs() -> int:
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    apart = 1e-4 if "precision.dtype" in plan.settings else 1e-5
+    check_losses(trainer_of(tmp_path, **arguments), plan, units, apart=apart)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["default", "bfloat16"])
-def test_a_compiled_plan_is_the_trainers_own_compilation(
-    dtype: str, tmp_path: Path, make_report: Callable[..., Report]
-) -> None:
+def test_a_compiled_plan_is_the_trainers_own_compilation(dtype: str, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     settings = {"compile.mode": "default", "precision.dtype": dtype}
-    report = make_report(
-        integration.workload(trainer), Plan(4, accumulation_steps=2, settings=settings)
-    )
-    expected, weights = losses_by_apply(report, trainer), copy.deepcopy(trainer.model.state_dict())
-    applied = integration.apply(report, trainer)
+    plan = Plan(4, accumulation_steps=2, settings=settings)
+    weights, before = copy.deepcopy(trainer.model.state_dict()), compiled_graphs()
+    applied = check_losses(trainer, plan, apart=1e-3 if dtype == "bfloat16" else 1e-5)
+    assert compiled_graphs() > before
     assert trainer.args.torch_compile
     assert "torch_compile=True (was False)" in applied.lines
-    before = compiled_graphs()
-    trainer.train()
-    assert compiled_graphs() > before
-    found = [sum(trainer.losses[at : at + 2]) for at in (0, 2, 4)]
-    rounding = 1e-3 if dtype == "bfloat16" else 1e-5
-    assert found == pytest.approx(expected, rel=rounding)
     applied.undo()
     assert (trainer.args.torch_compile, trainer.args.torch_compile_backend) == (False, None)
     trainer.model.load_state_dict(weights)
@@ -215,15 +203,12 @@ def test_a_compiled_plan_is_the_trainers_own_compilation(
     assert compiled_graphs() == before, "the Trainer kept its compiled model"
 
 
-def test_a_plan_that_does_not_compile_turns_compilation_off(
-    tmp_path: Path, make_report: Callable[..., Report]
-) -> None:
+def test_a_plan_that_does_not_compile_turns_compilation_off(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, torch_compile=True)
     with pytest.warns(UserWarning, match="torch_compile"):
-        report = make_report(integration.workload(trainer), Plan(8, global_batch=8))
-    applied = integration.apply(report, trainer)
+        report = report_of(integration.workload(trainer), Plan(8))
+    applied, before = integration.apply(report, trainer), compiled_graphs()
     assert not trainer.args.torch_compile
-    before = compiled_graphs()
     trainer.train()
     assert compiled_graphs() == before
     applied.undo()
@@ -262,21 +247,14 @@ def test_the_steps_of_a_training_are_those_that_the_trainer_takes(
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "tf32"])
-def test_three_steps_on_a_gpu_have_the_losses_of_apply(
-    dtype: str, tmp_path: Path, make_report: Callable[..., Report]
-) -> None:
+def test_three_steps_on_a_gpu_have_the_losses_of_apply(dtype: str, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, use_cpu=False, optim="adamw_torch")
     settings = {"precision.dtype": dtype, "optimizer.implementation": "fused"}
     plan = Plan(2, accumulation_steps=4, settings={**settings, "checkpointing.level": 1})
-    report = make_report(integration.workload(trainer), plan, ("transformer.h.1",))
-    expected = losses_by_apply(report, trainer)
-    applied = integration.apply(report, trainer)
-    trainer.train()
+    applied = check_losses(trainer, plan, ("transformer.h.1",), apart=1e-3)
     assert trainer.allowed_tf32 is (dtype == "tf32")
     applied.undo()
     assert not torch.backends.cuda.matmul.allow_tf32
-    found = [sum(trainer.losses[at : at + 4]) for at in (0, 4, 8)]
-    assert found == pytest.approx(expected, rel=1e-3)
 
 
 def adapted(folder: Path) -> Any:
@@ -402,29 +380,24 @@ def test_the_loss_travels_without_the_trainers_model_and_data(tmp_path: Path) ->
     assert copied._trainer.model is None, "or the model of a probe would outlive it"
 
 
-def test_what_the_arguments_can_say_is_written_there_and_taken_back(
-    tmp_path: Path, make_report: Callable[..., Report]
-) -> None:
+LEVEL_1 = {"checkpointing.level": 1}
+
+
+def test_what_the_arguments_can_say_is_written_there_and_taken_back(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, optim="adamw_torch", gradient_checkpointing=True)
-    plan = Plan(
-        2,
-        accumulation_steps=4,
-        settings={
-            "precision.dtype": "bfloat16",
-            "optimizer.implementation": "fused",
-            "checkpointing.level": 1,
-        },
-    )
-    report = make_report(integration.workload(trainer), plan, ("transformer.h.1",))
-    before, callbacks = copy.copy(vars(trainer.args)), list(trainer.callback_handler.callbacks)
+    settings: dict[str, Any] = {
+        "precision.dtype": "bfloat16",
+        "optimizer.implementation": "fused",
+        **LEVEL_1,
+    }
+    plan = Plan(2, accumulation_steps=4, settings=settings)
+    report = report_of(integration.workload(trainer), plan, ("transformer.h.1",))
+    args, callbacks = trainer.args, list(trainer.callback_handler.callbacks)
+    before = copy.copy(vars(args))
     applied = integration.apply(report, trainer)
-    args = trainer.args
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 4)
-    assert (args.bf16, args.optim, trainer.accelerator.mixed_precision) == (
-        True,
-        "adamw_torch_fused",
-        "bf16",
-    )
+    assert (args.bf16, args.optim) == (True, "adamw_torch_fused")
+    assert trainer.accelerator.mixed_precision == "bf16"
     assert not args.gradient_checkpointing
     assert "per_device_train_batch_size=2 (was 4)" in applied.lines
     assert "checkpointing.level=1 is applied to model and optimizer" in applied.lines[-1]
@@ -440,7 +413,7 @@ def test_what_the_arguments_can_say_is_written_there_and_taken_back(
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_training_that_raises_leaves_no_plan_on_the_model(
-    error: type[BaseException], tmp_path: Path, make_report: Callable[..., Report]
+    error: type[BaseException], tmp_path: Path
 ) -> None:
     class Stops(transformers.TrainerCallback):  # type: ignore[misc, name-defined]  # of a library without types
         on = True
@@ -451,8 +424,8 @@ def test_a_training_that_raises_leaves_no_plan_on_the_model(
                 raise error("the user's")
 
     trainer = trainer_of(tmp_path)
-    plan = Plan(2, accumulation_steps=4, settings={"checkpointing.level": 1})
-    report = make_report(integration.workload(trainer), plan, ("transformer.h.1",))
+    plan = Plan(2, accumulation_steps=4, settings=LEVEL_1)
+    report = report_of(integration.workload(trainer), plan, ("transformer.h.1",))
     applied = integration.apply(report, trainer)
     trainer.add_callback(Stops())
     with pytest.raises(error, match="the user's"):
@@ -494,9 +467,8 @@ def test_a_search_leaves_the_trainer_as_it_was_and_its_plan_trains(tmp_path: Pat
     trainer = trainer_of(tmp_path, bf16=True, gradient_checkpointing=True)
     before, args = copy.copy(vars(trainer)), copy.copy(vars(trainer.args))
     weights = [parameter.clone() for parameter in trainer.model.parameters()]
-    report = autofit.integrations.transformers.search(
-        trainer, vram_budget="64MiB", max_probes=2, options=QUICK
-    )
+    quick = autofit.SearchOptions(effort="quick")
+    report = integration.search(trainer, vram_budget="64MiB", max_probes=1, options=quick)
     assert vars(trainer) == before
     assert vars(trainer.args) == args
     assert not trainer.model.training
@@ -521,9 +493,8 @@ def flattened(chosen: list[dict[str, Any]]) -> Any:
     return transformers.DataCollatorWithFlattening()(rows)
 
 
-def test_a_collator_that_flattens_has_the_samples_of_the_arguments(
-    tmp_path: Path, make_report: Callable[..., Report]
-) -> None:
+def test_a_collator_that_flattens_has_the_samples_of_the_arguments(tmp_path: Path) -> None:
+    """And trains by a plan as the Trainer does."""
     trainer = trainer_of(tmp_path)
     trainer.data_collator = flattened
     workload = integration.workload(trainer)
@@ -532,24 +503,18 @@ def test_a_collator_that_flattens_has_the_samples_of_the_arguments(
     assert workload.batch(8)["input_ids"].shape == (1, 2 * (31 * 3 + 28))
     predicted: Any = integration.predict(trainer, gpu="L4")
     assert predicted.plan == Plan.split(8, 4)
-    applied = integration.apply(make_report(workload, workload.plan()), trainer)
+    applied = integration.apply(report_of(workload, workload.plan()), trainer)
     assert applied.lines == ("nothing to change: TrainingArguments already match the plan",)
+    applied.undo()
+    check_losses(trainer, Plan(2, accumulation_steps=4))
 
 
-def test_a_collator_that_flattens_trains_by_a_plan_as_the_trainer_does(
-    tmp_path: Path, make_report: Callable[..., Report]
-) -> None:
+def test_a_training_of_samples_refuses_a_batch_of_a_collator_that_flattens(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     trainer.data_collator = flattened
-    report = make_report(integration.workload(trainer), Plan(2, accumulation_steps=4))
-    model, other = copy.deepcopy(trainer.model), copy.copy(trainer)
-    other.model, other.optimizer = model, None
-    data = trainer.train_dataset
-    with report.apply(model, other.create_optimizer()) as training:
-        losses = [float(training.step(data[at : at + 8])) for at in (0, 8, 16)]
-        with pytest.raises(InvalidArgument, match="list of samples"):
-            training.step(flattened(data[:8]))
-    integration.apply(report, trainer)
-    trainer.train()
-    found = [sum(trainer.losses[at : at + 4]) for at in (0, 4, 8)]
-    assert found == pytest.approx(losses, rel=1e-5)
+    report = report_of(integration.workload(trainer), Plan(8))
+    with (
+        report.apply(trainer.model, trainer.create_optimizer()) as training,
+        pytest.raises(InvalidArgument, match="list of samples"),
+    ):
+        training.step(flattened(samples()[:8]))

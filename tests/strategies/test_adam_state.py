@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.errors import InvalidArgument, Unsupported
-from autofit.plan import Plan, ResolvedPlan
+from autofit import InvalidArgument, Plan, Training, Workload
+from autofit.errors import Unsupported
 from autofit.registry import load_strategies
-from autofit.testing import PlainContext, check_strategy
+from autofit.testing import check_strategy
 from autofit.training.loss import Recipe
-from autofit.training.training import Training
-from autofit.training.workload import Workload
+from tests.strategies.trainings import offered, training
 
 SETTING = "adam_state.format"
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "adam_state"))
@@ -60,28 +59,25 @@ def workload(optimizer: Any = torch.optim.AdamW, **given: Any) -> Workload:
     return Workload(make_model, torch.randn(8, WIDTH), optimizer=optimizer, **given)
 
 
-def training(value: str, optimizer: Any, model: nn.Module) -> Training:
-    resolved = ResolvedPlan(Plan(8, settings={SETTING: value}), PAYLOADS, (STRATEGY,))
-    recipe = Recipe(loss_fn=lambda model, batch: (model(batch) - batch).square().mean())
-    return Training(model, optimizer, recipe, resolved, device=torch.device("cpu"))
-
-
-def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategy, "_installed", dict)
+def trained(value: str, optimizer: Any, model: nn.Module) -> Training:
+    return training(
+        model,
+        STRATEGY,
+        plan=Plan(8, settings={SETTING: value}),
+        payloads=PAYLOADS,
+        optimizer=optimizer,
+        recipe=Recipe(loss_fn=lambda model, batch: (model(batch) - batch).square().mean()),
+    )
 
 
 def test_without_a_library_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_libraries(monkeypatch)
-    context = PlainContext(workload)
-    assert list(STRATEGY.dimensions(context)[SETTING].values) == ["default"]
-    assert context.notes == [
-        "adam_state.format skipped: neither torchao nor bitsandbytes is installed"
-    ]
+    monkeypatch.setattr(strategy, "_installed", dict)
+    dimension, notes = offered(STRATEGY, SETTING, workload)
+    assert dimension.values == ("default",)
+    assert notes == ["adam_state.format skipped: neither torchao nor bitsandbytes is installed"]
     model = make_model()
     with pytest.raises(Unsupported, match="pip install torchao"):
-        training("torchao_8bit", torch.optim.AdamW(model.parameters()), model).step(
-            torch.randn(8, WIDTH)
-        )
+        trained("torchao_8bit", torch.optim.AdamW(model.parameters()), model)
 
 
 def test_a_search_that_allows_rounding_alone_refuses_it() -> None:
@@ -107,10 +103,10 @@ def test_an_optimizer_that_no_library_equals_is_refused(
     make: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(strategy, "_installed", lambda: LIBRARIES)  # before any is imported
-    context = PlainContext(lambda: workload(make))
-    assert list(STRATEGY.dimensions(context)[SETTING].values) == ["default"]
-    assert all(why in note for note in context.notes)
-    assert len(context.notes) == 2
+    dimension, notes = offered(STRATEGY, SETTING, partial(workload, make))
+    assert dimension.values == ("default",)
+    assert all(why in note for note in notes)
+    assert len(notes) == 2
 
 
 def test_an_optimizer_with_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +116,7 @@ def test_an_optimizer_with_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     model(torch.randn(8, WIDTH)).mean().backward()
     optimizer.step()
     with pytest.raises(Unsupported, match="create a new one"):
-        training("bitsandbytes_8bit", optimizer, model)
+        trained("bitsandbytes_8bit", optimizer, model)
 
 
 @needs_bitsandbytes
@@ -134,13 +130,13 @@ def test_it_keeps_the_contract() -> None:
 def test_it_trains_alike_in_a_quarter_of_the_bytes_and_follows_a_scheduler(
     value: str, make: Any
 ) -> None:
-    def trained(value: str) -> tuple[list[float], int, Any]:
+    def end(value: str) -> tuple[list[float], int, Any]:
         model = make_model()
         optimizer = make(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.1)
         generator = torch.Generator().manual_seed(1)
         losses = []
-        with training(value, optimizer, model) as live:
+        with trained(value, optimizer, model) as live:
             for _ in range(8):
                 losses.append(float(live.step(torch.randn(8, WIDTH, generator=generator))))
                 scheduler.step()
@@ -149,8 +145,8 @@ def test_it_trains_alike_in_a_quarter_of_the_bytes_and_follows_a_scheduler(
         assert live.optimizer is optimizer
         return losses, held, model
 
-    plain, plain_bytes, model = trained("default")
-    losses, held, other = trained(value)
+    plain, plain_bytes, model = end("default")
+    losses, held, other = end(value)
     assert losses == pytest.approx(plain, rel=0.02)
     assert losses[-1] < 0.9 * losses[0]
     first = nn.utils.parameters_to_vector(make_model().parameters()).detach()

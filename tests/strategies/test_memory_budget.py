@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autofit import Plan, Workload
 from autofit.devices.cpu import CpuDevice
-from autofit.plan import Plan
 from autofit.registry import collect_dimensions, load_strategies, resolve
 from autofit.space import Space
 from autofit.testing import PlainContext
-from autofit.training.training import Training
-from autofit.training.workload import Workload
+from autofit.training.builder import TrainingBuilder
 
 pytestmark = pytest.mark.slow
 
@@ -53,52 +52,38 @@ class Block(nn.Module):
         return self.draw(self.last(torch.relu(self.first(x))))
 
 
-class Drawing(nn.Module):
-    """Blocks that draw.
-
-    Attributes:
-        budgets: that are in force outside of what is compiled.
-    """
-
-    def __init__(self, draw: Draw, blocks: int) -> None:
-        super().__init__()
-        self.blocks, self.budgets = nn.ModuleList(Block(draw) for _ in range(blocks)), list[float]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+BUDGETS: list[float] = []
 
 
 def total(model: Any, batch: Tensor) -> Tensor:
+    """Notes the budget that is in force outside of what is compiled."""
     from torch._functorch import config
 
-    model.budgets.append(config.activation_memory_budget)
-    loss: Tensor = model(batch).sum()
-    return loss
+    BUDGETS.append(config.activation_memory_budget)
+    return model(batch).sum()
 
 
-def trained(draw: Draw, blocks: int, **settings: Any) -> tuple[Drawing, Tensor, int]:
+def trained(draw: Draw, blocks: int, **settings: Any) -> tuple[nn.Module, Tensor, int]:
     """Return the model with its gradients, the loss, and the peak of a second step."""
 
     def build() -> Workload:
         torch.manual_seed(0)
-        return Workload(Drawing(draw, blocks), torch.randn(SAMPLES, 16), loss_fn=total)
+        model = nn.Sequential(*(Block(draw) for _ in range(blocks)))
+        return Workload(model, torch.randn(SAMPLES, 16), loss_fn=total)
 
-    strategies, workload, device = load_strategies(["compile"]), build(), CpuDevice()
+    strategies, device = load_strategies(["compile"]), CpuDevice()
     space = Space(collect_dimensions(strategies, PlainContext(build)), SAMPLES)
     resolved = resolve(Plan(SAMPLES, settings=settings), space, strategies)
-    with device.accounting():
-        model: Any = device.place_model(workload.build_model())
-        make = workload.build_optimizer
-        with Training(model, make, workload.recipe, resolved, device=device.torch_device) as run:
-            run.accumulate(workload.batch(SAMPLES))
-            model.zero_grad()
-            before = device.read().allocated_bytes
-            device.reset_peaks()
-            loss = run.accumulate(workload.batch(SAMPLES))
-            peak = device.read().peak_allocated_bytes - before
-    return model, loss, peak
+    workload = build()
+    batch = workload.batch(SAMPLES)
+    with device.accounting(), TrainingBuilder(build, device, 0).training(workload, resolved) as run:
+        run.accumulate(batch)
+        run.model.zero_grad()
+        before = device.read().allocated_bytes
+        device.reset_peaks()
+        loss = run.accumulate(batch)
+        peak = device.read().peak_allocated_bytes - before
+    return run.model, loss, peak
 
 
 @pytest.mark.parametrize(
@@ -120,7 +105,6 @@ def test_what_is_drawn_in_the_forward_holds_in_the_backward(
 def test_less_is_held_and_no_budget_is_left_in_force() -> None:
     peaks, blocks = [], {"compile.mode": "default", "compile.region": "blocks"}
     for budget in (1.0, 0.05):
-        model, _, peak = trained(dropped, 12, **blocks, **{"compile.memory_budget": budget})
-        peaks.append(peak)
-        assert set(model.budgets) == {1.0}
+        peaks.append(trained(dropped, 12, **blocks, **{"compile.memory_budget": budget})[2])
+    assert set(BUDGETS) == {1.0}
     assert peaks[0] > 1.5 * peaks[1], peaks

@@ -10,75 +10,52 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from autofit import Plan, Training, Workload
 from autofit.errors import Unsupported
-from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
-from autofit.strategy import Strategy
-from autofit.testing import PlainContext
 from autofit.training.loss import Recipe
-from autofit.training.training import Training
-from autofit.training.workload import Workload
+from tests.strategies.trainings import WAYS_TO_COMPILE, offered, training
 
-SETTINGS = {"memory_format.layout": "channels_last"}
-
-
-@pytest.fixture
-def memory_format() -> Strategy:
-    return load_strategies(["memory_format"])[0]
+LAYOUT, PRECISION = (load_strategies([name])[0] for name in ("memory_format", "precision"))
+SETTING = "memory_format.layout"
+SETTINGS = {SETTING: "channels_last"}
+Between = Callable[[Tensor], Tensor]
 
 
-def _training(strategy: Strategy, model: nn.Module, optimizer: Any = None) -> Training:
-    return Training(
-        model,
-        optimizer or torch.optim.AdamW(model.parameters(), 0.01),
-        Recipe(),
-        ResolvedPlan(Plan(2, settings=SETTINGS), strategies=[strategy]),
-        device=torch.device("cpu"),
-    )
-
-
-def _conv(dimensions: int) -> nn.Module:
+def conv(dimensions: int) -> Any:
     kind = nn.Conv2d if dimensions == 2 else nn.Conv3d
     return nn.Sequential(kind(4, 6, 3), nn.ReLU(), kind(6, 4, 3))
 
 
-def _laid_out(model: nn.Module) -> nn.Module:
-    for weight in model.parameters():
-        if weight.dim() == 4:
-            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-    return model
-
-
 @pytest.mark.parametrize(
-    ("model", "offered"),
+    ("model", "is_offered"),
     [
-        (_conv(2), True),
-        (_conv(3), True),
+        (conv(2), True),
+        (conv(3), True),
         (nn.Sequential(weight_norm(nn.Conv2d(4, 6, 3))), True),
         (nn.Conv1d(4, 6, 3), False),
         (nn.Conv2d(4, 6, 1), False),
         (nn.Linear(4, 4), False),
-        (_laid_out(_conv(2)), False),
+        (conv(2).to(memory_format=torch.channels_last), False),
     ],
     ids=["2-d", "3-d", "weight norm", "1-d", "1x1", "no convolution", "already"],
 )
 def test_it_is_offered_where_there_is_something_to_lay_out(
-    memory_format: Strategy, model: nn.Module, offered: bool
+    model: nn.Module, is_offered: bool
 ) -> None:
-    context = PlainContext(lambda: Workload(model, torch.zeros(2, 4)))
-    (layouts,) = memory_format.dimensions(context).values()
-    assert list(layouts.values) == ["default", *["channels_last"] * offered]
+    layouts, _ = offered(LAYOUT, SETTING, lambda: Workload(model, torch.zeros(2, 4)))
+    assert list(layouts.values) == ["default", *["channels_last"] * is_offered]
 
 
 @pytest.mark.parametrize("dimensions", [2, 3])
-def test_activations_are_channels_last(memory_format: Strategy, dimensions: int) -> None:
-    model: Any = _conv(dimensions)
+def test_activations_are_channels_last(dimensions: int) -> None:
+    model = conv(dimensions)
     wanted = torch.channels_last if dimensions == 2 else torch.channels_last_3d
     batch, plain = torch.randn(2, 4, *[7] * dimensions), {*vars(model[0])["_forward_pre_hooks"]}
-    with _training(memory_format, model):
+    with training(model, LAYOUT, settings=SETTINGS):
         assert model(batch).is_contiguous(memory_format=wanted)
         assert not model(batch).is_contiguous()
         assert model[0](input=batch).is_contiguous(memory_format=wanted)
@@ -87,11 +64,12 @@ def test_activations_are_channels_last(memory_format: Strategy, dimensions: int)
     assert {*vars(model[0])["_forward_pre_hooks"]} == plain
 
 
-class _TiedByData(nn.Module):
+class TiedByData(nn.Module):
     """Two convolutions of one memory, and a third that lies in one flat storage with its bias."""
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.one, self.other = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
         self.other.weight.data = self.one.weight.data
         self.flat = nn.Conv2d(4, 4, 3)
@@ -99,224 +77,167 @@ class _TiedByData(nn.Module):
         self.flat.weight.data = self.memory[:-4].view(4, 4, 3, 3)
         self.flat.bias = nn.Parameter(self.memory[-4:])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.flat(self.other(self.one(x)))
 
 
-def test_all_that_shares_memory_with_a_weight_sees_it_trained(memory_format: Strategy) -> None:
-    torch.manual_seed(0)
-    model, plain = _TiedByData(), _TiedByData()
-    plain.load_state_dict(model.state_dict())
+def test_all_that_shares_memory_with_a_weight_sees_it_trained() -> None:
+    model, plain = TiedByData(), TiedByData()
     taken = model.state_dict()
-    aliases = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    batches = [torch.randn(2, 4, 9, 9) for _ in range(3)]
-    optimizer = torch.optim.SGD(plain.parameters(), 0.01)
-    with _training(memory_format, model, torch.optim.SGD(model.parameters(), 0.01)) as training:
-        for batch in batches:
-            training.step(batch)
-            plain(batch).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            for name, parameter in model.named_parameters():
-                torch.testing.assert_close(parameter, plain.get_parameter(name), msg=name)
-                assert torch.equal(taken[name], parameter)
-                assert torch.equal(aliases[name], parameter)
+    with training(model, LAYOUT, settings=SETTINGS) as ours, training(plain) as other:
+        for batch in torch.randn(3, 2, 4, 9, 9):
+            ours.step(batch)
+            other.step(batch)
+            assert_alike(model, plain)
+            assert all(torch.equal(taken[name], each) for name, each in model.named_parameters())
             torch.testing.assert_close(model.memory, plain.memory)
 
 
-def test_a_live_optimizer_goes_on_with_its_state(memory_format: Strategy) -> None:
-    model, plain = _conv(2), _conv(2)
-    plain.load_state_dict(model.state_dict())
-    batches = [torch.randn(2, 4, 7, 7) for _ in range(3)]
-    optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (model, plain)]
-    for number, batch in enumerate(batches):
-        strategies = [memory_format] if number == 1 else []
-        for one, optimizer, chosen in (
-            (model, optimizers[0], strategies),
-            (plain, optimizers[1], []),
-        ):
-            with Training(
-                one,
-                optimizer,
-                Recipe(),
-                ResolvedPlan(Plan(2, settings=SETTINGS), strategies=chosen),
-                device=torch.device("cpu"),
-            ) as training:
-                training.step(batch)
-    for (name, weight), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(weight, other, msg=name)
-        state = optimizers[0].state[weight]["exp_avg"]
-        torch.testing.assert_close(state, optimizers[1].state[other]["exp_avg"])
+def test_a_live_optimizer_goes_on_with_its_state() -> None:
+    def end(value: str) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = conv(2)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        for layout in ("default", value, "default"):
+            with training(model, LAYOUT, optimizer=optimizer, settings={SETTING: layout}) as live:
+                live.step(torch.randn(2, 4, 7, 7))
+        return dict(model.state_dict()), optimizer.state_dict()["state"]
+
+    torch.testing.assert_close(end("channels_last"), end("default"))
 
 
-Between = Callable[[torch.Tensor], torch.Tensor]
-
-
-class _Written(nn.Module):
+class Written(nn.Module):
     """Two convolutions with a function of one's own between, which may write in place."""
 
     def __init__(self, between: Between, dimensions: int = 2) -> None:
         super().__init__()
+        torch.manual_seed(0)
         kind: Any = nn.Conv2d if dimensions == 2 else nn.Conv3d
         self.first, self.second = kind(3, 6, 3, padding=1), kind(6, 4, 3, padding=1)
-        self.between = between
-        self.head = nn.LazyLinear(5)
-        self.head(self.second(self.first(torch.zeros(1, 3, *[4] * dimensions))).flatten(1))
+        self.between, self.head = between, nn.Linear(4 * 4**dimensions, 5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.head(self.second(self.between(self.first(x))).flatten(1))
-        return output
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.between(self.first(x))).flatten(1))
 
 
-def _through_reshape(h: torch.Tensor) -> torch.Tensor:
+def batches(dimensions: int = 2) -> list[Tensor]:
+    return list(torch.randn(3, 4, 3, *[4] * dimensions))
+
+
+def ours_and_plain(
+    model: nn.Module, given: list[Tensor], **recipe: Any
+) -> tuple[nn.Module, nn.Module]:
+    """Return the model trained with the setting, and trained without."""
+    models = [model, deepcopy(model)]
+    for each, strategies in zip(models, ([LAYOUT], []), strict=True):
+        with training(each, *strategies, recipe=Recipe(**recipe), settings=SETTINGS) as live:
+            for batch in given:
+                live.step(batch)
+    return models[0], models[1]
+
+
+def assert_alike(ours: nn.Module, plain: nn.Module, **tolerance: Any) -> None:
+    of_ours, of_plain = (dict(each.named_parameters()) for each in (ours, plain))
+    torch.testing.assert_close(of_ours, of_plain, **tolerance)
+
+
+def through_reshape(h: Tensor) -> Tensor:
     h.reshape(len(h), -1)[:, ::2] = 0
     return h
 
 
-def _through_flatten_and_pointwise(h: torch.Tensor) -> torch.Tensor:
+def through_flatten_and_pointwise(h: Tensor) -> Tensor:
     h = h * 1.0
     torch.flatten(h, 1).mul_(torch.linspace(0, 1, h[0].numel()))
     return h
 
 
-def _before_its_flat_view_is_read(h: torch.Tensor) -> torch.Tensor:
+def before_its_flat_view_is_read(h: Tensor) -> Tensor:
     flat = h.reshape(len(h), -1)
-    h.mul_(2)
-    return h + flat.sum(1)[:, None, None, None]
+    return h.mul_(2) + flat.sum(1)[:, None, None, None]
 
 
-def _through_contiguous(h: torch.Tensor) -> torch.Tensor:
+def through_contiguous(h: Tensor) -> Tensor:
     same = h.contiguous()
-    same.mul_(2)
-    return h + same
+    return same.mul_(2) + h
 
 
-def _into_a_contiguous_copy(h: torch.Tensor) -> torch.Tensor:
-    last = h.permute(0, 2, 3, 1).contiguous()
-    last.mul_(2)
-    return h + last.permute(0, 3, 1, 2)
-
-
-def _into_a_reshaped_copy(h: torch.Tensor) -> torch.Tensor:
-    flat = h.movedim(1, -1).reshape(len(h), -1)
-    flat += 1
-    return h * flat.mean()
-
-
-def _with_a_view_of_it(h: torch.Tensor) -> torch.Tensor:
+def through_a_view_of_it(h: Tensor) -> Tensor:
     h.data.reshape(-1).narrow(0, 5, 40).zero_()
     return h.clone()
 
 
-def _by_address(h: torch.Tensor) -> torch.Tensor:
+def by_address(h: Tensor) -> Tensor:
     return h + h.as_strided((len(h), 1, 1, 1), (h[0].numel(), 1, 1, 1), 3)
 
 
-def _ours_and_plain(
-    strategy: Strategy, model: nn.Module, batches: list[torch.Tensor], **given: Any
-) -> tuple[nn.Module, nn.Module]:
-    """Return the model trained with the setting, and trained without."""
-    models = [model, deepcopy(model)]
-    for each, strategies in zip(models, ([strategy], []), strict=True):
-        optimizer = torch.optim.SGD(each.parameters(), 0.1)
-        plan = ResolvedPlan(Plan(4, settings=SETTINGS), strategies=strategies)
-        cpu = torch.device("cpu")
-        with Training(each, optimizer, Recipe(**given), plan, device=cpu) as training:
-            for batch in batches:
-                training.step(batch)
-    return models[0], models[1]
+def into_a_contiguous_copy(h: Tensor) -> Tensor:
+    last = h.permute(0, 2, 3, 1).contiguous()
+    return h + last.mul_(2).permute(0, 3, 1, 2)
 
 
-def _batches(dimensions: int = 2) -> list[torch.Tensor]:
-    return [torch.randn(4, 3, *[4] * dimensions) for _ in range(3)]
+def into_a_reshaped_copy(h: Tensor) -> Tensor:
+    flat = h.movedim(1, -1).reshape(len(h), -1)
+    return h * flat.add_(1).mean()
 
 
-@pytest.mark.parametrize("dimensions", [2, 3])
+def read_by(read: Callable[[Tensor], Any], h: Tensor) -> Tensor:
+    """Values that are read as no tensor, from a flat view that a write has changed."""
+    h = h.clone()
+    flat = h.detach().flatten(1)
+    h[0] = 2.0
+    return h * abs(read(flat))
+
+
+LOST = [
+    through_reshape,
+    through_flatten_and_pointwise,
+    before_its_flat_view_is_read,
+    through_contiguous,
+    through_a_view_of_it,
+]
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "tolist": lambda flat: flat.tolist()[0][0],
+    "numpy": lambda flat: flat.numpy()[0, 0].item(),
+    "__array__": lambda flat: np.asarray(flat)[0, 0].item(),
+    "equal": lambda flat: torch.equal(flat, torch.zeros_like(flat)),
+    "allclose": lambda flat: torch.allclose(flat, flat),
+    "item": lambda flat: flat[0, 0].item(),
+    "bool": lambda flat: bool(flat[0, 0]),
+    "int": lambda flat: int(flat[0, 0]),
+    "float": lambda flat: float(flat[0, 0]),
+    "complex": lambda flat: complex(flat[0, 0]),
+}
+
+
 @pytest.mark.parametrize(
-    "between",
+    ("between", "dimensions"),
     [
-        _through_reshape,
-        _through_flatten_and_pointwise,
-        _before_its_flat_view_is_read,
-        _through_contiguous,
-        _with_a_view_of_it,
-        _by_address,
+        *((between, dimensions) for between in LOST for dimensions in (2, 3)),
+        *((between, 2) for between in (by_address, into_a_contiguous_copy, into_a_reshaped_copy)),
+        *(pytest.param(partial(read_by, read), 2, id=name) for name, read in READS.items()),
     ],
 )
-def test_a_write_that_would_be_lost_is_refused(
-    memory_format: Strategy, between: Between, dimensions: int
-) -> None:
-    if dimensions == 3 and between is _by_address:
-        pytest.skip("of images")
-    model = _Written(between, dimensions)
+def test_a_write_that_is_lost_or_reaches_more_is_refused(between: Between, dimensions: int) -> None:
     with pytest.raises(Unsupported, match="order"):
-        _ours_and_plain(memory_format, model, _batches(dimensions))
+        ours_and_plain(Written(between, dimensions), batches(dimensions))
 
 
-Read = Callable[[torch.Tensor], Any]
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda flat: flat.tolist()[0][0],
-        lambda flat: flat.numpy()[0, 0].item(),
-        lambda flat: np.asarray(flat)[0, 0].item(),
-        lambda flat: torch.equal(flat, torch.zeros_like(flat)),
-        lambda flat: torch.allclose(flat, flat),
-    ],
-    ids=["tolist", "numpy", "__array__", "equal", "allclose"],
-)
-def test_values_that_are_read_as_no_tensor_are_seen_too(
-    memory_format: Strategy, read: Read
-) -> None:
-    def between(h: torch.Tensor) -> torch.Tensor:
-        h = h.clone()
-        flat = h.detach().flatten(1)
-        h[0] = 2.0
-        return h * read(flat)
+def test_a_write_of_the_loss_is_seen_too() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return through_reshape(model(batch)).square().mean()
 
     with pytest.raises(Unsupported, match="orders"):
-        _ours_and_plain(memory_format, _Written(between), _batches())
+        ours_and_plain(conv(2), [torch.randn(4, 4, 7, 7)], loss_fn=loss)
 
 
-@pytest.mark.parametrize("read", [torch.Tensor.item, bool, int, float, complex])
-def test_a_single_value_that_is_read_is_seen_too(memory_format: Strategy, read: Read) -> None:
-    def between(h: torch.Tensor) -> torch.Tensor:
-        h = h.clone()
-        one = h.detach().flatten(1)[0, 0]
-        h[0] = 2.0
-        return h * abs(read(one))
-
-    with pytest.raises(Unsupported, match="orders"):
-        _ours_and_plain(memory_format, _Written(between), _batches())
-
-
-@pytest.mark.parametrize("between", [_into_a_contiguous_copy, _into_a_reshaped_copy])
-def test_a_write_that_would_reach_more_is_refused(
-    memory_format: Strategy, between: Between
-) -> None:
-    with pytest.raises(Unsupported, match="orders"):
-        _ours_and_plain(memory_format, _Written(between), _batches())
-
-
-def test_a_write_of_the_loss_is_seen_too(memory_format: Strategy) -> None:
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        output = model(batch)
-        output.flatten(1)[:, 1] = 0
-        return output.square().mean()
-
-    with pytest.raises(Unsupported, match="orders"):
-        _ours_and_plain(memory_format, _conv(2), [torch.randn(4, 4, 7, 7)], loss_fn=loss)
-
-
-def _flat_copy_that_alone_is_read(h: torch.Tensor) -> torch.Tensor:
+def flat_copy_that_alone_is_read(h: Tensor) -> Tensor:
     flat = nn.functional.dropout(h.flatten(1), 0.0, inplace=True)
     flat[:, ::3] = 0
     return flat.view_as(h).mul_(2)
 
 
-def _contiguous_copy_that_alone_is_read(h: torch.Tensor) -> torch.Tensor:
+def contiguous_copy_that_alone_is_read(h: Tensor) -> Tensor:
     shape = h.shape
     last = h.permute(0, 2, 3, 1).contiguous()
     last.mul_(torch.arange(6))
@@ -324,29 +245,22 @@ def _contiguous_copy_that_alone_is_read(h: torch.Tensor) -> torch.Tensor:
     return last.permute(0, 3, 1, 2)
 
 
-def _copy_that_is_overwritten(h: torch.Tensor) -> torch.Tensor:
-    """What was lost of it before is never read."""
-    overwrites: list[Between] = [
-        torch.Tensor.zero_,
-        lambda flat: flat.fill_(2.0),
-        lambda flat: flat.copy_(h.flatten(1)),
-    ]
-    for overwrite in overwrites:
-        other = h.clone()
-        flat = other.reshape(len(h), -1)
-        other.mul_(2)
-        h = h + overwrite(flat).view_as(h)
-    return h
+def overwritten(by: Callable[[Tensor, Tensor], Tensor], h: Tensor) -> Tensor:
+    """A copy, of which nobody reads what was lost before."""
+    other = h.clone()
+    flat = other.reshape(len(h), -1)
+    other.mul_(2)
+    return h + by(flat, h).view_as(h)
 
 
-def _written_before_it_is_reshaped(h: torch.Tensor) -> torch.Tensor:
+def written_before_it_is_reshaped(h: Tensor) -> Tensor:
     h.mul_(2)
     flat = h.reshape(len(h), -1).cumsum(1)
     words = h.permute(0, 2, 3, 1).contiguous()
     return h + flat.view_as(h) + words.permute(0, 3, 1, 2)
 
 
-def _views_in_both(h: torch.Tensor) -> torch.Tensor:
+def views_in_both(h: Tensor) -> Tensor:
     h = h.clone()
     h[:, ::2].mul_(3)
     h.permute(0, 2, 3, 1)[..., 0] += 1
@@ -354,15 +268,13 @@ def _views_in_both(h: torch.Tensor) -> torch.Tensor:
     return h.add_(1).clamp_(-1, 1)
 
 
-def _of_ones_own_order(h: torch.Tensor) -> torch.Tensor:
+def of_ones_own_order(h: Tensor) -> Tensor:
     """Copies in both orders: the user's own channels-last tensor is no work of the setting."""
     own = torch.ones(4, 4, 4, 6).permute(0, 3, 1, 2) * 2
-    copied = own.contiguous()
-    copied.mul_(3)
-    return h * own + copied
+    return own.contiguous().mul_(3) + h * own
 
 
-def _branches(h: torch.Tensor) -> torch.Tensor:
+def branches(h: Tensor) -> Tensor:
     """As residual networks have them, with values that only a run can tell."""
     largest = int(h.flatten(1).argmax(1)[0])
     out = nn.functional.max_pool2d(h, 3, 1, 1).clamp_(-1)
@@ -370,36 +282,32 @@ def _branches(h: torch.Tensor) -> torch.Tensor:
     return out[out.detach().sum((1, 2, 3)).argsort()] + largest % 2
 
 
-def _one_channel(h: torch.Tensor) -> torch.Tensor:
+def one_channel(h: Tensor) -> Tensor:
     """Lies alike in both orders."""
     one = h.mean(1, keepdim=True)
-    one.reshape(len(one), -1)[:, ::2] = 0
-    return h * one
+    return h * through_reshape(one)
 
 
 @pytest.mark.parametrize(
     "between",
     [
-        _flat_copy_that_alone_is_read,
-        _contiguous_copy_that_alone_is_read,
-        _copy_that_is_overwritten,
-        _written_before_it_is_reshaped,
-        _views_in_both,
-        _of_ones_own_order,
-        _branches,
-        _one_channel,
+        flat_copy_that_alone_is_read,
+        contiguous_copy_that_alone_is_read,
+        pytest.param(partial(overwritten, lambda flat, h: flat.zero_()), id="zeros"),
+        pytest.param(partial(overwritten, lambda flat, h: flat.fill_(2.0)), id="filled"),
+        pytest.param(partial(overwritten, lambda flat, h: flat.copy_(h.flatten(1))), id="copied"),
+        written_before_it_is_reshaped,
+        views_in_both,
+        of_ones_own_order,
+        branches,
+        one_channel,
     ],
 )
-def test_writes_that_no_order_changes_train_alike(
-    memory_format: Strategy, between: Between
-) -> None:
-    torch.manual_seed(0)
-    ours, plain = _ours_and_plain(memory_format, _Written(between), _batches())
-    for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=name)
+def test_writes_that_no_order_changes_train_alike(between: Between) -> None:
+    assert_alike(*ours_and_plain(Written(between), batches()), rtol=1e-3, atol=1e-5)
 
 
-class _Image(torch.Tensor):
+class Image(Tensor):
     """Takes the functions that it knows, and no others."""
 
     @classmethod
@@ -408,132 +316,98 @@ class _Image(torch.Tensor):
             return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **(kwargs or {}))
-        return made.as_subclass(cls) if isinstance(made, torch.Tensor) else made
+        return made.as_subclass(cls) if isinstance(made, Tensor) else made
 
 
-@pytest.mark.parametrize("is_written", [False, True])
-def test_batches_of_a_strict_subclass_are_taken_and_followed(
-    memory_format: Strategy, is_written: bool
-) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 1)
+def test_batches_of_a_strict_subclass_are_taken_and_followed() -> None:
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        h = model[0](batch.as_subclass(Image)).relu()
+        if is_written:
+            h.flatten(1).add_(1)
+        return model[1](h).as_subclass(Tensor).square().mean()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h: torch.Tensor = self.first(x).relu()
-            if is_written:
-                h.flatten(1).add_(1)
-            output: torch.Tensor = self.second(h)
-            return output
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch.as_subclass(_Image)).as_subclass(torch.Tensor).square().mean()
-
-    if is_written:
-        with pytest.raises(Unsupported, match="orders"):
-            _ours_and_plain(memory_format, Model(), _batches(), loss_fn=loss)
-        return
-    ours, plain = _ours_and_plain(memory_format, Model(), _batches(), loss_fn=loss)
-    for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other, msg=name)
+    model, is_written = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 1)), False
+    assert_alike(*ours_and_plain(model, batches(), loss_fn=loss))
+    is_written = True
+    with pytest.raises(Unsupported, match="orders"):
+        ours_and_plain(model, batches(), loss_fn=loss)
 
 
-def test_the_look_draws_no_random_number_and_is_over_after_the_first_forward(
-    memory_format: Strategy,
-) -> None:
-    states, calls = [], []
-    stack: Any = torch.overrides._get_current_function_mode_stack
+def test_the_look_draws_no_random_number_and_is_over_after_the_first_forward() -> None:
+    calls: list[list[Any]] = []
 
-    def between(h: torch.Tensor) -> torch.Tensor:
-        calls.append(stack())
+    def between(h: Tensor) -> Tensor:
+        calls.append(torch.overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]  # torch's
         return nn.functional.dropout(h.flatten(1), 0.5).view_as(h) + torch.rand_like(h)
 
-    for strategies in ([memory_format], []):
-        torch.manual_seed(0)
-        model = _Written(between)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        plan = ResolvedPlan(Plan(2, settings=SETTINGS), strategies=strategies)
-        cpu = torch.device("cpu")
-        with Training(model, optimizer, Recipe(), plan, device=cpu) as training:
-            for batch in _batches():
-                training.step(batch)  # of two micro-batches
-        states.append(torch.get_rng_state())
-    assert torch.equal(*states)
+    def random_state_after(value: str) -> Tensor:
+        plan = Plan.split(4, 2, settings={SETTING: value})
+        with training(Written(between), LAYOUT, plan=plan) as live:
+            for batch in batches():
+                live.step(batch)
+        return torch.get_rng_state()
+
+    assert torch.equal(*map(random_state_after, ("channels_last", "default")))
     assert [len(each) for each in calls] == [1, *[0] * 11]
 
 
-def _raises(module: nn.Module, args: Any) -> None:
+def raises(module: nn.Module, args: Any) -> None:
     raise RuntimeError("this forward fails")
 
 
-def _evaluate(training: Training, batch: torch.Tensor) -> None:
-    with torch.no_grad():
-        training.loss(batch)
+def evaluate(within: Any, live: Training, batch: Tensor) -> None:
+    with within():
+        live.loss(batch)
 
 
-def _infer(training: Training, batch: torch.Tensor) -> None:
-    with torch.inference_mode():
-        training.loss(batch)
+def evaluate_with_gradients(live: Training, batch: Tensor) -> None:
+    live.model.eval()
+    live.loss(batch)
+    live.model.train()
 
 
-def _evaluate_with_gradients(training: Training, batch: torch.Tensor) -> None:
-    training.model.eval()
-    training.loss(batch)
-    training.model.train()
+def fail(live: Training, batch: Tensor) -> None:
+    first = live.model.get_submodule("first")
+    with (
+        first.register_forward_pre_hook(raises),
+        pytest.raises(RuntimeError, match="this forward fails"),
+    ):
+        live.loss(batch)
 
 
-def _fail(training: Training, batch: torch.Tensor) -> None:
-    hook = training.model.get_submodule("first").register_forward_pre_hook(_raises)
-    with pytest.raises(RuntimeError, match="this forward fails"):
-        training.loss(batch)
-    hook.remove()
+@pytest.mark.parametrize(
+    "before",
+    [
+        partial(evaluate, torch.no_grad),
+        partial(evaluate, torch.inference_mode),
+        evaluate_with_gradients,
+        fail,
+    ],
+    ids=["without gradients", "inference", "evaluation", "failure"],
+)
+def test_the_look_is_at_a_forward_that_trains(before: Callable[[Training, Tensor], None]) -> None:
+    def between(h: Tensor) -> Tensor:
+        return through_reshape(h) if model.training and torch.is_grad_enabled() else h
 
-
-@pytest.mark.parametrize("before", [_evaluate, _infer, _evaluate_with_gradients, _fail])
-def test_the_look_is_at_a_forward_that_trains(
-    memory_format: Strategy, before: Callable[[Training, torch.Tensor], None]
-) -> None:
-    def between(h: torch.Tensor) -> torch.Tensor:
-        return _through_reshape(h) if model.training and torch.is_grad_enabled() else h
-
-    model, (batch, *_) = _Written(between), _batches()
-    with _training(memory_format, model) as training:
-        before(training, batch)
+    model, (batch, *_) = Written(between), batches()
+    with training(model, LAYOUT, settings=SETTINGS) as live:
+        before(live, batch)
         for _ in range(2):  # it stays refused, too
             with pytest.raises(Unsupported, match="orders"):
-                training.step(batch)
+                live.step(batch)
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(6, 6, 3, padding=1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.convolution(x).relu()
-        return output
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(x).relu()
 
 
-def _wrapped(block: nn.Module, compiled: Any) -> nn.Module:
-    made: nn.Module = compiled(block)
-    return made
-
-
-def _in_place(block: nn.Module, compiled: Any) -> nn.Module:
-    block.compile(backend=compiled.keywords["backend"], fullgraph=True)
-    return block
-
-
-def _by_its_forward(block: nn.Module, compiled: Any) -> nn.Module:
-    vars(block)["forward"] = compiled(block.forward)
-    return block
-
-
-@pytest.mark.parametrize("compile_it", [_wrapped, _in_place, _by_its_forward])
-def test_a_compiled_part_of_the_model_is_compiled_once(
-    memory_format: Strategy, compile_it: Callable[[nn.Module, Any], nn.Module]
-) -> None:
+@pytest.mark.parametrize("compiled", WAYS_TO_COMPILE)
+def test_a_compiled_part_of_the_model_is_compiled_once(compiled: Any) -> None:
     graphs = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -541,28 +415,23 @@ def test_a_compiled_part_of_the_model_is_compiled_once(
         return graph.forward
 
     torch.compiler.reset()
-    block = compile_it(_Block(), partial(torch.compile, backend=backend, fullgraph=True))
-    with _training(memory_format, nn.Sequential(nn.Conv2d(3, 6, 3), block)) as training:
+    block = compiled(Block(), backend=backend, fullgraph=True)
+    with training(nn.Sequential(nn.Conv2d(3, 6, 3), block), LAYOUT, settings=SETTINGS) as live:
         for _ in range(2):
-            training.step(torch.randn(2, 3, 8, 8))
+            live.step(torch.randn(2, 3, 8, 8))
     assert len(graphs) == 1
 
 
-def test_under_autocast_a_cast_is_a_copy_in_both_orders(memory_format: Strategy) -> None:
-    def between(h: torch.Tensor) -> torch.Tensor:
+def test_under_autocast_a_cast_is_a_copy_in_both_orders() -> None:
+    def between(h: Tensor) -> Tensor:
         cast = h.float()
-        cast.mul_(2)
-        return h + cast
+        return cast.mul_(2) + h
 
     settings = {**SETTINGS, "precision.dtype": "bfloat16"}
-    (precision,) = load_strategies(["precision"])
-    for writes in (between, _through_reshape):
-        model = _Written(writes)
-        plan = ResolvedPlan(Plan(4, settings=settings), strategies=[memory_format, precision])
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with Training(model, optimizer, Recipe(), plan, device=torch.device("cpu")) as training:
-            if writes is between:
-                training.step(_batches()[0])
-            else:
-                with pytest.raises(Unsupported, match="orders"):
-                    training.step(_batches()[0])
+    with training(Written(between), LAYOUT, PRECISION, settings=settings) as live:
+        live.step(batches()[0])
+    with (
+        training(Written(through_reshape), LAYOUT, PRECISION, settings=settings) as live,
+        pytest.raises(Unsupported, match="orders"),
+    ):
+        live.step(batches()[0])

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from autofit.plan import Dimension, Scalar
-from autofit.strategy import Context, Numerics, TrainingView
+from autofit import Dimension, Numerics, Workload
+from autofit.plan import Scalar
+from autofit.strategy import Context, TrainingView, undone
 from autofit.testing import NotConformant, check_strategy
 from autofit.testing.conformance import attention
-from autofit.training.workload import Workload
-from tests.plugin import Plugin
+from tests.plugin import Changing, Plugin
 
-SETTING = "scaling.factor"
+SETTING = "plugin.on"
 
 
 def perceptron() -> Workload:
@@ -29,187 +29,147 @@ def perceptron() -> Workload:
     return Workload(model, batch, criterion=torch.nn.functional.mse_loss)
 
 
-class Scaling(Plugin):
-    """Multiplies every loss by a power of two and every gradient back: exact, and takes it back."""
+def checked(strategy: Any) -> int:
+    return check_strategy(strategy, workloads=[perceptron])
 
-    name = "scaling"
 
-    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        return {SETTING: Dimension([1, 4], payloads={4: {"shift": 2}})}
+def head_of(training: TrainingView) -> Any:
+    return training.model.get_parameter("head.weight")
+
+
+@contextmanager
+def wraps_the_forward(training: TrainingView) -> Iterator[None]:
+    with undone(training.wrap_forward(nullcontext)):
+        yield
+
+
+@contextmanager
+def removes_its_hooks(training: TrainingView) -> Iterator[None]:
+    """Of each kind that a tensor takes."""
+    with (
+        head_of(training).register_hook(lambda gradient: gradient),
+        head_of(training).register_post_accumulate_grad_hook(lambda parameter: None),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("change", [wraps_the_forward, removes_its_hooks])
+def test_an_honest_strategy_passes(change: Any) -> None:
+    assert checked(Changing(change)) == 2
+
+
+def leaves_an_attribute(training: TrainingView) -> None:
+    training.model.__dict__["scaled"] = True
+
+
+def leaves_a_hook(training: TrainingView) -> None:
+    training.model.register_forward_pre_hook(lambda *_: None)
+
+
+def leaves_a_hook_on_a_gradient(training: TrainingView) -> None:
+    head_of(training).register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+@contextmanager
+def forgets_when_the_body_raises(training: TrainingView) -> Iterator[None]:
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+    yield
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+
+
+def replaces_a_parameter(training: TrainingView) -> None:
+    head: Any = training.model.get_submodule("head")
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+
+
+def multiplies_gradients(factor: float, numerics: Numerics = Numerics.EXACT) -> Changing:
+    @contextmanager
+    def change(training: TrainingView) -> Iterator[None]:
+        with head_of(training).register_hook(lambda gradient: gradient * factor):
+            yield
+
+    strategy = Changing(change)
+    strategy.numerics = numerics
+    return strategy
+
+
+class ChangesTheFirstValue(Plugin):
+    @contextmanager
+    def rounded(self, training: TrainingView) -> Iterator[None]:
+        with undone(training.wrap_forward(lambda: torch.autocast("cpu", dtype=torch.bfloat16))):
+            yield
 
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
     ) -> AbstractContextManager[None]:
-        return nullcontext() if settings[SETTING] == 1 else self.change(training)
-
-    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
-        return [] if settings[SETTING] == 1 else ["loss = loss * 4 / 4"]
-
-    @contextmanager
-    def change(self, training: TrainingView) -> Iterator[None]:
-        unwrap = training.wrap_forward(nullcontext)
-        try:
-            yield
-        finally:
-            unwrap()
+        return self.rounded(training)
 
 
-class LeavesAnAttribute(Scaling):
-    @contextmanager
-    def change(self, training: TrainingView) -> Iterator[None]:
-        training.model.__dict__["scaled"] = True
-        yield
+class Offering(Changing):
+    """Offers what a test says, and keeps the values that it described."""
 
+    def __init__(self, dimensions: dict[str, Dimension]) -> None:
+        super().__init__(wraps_the_forward)
+        self.offered, self.described = dimensions, list[Scalar]()
 
-class LeavesAHook(Scaling):
-    @contextmanager
-    def change(self, training: TrainingView) -> Iterator[None]:
-        training.model.register_forward_pre_hook(lambda *_: None)
-        yield
-
-
-class ForgetsWhenTheBodyRaises(Scaling):
-    @contextmanager
-    def change(self, training: TrainingView) -> Iterator[None]:
-        torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
-        yield
-        torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
-
-
-class ReplacesAParameter(Scaling):
-    @contextmanager
-    def change(self, training: TrainingView) -> Iterator[None]:
-        head = training.model.get_submodule("head")
-        head.weight = torch.nn.Parameter(head.weight.detach().clone())  # type: ignore[operator]  # a Linear
-        yield
-
-
-class ChangesGradients(Scaling):
-    factor = 1.001
-
-    @contextmanager
-    def change(self, training: TrainingView) -> Iterator[None]:
-        weight: Any = training.model.get_parameter("head.weight")
-        handle = weight.register_hook(lambda gradient: gradient * self.factor)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-
-class RemovesItsHooks(Scaling):
-    """Registers each kind of hook that a tensor takes, and removes it."""
-
-    @contextmanager
-    def change(self, training: TrainingView) -> Iterator[None]:
-        weight: Any = training.model.get_parameter("head.weight")
-        handles = [
-            weight.register_hook(lambda gradient: gradient),
-            weight.register_post_accumulate_grad_hook(lambda parameter: None),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-class LeavesAHookOnAGradient(Scaling):
-    @contextmanager
-    def change(self, training: TrainingView) -> Iterator[None]:
-        weight: Any = training.model.get_parameter("head.weight")
-        weight.register_post_accumulate_grad_hook(lambda parameter: None)
-        yield
-
-
-class ChangesTheFirstValue(Scaling):
-    def apply(
-        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
-    ) -> AbstractContextManager[None]:
-        return self.change(training)
-
-    @contextmanager
-    def change(self, training: TrainingView) -> Iterator[None]:
-        unwrap = training.wrap_forward(lambda: torch.autocast("cpu", dtype=torch.bfloat16))
-        yield
-        unwrap()
-
-
-class DescribesNothing(Scaling):
-    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
-        return []
-
-
-class HasAPayloadThatIsNoJson(Scaling):
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        return {SETTING: Dimension([1, 4], payloads={4: torch.float32})}
+        return self.offered
 
-
-def test_an_honest_strategy_passes() -> None:
-    assert check_strategy(Scaling(), workloads=[perceptron]) == 2
-    assert check_strategy(RemovesItsHooks(), workloads=[perceptron]) == 2
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        self.described.append(settings[SETTING])
+        return super().describe(settings, payloads)
 
 
 @pytest.mark.parametrize(
     ("strategy", "complaint"),
     [
-        (LeavesAnAttribute(), "model keys"),
-        (LeavesAHook(), "_forward_pre_hooks"),
-        (LeavesAHookOnAGradient(), "_post_accumulate_grad_hooks"),
-        (ForgetsWhenTheBodyRaises(), "raises.*cudnn.benchmark"),
-        (ReplacesAParameter(), "head.weight"),
-        (ChangesGradients(), "gradient.*head.weight"),
-        (ChangesTheFirstValue(), "'scaling.factor': 1.*loss"),
-        (DescribesNothing(), "describe"),
-        (HasAPayloadThatIsNoJson(), "scaling.factor.*JSON"),
+        (Changing(leaves_an_attribute), "model keys"),
+        (Changing(leaves_a_hook), "_forward_pre_hooks"),
+        (Changing(leaves_a_hook_on_a_gradient), "_post_accumulate_grad_hooks"),
+        (Changing(forgets_when_the_body_raises), "raises.*cudnn.benchmark"),
+        (Changing(replaces_a_parameter), "head.weight"),
+        (multiplies_gradients(1.001), "gradient.*head.weight"),
+        (multiplies_gradients(1 + 1e-6), "gradient.*head.weight"),
+        (ChangesTheFirstValue(), "'plugin.on': False.*loss"),
+        (Plugin(), "describe"),  # nothing
+        (
+            Offering({SETTING: Dimension([False, True], payloads={True: torch.float32})}),
+            "plugin.on.*JSON",
+        ),
+        (Offering({}), "workloads"),
+        (Offering({SETTING: Dimension([False])}), "workloads"),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Scaling) else "",
+    ids=[
+        "attribute",
+        "hook",
+        "hook on a gradient",
+        "raises",
+        "parameter",
+        "gradients",
+        "roundings",
+        "first value",
+        "lines",
+        "payload",
+        "offers nothing",
+        "offers no choice",
+    ],
 )
-def test_a_breach_is_named(strategy: Scaling, complaint: str) -> None:
+def test_a_breach_is_named(strategy: Plugin, complaint: str) -> None:
     with pytest.raises(NotConformant, match=complaint):
-        check_strategy(strategy, workloads=[perceptron])
-
-
-class HasManyValues(Scaling):
-    tried: list[Scalar]
-
-    def __init__(self) -> None:
-        self.tried = []
-
-    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        return {SETTING: Dimension(range(1, 14))}
-
-    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
-        self.tried.append(settings[SETTING])
-        return super().describe(settings, payloads)
+        checked(strategy)
 
 
 def test_a_long_setting_is_tried_at_both_ends_and_in_between() -> None:
-    strategy = HasManyValues()
-    assert check_strategy(strategy, workloads=[perceptron]) == 6
-    assert strategy.tried == [1, 2, 5, 8, 10, 13]
+    strategy = Offering({SETTING: Dimension(range(13))})
+    assert checked(strategy) == 6
+    assert strategy.described == [0, 1, 4, 7, 9, 12]
 
 
 @pytest.mark.slow
 def test_a_buffer_that_holds_infinities_is_no_rounding() -> None:
-    strategy = ChangesGradients()
-    strategy.factor, strategy.numerics = 1.0, Numerics.ROUNDING
+    strategy = multiplies_gradients(1.0, Numerics.ROUNDING)
     assert check_strategy(strategy, workloads=[attention]) == 2
 
 
 def test_roundings_are_allowed_where_they_are_announced() -> None:
-    strategy = ChangesGradients()
-    strategy.factor, strategy.numerics = 1 + 1e-6, Numerics.ROUNDING
-    assert check_strategy(strategy, workloads=[perceptron]) == 2
-    strategy.numerics = Numerics.EXACT
-    with pytest.raises(NotConformant, match=r"gradient.*head\.weight"):
-        check_strategy(strategy, workloads=[perceptron])
-
-
-@pytest.mark.parametrize("offered", [{}, {SETTING: Dimension([1])}])
-def test_a_strategy_that_had_nothing_to_choose_was_not_tried(
-    offered: dict[str, Dimension], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Scaling, "dimensions", lambda self, context: offered)
-    with pytest.raises(NotConformant, match="workloads"):
-        check_strategy(Scaling(), workloads=[perceptron])
+    assert checked(multiplies_gradients(1 + 1e-6, Numerics.ROUNDING)) == 2

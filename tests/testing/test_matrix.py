@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from autofit.errors import Unsupported
-from autofit.plan import Dimension, Scalar
+from autofit.plan import Dimension
 from autofit.strategy import Context, Numerics, TrainingView, undone
 from autofit.testing import Cell, NotConformant, Usage, check_usages, usage_table, usages
-from tests.plugin import Plugin
+from tests.plugin import Changing, Plugin
 
 BY_NAME = {usage.name: usage for usage in usages}
 FEW = [BY_NAME[name] for name in ("unused branch", "several optimizers")]
@@ -26,25 +26,12 @@ def test_every_usage_trains_in_plain_pytorch_and_repeats() -> None:
     assert {cell.outcome for cell in cells} == {"equal"}
 
 
-class Changing(Plugin):
-    """Does something to a training."""
-
-    def __init__(self, change: Callable[[TrainingView], AbstractContextManager[None]]) -> None:
-        self.change = change
-
-    def apply(
-        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
-    ) -> AbstractContextManager[None]:
-        return self.change(training) if settings["plugin.on"] else nullcontext()
-
-
 @contextmanager
 def drops_a_gradient(training: TrainingView) -> Iterator[None]:
     """Of one bias, which is little of all."""
     bias: Any = training.model.get_parameter("blocks.0.mlp.0.bias")
-    handle = bias.register_hook(torch.zeros_like)
-    yield
-    handle.remove()
+    with bias.register_hook(torch.zeros_like):
+        yield
 
 
 @contextmanager
@@ -89,18 +76,14 @@ def test_what_trains_otherwise_is_named(change: Any, numerics: Numerics) -> None
         check_usages(strategy, usages=FEW)
 
 
-@contextmanager
-def refuses(training: TrainingView) -> Iterator[None]:
+def refuses(training: TrainingView) -> None:
     if isinstance(training.optimizer, Mapping):
         raise Unsupported("one optimizer alone")
-    yield
 
 
-@contextmanager
-def fails(training: TrainingView) -> Iterator[None]:
+def fails(training: TrainingView) -> None:
     if isinstance(training.optimizer, Mapping):
         raise KeyError("params")
-    yield
 
 
 def test_a_refusal_in_words_is_no_difference() -> None:

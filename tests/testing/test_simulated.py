@@ -56,7 +56,7 @@ def test_renewals_are_counted_and_a_closed_one_refuses() -> None:
     assert prober.renewals == 1
     prober.close()
     with pytest.raises(InvalidArgument, match="closed"):
-        prober.probe(ProbeRequest(ResolvedPlan(Plan(1))))
+        _measured(prober, Plan(1))
 
 
 def test_a_budget_must_be_above_zero() -> None:

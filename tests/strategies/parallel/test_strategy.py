@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -12,14 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.equivalence.steps import PlainContext
+from autofit import Workload
 from autofit.errors import Unsupported
-from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
-from autofit.registry import collect_dimensions, load_strategies
-from autofit.strategy import Capabilities, World
-from autofit.training.loss import Recipe
-from autofit.training.training import Training
-from autofit.training.workload import Workload
+from autofit.registry import load_strategies
+from autofit.strategy import Capabilities
+from tests.strategies.trainings import offered, training
 
 (STRATEGY,) = load_strategies(["parallel"])
 SHORT = {"parallel.communication": "bfloat16"}
@@ -30,43 +26,45 @@ def _workload() -> Workload:
     return Workload(model, torch.randn(4, 4))
 
 
-def _dimensions(ranks: int, device: str = "cpu", *, bfloat16: bool = True) -> dict[str, Dimension]:
-    context = PlainContext(_workload, device, Capabilities(device, bfloat16=bfloat16))
-    context._builder = replace(context._builder, world=World(size=ranks))
-    return collect_dimensions([STRATEGY], context)
+def _offered(
+    name: str, strategy: Any = STRATEGY, device: str = "cpu", ranks: int = 2, bfloat16: bool = True
+) -> Any:
+    capabilities = Capabilities(device, bfloat16=bfloat16)
+    return offered(strategy, f"parallel.{name}", _workload, device, capabilities, ranks)[0]
 
 
 def test_nothing_is_offered_where_one_device_trains_alone() -> None:
-    assert _dimensions(1) == {}
+    assert [_offered(name, ranks=1) for name in ("mode", "accumulation")] == [None, None]
 
 
 def test_plain_ddp_comes_first_and_what_is_sharded_names_its_modules() -> None:
-    offered = _dimensions(2)
-    mode = offered["parallel.mode"]
+    mode, accumulation = _offered("mode"), _offered("accumulation")
     assert mode.values == ("ddp", "ddp_view", "zero1", "fsdp2", "fsdp2_keep")
     units = {"modules": ["0", "1"]}
     assert mode.payloads == {"fsdp2": units, "fsdp2_keep": units}
-    assert offered["parallel.accumulation"].values == ("once", "each")
-    assert offered["parallel.accumulation"].accumulation == {"each": True}
+    assert accumulation.values == ("once", "each")
+    assert accumulation.accumulation == {"each": True}
 
 
-def test_ranks_share_one_training_however_little_the_arithmetic_may_change() -> None:
-    context = PlainContext(_workload, "meta", Capabilities("meta", bfloat16=True))
-    context._builder = replace(context._builder, world=World(size=2))
-    offered = {}
-    for level in ("exact", "rounding", "reduced_precision"):
-        for named in (None, ["parallel"]):
-            chosen = load_strategies(named, numerics=level, world_size=2)
-            (strategy,) = (each for each in chosen if each.name == "parallel")
-            assert strategy.numerics.name.lower() == level
-            offered[level] = {
-                name: dimension.values
-                for name, dimension in collect_dimensions([strategy], context).items()
-            }
-    assert offered["exact"] == {"parallel.mode": ("ddp", "ddp_view", "zero1")}
-    assert "fsdp2" in offered["rounding"]["parallel.mode"]
-    assert offered["rounding"]["parallel.communication"] == ("default",)
-    assert offered["reduced_precision"]["parallel.communication"] == ("default", "bfloat16")
+@pytest.mark.parametrize("named", [None, ["parallel"]])
+@pytest.mark.parametrize(
+    ("level", "is_sharded", "communication"),
+    [
+        ("exact", False, None),
+        ("rounding", True, ("default",)),
+        ("reduced_precision", True, ("default", "bfloat16")),
+    ],
+)
+def test_ranks_share_one_training_however_little_the_arithmetic_may_change(
+    level: str, is_sharded: bool, communication: tuple[str, ...] | None, named: list[str] | None
+) -> None:
+    chosen = load_strategies(named, numerics=level, world_size=2)
+    (strategy,) = (each for each in chosen if each.name == "parallel")
+    assert strategy.numerics.name.lower() == level
+    assert ("fsdp2" in _offered("mode", strategy, "meta").values) is is_sharded
+    assert _offered("mode", strategy, "meta").values[:3] == ("ddp", "ddp_view", "zero1")
+    short = _offered("communication", strategy, "meta")
+    assert (short and short.values) == communication
 
 
 @pytest.mark.parametrize(
@@ -80,8 +78,7 @@ def test_ranks_share_one_training_however_little_the_arithmetic_may_change() -> 
 def test_communication_in_bfloat16_is_for_gpus_that_have_it(
     device: str, bfloat16: bool, types: tuple[str, ...]
 ) -> None:
-    offered = _dimensions(2, device, bfloat16=bfloat16)
-    assert offered["parallel.communication"].values == types
+    assert _offered("communication", device=device, bfloat16=bfloat16).values == types
 
 
 @pytest.mark.parametrize(
@@ -98,7 +95,7 @@ def test_communication_in_bfloat16_is_for_gpus_that_have_it(
         ({"parallel.mode": "zero1"}, "require_backward_grad_sync = is_last"),
     ],
 )
-def test_it_writes_what_a_user_would(settings: dict[str, Scalar], wanted: str) -> None:
+def test_it_writes_what_a_user_would(settings: dict[str, Any], wanted: str) -> None:
     payloads = {"parallel.mode": {"modules": ["0", "1"]}}
     lines = STRATEGY.describe(settings, payloads)
     compile("\n".join(lines), "described", "exec")
@@ -149,30 +146,19 @@ def test_what_it_writes_runs_also_where_the_model_is_compiled(
 
 
 def test_one_device_alone_is_refused() -> None:
-    resolved = ResolvedPlan(Plan(4, settings={"parallel.mode": "ddp"}), strategies=[STRATEGY])
-    workload = _workload()
     with pytest.raises(Unsupported, match="two ranks"):
-        Training(
-            workload.build_model(),
-            workload.build_optimizer,
-            Recipe(),
-            resolved,
-            device=torch.device("cpu"),
-        )
+        training(_workload().build_model(), STRATEGY, settings={"parallel.mode": "ddp"})
 
 
 def _sharded(model: nn.Module) -> None:
     """As the strategy does it."""
-    optimizer = torch.optim.SGD(model.parameters())
-    with Training(
-        model, optimizer, Recipe(), ResolvedPlan(Plan(4)), device=torch.device("cpu")
-    ) as live:
-        wrapping = import_module("autofit.strategies.parallel_wrapping")
+    wrapping = import_module("autofit.strategies.parallel_wrapping")
+    with training(model) as live:
         wrapping.sharded(live, ["0", "1"], keeps_gathered=False, is_short=True)
 
 
 def _sharded_as_described(model: nn.Module) -> None:
-    settings: dict[str, Scalar] = {"parallel.mode": "fsdp2", **SHORT}
+    settings = {"parallel.mode": "fsdp2", **SHORT}
     lines = STRATEGY.describe(settings, {"parallel.mode": {"modules": ["0", "1"]}})
     exec("\n".join(lines), {"model": model, "torch": torch})
 
