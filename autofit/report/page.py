@@ -13,7 +13,7 @@ from importlib.resources import files
 
 from autofit import notebook
 from autofit.measurement import ACT
-from autofit.report.charts import KINDS, Chart, frontier_chart, legend, memory_charts
+from autofit.report.charts import KINDS, Chart, legend, memory_charts, speed_charts
 from autofit.report.details import TRIAL_TITLES, Section, sections
 from autofit.report.place import IN_PYTHON, Place
 from autofit.report.record import Record
@@ -35,7 +35,7 @@ def page(record: Record, place: Place = IN_PYTHON) -> str:
         _header("report", record.created[:10], answer.title),
         "<main>",
         _answer(answer, record),
-        _figure(frontier_chart(record)),
+        *map(_figure, speed_charts(record)),
         charts,
         *(_section(each.title, _parts(each), kind="long trials") for each in trials),
         f'<div class="more">{"".join(_folded(each) for each in every if each not in trials)}</div>',

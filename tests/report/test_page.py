@@ -59,7 +59,8 @@ class Elements(HTMLParser):
 def points_of(html: str, kind: str) -> list[tuple[float, float, str]]:
     """Where points of that kind lie, in percent across and pixels down, and what they say."""
     found = re.findall(
-        rf'<circle class="{kind}" cx="([\d.]+)%" cy="([\d.]+)"[^>]*><title>(.*?)</title>',
+        rf'<(?:circle|rect) class="{kind}(?: value-\d)?" c?x="([\d.]+)%" c?y="([\d.]+)"[^>]*>'
+        r"<title>(.*?)</title>",
         html,
         re.DOTALL,
     )
