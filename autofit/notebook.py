@@ -21,7 +21,7 @@ def shown(
 
     Args:
         lines: the first one stands out.
-        table: rows of cells; all but the first of a row are right-aligned.
+        table: rows of cells.
         code: lines to paste.
     """
     first, *others = lines
@@ -66,8 +66,4 @@ class ChangingLine:
 
 
 def _cells(row: Sequence[str]) -> str:
-    sides = ("left", *("right",) * (len(row) - 1))
-    return "".join(
-        f'<td style="{_CELL};text-align:{side}">{escape(cell)}</td>'
-        for side, cell in zip(sides, row, strict=True)
-    )
+    return "".join(f'<td style="{_CELL};text-align:left">{escape(cell)}</td>' for cell in row)

@@ -23,7 +23,7 @@ import typer.main
 from torch.distributed.run import get_args_parser
 
 from autofit.cli.main import app
-from benchmarks.stated_numbers import PAGES as NUMBERED, filled
+from benchmarks.stated_numbers import PAGES as NUMBERED, filled, value
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -48,7 +48,7 @@ PAGES = sorted(
 
 
 def test_pages_have_examples_that_run() -> None:
-    assert {"index.md", "search.md", "strategies.md", "report.md", "capacity.md"} <= set(PAGES)
+    assert {"index.md", "search.md", "lists.md", "report.md", "capacity.md"} <= set(PAGES)
 
 
 def commands_not_run() -> Iterator[list[str]]:
@@ -129,6 +129,13 @@ def test_numbers_of_pages_are_those_of_the_newest_results() -> None:
         "python -m benchmarks.stated_numbers"
     )
     assert sum("<!-- numbers: " in text for text in pages.values()) >= 2
+
+
+def test_a_number_without_a_result_is_an_error() -> None:
+    with pytest.raises(LookupError, match="nobody"):
+        value("versus-grids", "gpt2_small > nobody > speed", ".2f")
+    with pytest.raises(LookupError, match="no-such-result"):
+        value("no-such-result", "speed", ".2f")
 
 
 @pytest.mark.slow

@@ -312,12 +312,12 @@ def with_eval_batch(workload: Workload, samples: int | None) -> Workload:
     return workload.with_eval_samples(samples)
 
 
-REPORT_FORMS = (".json", ".html", ".md", ".txt", ".csv")
+REPORT_FORMS = (".json", ".html", ".md", ".txt", ".csv", ".svg")
 Out = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="FILES",
-        help="write the report: .json, .html, .md, .txt or .csv",
+        help="write the report: .json, .html, .md, .txt, .csv or .svg",
         callback=paths,
     ),
 ]

@@ -1,21 +1,23 @@
 """The charts of a search: speed against memory, and the memory over an optimizer step.
 
-They are SVG that fits any width: texts keep their size, and no script is needed. Places across are
-in percent, places down in pixels, so a narrow page shows the same chart, less wide. Lines and areas
-lie in a part of their own that is stretched. Colours are classes of the page's style, which has a
-dark form.
+The colour of a plan is its value of the lever that matters most for speed, as a rule the precision;
+a plan that recomputes activations is a square.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from typing import Any
 
+from autofit.dimension import Scalar
 from autofit.measurement import Trial, probes_of
+from autofit.plan import Plan
 from autofit.report.details import PLANS, outcome_words, trial_of
+from autofit.report.plot import Plot, scale_for, steps
 from autofit.report.record import Record, one_a_plan
 from autofit.report.summary import (
     beside_recommended,
@@ -26,7 +28,7 @@ from autofit.report.summary import (
     role_of,
     speed_words,
 )
-from autofit.units import GIB, KIB, MIB, TIB, counted, format_bytes
+from autofit.units import counted, format_bytes
 
 KINDS: Mapping[str, str] = {
     "weights": "weights",
@@ -40,16 +42,10 @@ _WIDE_BUDGET = 3.0
 """A budget so many times what any plan held is not drawn, or all points would lie at one edge."""
 _BUDGET_SHARE = 0.9
 """Of the width: where the budget stands."""
+_TIMELINE_ROOM = 1.22
+"""Height of a timeline over its peak: room for the label of the peak."""
 _LEAST_SHARE = 0.14
 """Of the width that a phase needs for its name."""
-_UNITS = {"TiB": TIB, "GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
-_STRETCHED = 1000
-"""Width of the coordinates of lines and areas."""
-_TICKS = 5
-_ROOM_PERCENT = 60
-"""Right of this a label stands on the left of its point."""
-
-Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -67,11 +63,72 @@ class Chart:
     drawn: str
 
 
+@dataclass(frozen=True)
+class Marks:
+    """How plans are told apart in charts of speed.
+
+    Attributes:
+        setting: whose value is the colour; None: all plans have one value of every lever.
+        values: of that setting, in the order of their colours.
+    """
+
+    setting: str | None
+    values: tuple[Scalar, ...] = ()
+
+    @classmethod
+    def of(cls, record: Record, fits: Sequence[Trial]) -> Marks:
+        """Return those of the lever whose values differ most in the speed of their best plan.
+
+        Of a record without levers any setting may be it that does not recompute.
+        """
+        plain = {n for n, d in record.dimensions.items() if not any(map(d.recomputes, d.values))}
+        levers = {name for name in plain if record.dimensions[name].lever is not None} or plain
+        fastest: dict[str, dict[Scalar, float]] = {}
+        for trial in fits:
+            for name, value in trial.plan.settings.items():
+                if name in levers:
+                    of = fastest.setdefault(name, {})
+                    of[value] = max(of.get(value, 0.0), record.speed_of(trial) or 0.0)
+        spread = {
+            n: max(of.values()) / min(of.values()) for n, of in fastest.items() if len(of) > 1
+        }
+        if not spread:
+            return cls(None)
+        setting = max(spread, key=lambda name: spread[name])
+        values = record.dimensions[setting].values
+        return cls(setting, tuple(v for v in values if v in fastest[setting])[:MAX_COLOURS])
+
+    def kind_of(self, plan: Plan) -> str:
+        """Return the class of the plan's colour."""
+        value = plan.settings.get(self.setting) if self.setting else None
+        return f"value-{self.values.index(value)}" if value in self.values else "value-0"
+
+    def names(self) -> dict[str, str]:
+        """Return the classes of the colours with what they mean."""
+        return {f"value-{n}": f"{self.setting}={value}" for n, value in enumerate(self.values)}
+
+
+MAX_COLOURS = 4
+"""More are not told apart at a glance, on light and on dark."""
+
+
+def speed_charts(record: Record) -> Iterator[Chart]:
+    """Yield speed against memory, and speed against micro-batch where several sizes ran."""
+    fits = one_a_plan(record.trials, is_compared=record.is_confirmed)
+    marks = Marks.of(record, fits)
+    yield _frontier_chart(record, fits, marks)
+    if len({trial.plan.micro_batch for trial in fits}) > 1:
+        yield _sizes_chart(record, fits, marks)
+
+
 def frontier_chart(record: Record) -> Chart:
     """Return speed against memory of each plan that ran, and the budget."""
-    fits = one_a_plan(record.trials, is_compared=record.is_confirmed)
+    return next(speed_charts(record))
+
+
+def _frontier_chart(record: Record, fits: list[Trial], marks: Marks) -> Chart:
     budget = record.vram_budget_bytes
-    failed = sum(t.measurement.outcome.about_memory for t in probes_of(record.trials))
+    failed = [t for t in probes_of(record.trials) if t.measurement.outcome.about_memory]
     most = max(map(_held, fits))
     is_near = budget <= _WIDE_BUDGET * most
     unit, size = scale_for(budget if is_near else most)
@@ -83,32 +140,73 @@ def frontier_chart(record: Record) -> Chart:
     )
     plot.axes(f"memory, {unit}", "samples/s")
     edge = sorted((_held(t) / size, record.speed_of(t) or 0.0) for t in record.frontier)
-    plot.line(_steps(edge), "frontier" if is_sure(record) else "frontier undecided")
+    plot.line(steps(edge), "frontier" if is_sure(record) else "frontier undecided")
     if is_near:
         plot.upright(100 * _BUDGET_SHARE, "budget")
-    words = f"VRAM budget {format_bytes(budget)}, {failed} did not fit"
+        _draw_failed(plot, failed, budget / size, record)
+    words = f"VRAM budget {format_bytes(budget)}, {len(failed)} did not fit"
     plot.text(99.5, -10, words, "budget-words end")
-    _draw_plans(plot, fits, size, record)
+    _draw_plans(plot, fits, lambda trial: _held(trial) / size, record, marks)
     return Chart(
         "Speed against memory",
-        "Each point is a plan that ran, with the range of its speed. The line is the frontier: "
-        f"more speed takes more memory{'; dashed: not decided' * (not is_sure(record))}.",
-        plot.drawn(),
+        "Each point is a plan that ran, with the range of its speed; a square recomputes "
+        "activations. The line is the frontier: more speed takes more memory"
+        f"{'; dashed: not decided' * (not is_sure(record))}.",
+        plot.drawn() + legend(marks.names()),
     )
 
 
-def _draw_plans(plot: Plot, fits: list[Trial], size: int, record: Record) -> None:
+def _sizes_chart(record: Record, fits: list[Trial], marks: Marks) -> Chart:
+    """Return speed against micro-batch, with a line through the fastest plans of each colour."""
+    plot = Plot(
+        "Speed against micro-batch",
+        height=260,
+        x_end=1.1 * max(trial.plan.micro_batch for trial in fits),
+        y_end=1.15 * max(record.speed_of(trial) or 0.0 for trial in fits),
+    )
+    plot.axes("micro-batch, samples", "samples/s")
+    fastest: dict[str, dict[float, float]] = {}
+    for trial in fits:
+        of = fastest.setdefault(marks.kind_of(trial.plan), {})
+        size = float(trial.plan.micro_batch)
+        of[size] = max(of.get(size, 0.0), record.speed_of(trial) or 0.0)
+    for kind, of in fastest.items():
+        plot.line(sorted(of.items()), f"{kind} through")
+    _draw_plans(plot, fits, lambda trial: trial.plan.micro_batch, record, marks)
+    caption = "The same plans by their micro-batch; lines join the fastest of each size."
+    return Chart("Speed against micro-batch", caption, plot.drawn() + legend(marks.names()))
+
+
+def _draw_failed(plot: Plot, failed: Sequence[Trial], x: float, record: Record) -> None:
+    """Draw plans that did not fit one above the other where the budget ends: none has a speed."""
+    for place, trial in enumerate(failed):
+        about = f"{describe(trial.plan, record)}\ntrial {trial.number}: {outcome_words(trial)}"
+        plot.dot(x, plot.up(_FAILED_PIXELS * (place + 1)), "failed", about)
+
+
+def _draw_plans(
+    plot: Plot,
+    fits: list[Trial],
+    place: Callable[[Trial], float],
+    record: Record,
+    marks: Marks,
+) -> None:
     first, second = record.recommended, beside_recommended(record)
     pair = [trial.plan for trial in (first, second) if trial is not None]
     names = {plan: role_of(plan, record) for plan in pair}
     for trial in sorted(fits, key=lambda each: (each.plan in names, each.plan == first.plan)):
-        x, y = _held(trial) / size, record.speed_of(trial) or 0.0
-        kind = "baseline" if trial.plan in names else "tried"
+        x, y = place(trial), record.speed_of(trial) or 0.0
+        kind = "baseline" if trial.plan in names else f"tried {marks.kind_of(trial.plan)}"
         kind = "best" if trial.plan == first.plan else kind  # what is recommended stands out
         plot.upright_between(x, *_seen(trial, record), "whisker")
-        plot.dot(x, y, kind, _about(trial, record))
+        plot.dot(x, y, kind, _about(trial, record), is_square=_recomputes(trial.plan, record))
         if name := names.get(trial.plan):
             plot.label(x, y, name, f"{kind}-words", below=kind == "baseline")
+
+
+def _recomputes(plan: Plan, record: Record) -> bool:
+    known = record.dimensions
+    return any(n in known and known[n].recomputes(v) for n, v in plan.settings.items())
 
 
 def _seen(trial: Trial, record: Record) -> tuple[float, float]:
@@ -131,6 +229,34 @@ def _about(trial: Trial, record: Record) -> str:
     )
 
 
+def standalone(chart: Chart) -> str:
+    """Return a chart as an SVG document of its own, light or dark as its reader's screen is."""
+    style = files("autofit.report").joinpath("page.css").read_text(encoding="utf-8")
+    plot, _, rest = chart.drawn.partition("</svg>" + "<ul")
+    names = re.findall(r'<i class="swatch ([\w-]+)"></i>(.*?)</li>', rest)
+    keys = "".join(
+        f'<circle class="tried {kind}" cx="{67 + 200 * place}" cy="{_FIGURE_HEIGHT - 14}" r="5"/>'
+        f'<text x="{77 + 200 * place}" y="{_FIGURE_HEIGHT - 10}">{name}</text>'
+        for place, (kind, name) in enumerate(names)
+    )
+    drawn = plot if rest == "" else f"{plot}</svg>"
+    inner = drawn.replace(
+        "<svg class=", '<svg x="62" y="48" width="680" overflow="visible" class=', 1
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart figure" width="{_FIGURE_WIDTH}" '
+        f'height="{_FIGURE_HEIGHT}" viewBox="0 0 {_FIGURE_WIDTH} {_FIGURE_HEIGHT}">'
+        f"<style>{style}\n.chart {{ margin: 0; width: auto; font-family: sans-serif; }}</style>"
+        f'<rect class="sheet" width="100%" height="100%" rx="8"/>{inner}{keys}</svg>'
+    )
+
+
+_FIGURE_WIDTH, _FIGURE_HEIGHT = 780, 430
+"""Pixels: what a README shows without scaling."""
+_FAILED_PIXELS = 13
+"""Between two plans that did not fit: a little more than a mark is wide."""
+
+
 def memory_charts(record: Record) -> Iterator[Chart]:
     """Yield the memory of the best plan and of the baseline over a step."""
     known = {
@@ -142,11 +268,14 @@ def memory_charts(record: Record) -> Iterator[Chart]:
     for key, use in known.items():
         trial = trial_of(key, record)
         title = f"Memory over a step: {name_of(trial.plan, record)}"
-        yield Chart(title, _steps_shown(trial, use, record), _timeline(title, use, most))
+        budget = record.vram_budget_bytes
+        yield Chart(title, _steps_shown(trial, use, record), _timeline(title, use, most, budget))
 
 
 def legend(names: Mapping[str, str]) -> str:
-    """Return names with their colours, by the class of these."""
+    """Return names with their colours, by the class of these; nothing where there are none."""
+    if not names:
+        return ""
     items = (
         f'<li><i class="swatch {kind}"></i>{escape(name)}</li>' for kind, name in names.items()
     )
@@ -164,10 +293,10 @@ def _steps_shown(trial: Trial, use: Mapping[str, Any], record: Record) -> str:
     return f"{words}{part}. {'Simulated' if how == 'dry run' else 'Seen in a real step'}."
 
 
-def _timeline(title: str, use: Mapping[str, Any], most: int) -> str:
+def _timeline(title: str, use: Mapping[str, Any], most: int, budget: int) -> str:
     unit, size = scale_for(most)
     moments, peak = len(_totals(use)), max(_totals(use))
-    plot = Plot(title, height=220, x_end=max(moments - 1, 1), y_end=1.22 * most / size)
+    plot = Plot(title, height=220, x_end=max(moments - 1, 1), y_end=_TIMELINE_ROOM * most / size)
     plot.axes("one optimizer step", f"allocated, {unit}", x_ticks=())
     held = {kind: use["bytes"][kind] for kind in KINDS if any(use["bytes"].get(kind, ()))}
     plot.areas({f"kind-{kind}": [each / size for each in own] for kind, own in held.items()})
@@ -177,133 +306,8 @@ def _timeline(title: str, use: Mapping[str, Any], most: int) -> str:
         plot.upright(place, "phase")
         if end - phase["first"] >= _LEAST_SHARE * moments:
             plot.text(place, 12, phase["name"], "phase-words", dx=6)
+    if budget <= _TIMELINE_ROOM * most:
+        plot.level(budget / size, "budget")
     at = min(use["peak"], moments - 1)
     plot.label(at, peak / size, f"peak {format_bytes(peak)}", "peak-words")
     return plot.drawn()
-
-
-def scale_for(most_bytes: float) -> tuple[str, int]:
-    """Return the unit in which so many bytes are written, and its size."""
-    return next((unit for unit in _UNITS.items() if most_bytes >= unit[1]), ("B", 1))
-
-
-def ticks(end: float) -> list[float]:
-    """Return round numbers from 0 to at most `end`."""
-    if end <= 0:
-        return [0.0]
-    power = 10.0 ** math.floor(math.log10(end / _TICKS))
-    step = next(power * each for each in (1, 2, 5, 10) if power * each * _TICKS >= end * 0.999)
-    return [at * step for at in range(int(end / step * 1.001) + 1)]
-
-
-class Plot:
-    """A chart that is being drawn; both axes begin at 0.
-
-    Args:
-        title: for those who cannot see it.
-        height: of the plot, in pixels.
-        x_end, y_end: largest values.
-    """
-
-    def __init__(self, title: str, *, height: int, x_end: float, y_end: float) -> None:
-        self._title = title
-        self.height, self._x_end, self._y_end = height, x_end or 1.0, y_end or 1.0
-        self._parts: list[str] = []
-
-    def across(self, x: float) -> float:
-        """Return where a value lies, in percent of the width."""
-        return 100 * x / self._x_end
-
-    def down(self, y: float) -> float:
-        """Return where a value lies, in pixels from the top."""
-        return self.height * (1 - min(y, self._y_end) / self._y_end)
-
-    def axes(self, x_title: str, y_title: str, *, x_ticks: Sequence[float] | None = None) -> None:
-        """Draw the grid, the numbers on the axes and their titles."""
-        for value in ticks(self._y_end):
-            y = self.down(value)
-            self._parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
-            self.text(0, y + 4, _number(value), "tick end", dx=-8)
-        across = ticks(self._x_end) if x_ticks is None else x_ticks
-        for value in across:
-            self.text(self.across(value), self.height + 18, _number(value), "tick middle")
-        self.text(0, -10, y_title, "axis", dx=-44)
-        self.text(100, self.height + (34 if across else 18), x_title, "axis end")
-
-    def text(self, percent: float, y: float, words: str, kind: str, *, dx: float = 0) -> None:
-        """Draw a text whose anchor is in that kind: "end", "middle" or the start."""
-        at = f'x="{percent:.2f}%" y="{y:.1f}" dx="{dx:g}"'
-        self._parts.append(f'<text class="{kind}" {at}>{escape(words)}</text>')
-
-    def upright(self, percent: float, kind: str) -> None:
-        """Draw a line from top to bottom."""
-        x = f'x1="{percent:.2f}%" x2="{percent:.2f}%"'
-        self._parts.append(f'<line class="{kind}" {x} y1="0" y2="{self.height}"/>')
-
-    def upright_between(self, x: float, low: float, high: float, kind: str) -> None:
-        """Draw a line from one value up to another."""
-        percent = f'x1="{self.across(x):.2f}%" x2="{self.across(x):.2f}%"'
-        ends = f'y1="{self.down(low):.1f}" y2="{self.down(high):.1f}"'
-        self._parts.append(f'<line class="{kind}" {percent} {ends}/>')
-
-    def line(self, at: Iterable[Point], kind: str) -> None:
-        """Draw a line through values."""
-        self._stretched(f'<path class="{kind}" d="{self._path(at)}"/>')
-
-    def areas(self, layers: Mapping[str, Sequence[float]]) -> None:
-        """Draw stacked areas: by kind, a value at 0, 1, 2 and so on, each up to the next."""
-        below = [0.0] * max(map(len, layers.values()), default=0)
-        drawn = []
-        for kind, values in layers.items():
-            above = [low + value for low, value in zip(below, values, strict=True)]
-            edge = [*_steps(enumerate(above)), *reversed(_steps(enumerate(below)))]
-            drawn.append(f'<path class="{kind}" d="{self._path(edge)}Z"/>')
-            below = above
-        self._stretched("".join(drawn))
-
-    def dot(self, x: float, y: float, kind: str, about: str) -> None:
-        """Draw a point that says more where it is touched."""
-        self._parts.append(
-            f'<circle class="{kind}" cx="{self.across(x):.2f}%" cy="{self.down(y):.1f}" r="5">'
-            f"<title>{escape(about)}</title></circle>"
-        )
-
-    def label(self, x: float, y: float, words: str, kind: str, *, below: bool = False) -> None:
-        """Draw words beside a point, on the side where there is room."""
-        percent, down = self.across(x), self.down(y) + (20 if below else -10)
-        is_left = percent > _ROOM_PERCENT
-        side = f"{kind} end" if is_left else kind
-        self.text(percent, max(down, 12), words, side, dx=-9 if is_left else 9)
-
-    def drawn(self) -> str:
-        """Return the chart as HTML."""
-        title = escape(self._title)
-        return (
-            f'<svg class="chart" role="img" height="{self.height}" aria-label="{title}">'
-            f"{''.join(self._parts)}</svg>"
-        )
-
-    def _stretched(self, paths: str) -> None:
-        self._parts.append(
-            f'<svg width="100%" height="{self.height}" viewBox="0 0 {_STRETCHED} {self.height}" '
-            f'preserveAspectRatio="none">{paths}</svg>'
-        )
-
-    def _path(self, at: Iterable[Point]) -> str:
-        places = (f"{self.across(x) * _STRETCHED / 100:.1f} {self.down(y):.1f}" for x, y in at)
-        return f"M{'L'.join(places)}"
-
-
-def _steps(points: Iterable[Point]) -> list[Point]:
-    """Return the corners of a line that keeps each value until the next."""
-    (last, *later) = points
-    corners = [last]
-    for x, y in later:
-        if y != last[1]:
-            corners += [(x, last[1]), (x, y)]
-        last = (x, y)
-    return corners if corners[-1] == last else [*corners, last]
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

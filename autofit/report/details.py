@@ -39,7 +39,7 @@ PLANS = ("best", "baseline")
 TRIAL_TITLES = ("trial", "kind", "plan", "settings", "outcome", "samples/s", "memory", "step")
 ABOUT_TRIALS = (
     "A plan is micro-batch x accumulation steps. Speeds are medians of a trial's steps, with their "
-    "95 % intervals. Memory is peak reserved plus non-torch bytes."
+    "95% intervals. Memory is peak reserved plus non-torch bytes."
 )
 _SHORT_DETAIL = 60
 _MOST_MODULES = 6

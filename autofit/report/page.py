@@ -7,13 +7,22 @@ and nothing be fetched, whatever a name contains.
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 
 from autofit import notebook
 from autofit.measurement import ACT
-from autofit.report.charts import KINDS, Chart, frontier_chart, legend, memory_charts
+from autofit.report.charts import (
+    KINDS,
+    Chart,
+    frontier_chart,
+    legend,
+    memory_charts,
+    speed_charts,
+    standalone,
+)
 from autofit.report.details import TRIAL_TITLES, Section, sections
 from autofit.report.place import IN_PYTHON, Place
 from autofit.report.record import Record
@@ -35,7 +44,7 @@ def page(record: Record, place: Place = IN_PYTHON) -> str:
         _header("report", record.created[:10], answer.title),
         "<main>",
         _answer(answer, record),
-        _figure(frontier_chart(record)),
+        *map(_figure, speed_charts(record)),
         charts,
         *(_section(each.title, _parts(each), kind="long trials") for each in trials),
         f'<div class="more">{"".join(_folded(each) for each in every if each not in trials)}</div>',
@@ -45,11 +54,16 @@ def page(record: Record, place: Place = IN_PYTHON) -> str:
 
 
 def cell(record: Record, place: Place = IN_PYTHON) -> str:
-    """Return what a notebook shows of the report: its answer."""
+    """Return what a notebook shows of the report: its answer, and speed against memory.
+
+    The chart is an image: the style of an SVG in the cell would be that of the whole notebook.
+    """
     answer = summary(record, place)
     messages = [*(f"{ACT}{text}" for text in answer.warnings), *answer.remarks]
     table = [answer.columns, *answer.rows]
-    return notebook.shown([answer.title, *messages], table, [answer.apply, answer.more])
+    told = notebook.shown([answer.title, *messages], table, [answer.apply, answer.more])
+    drawn = b64encode(standalone(frontier_chart(record)).encode()).decode()
+    return f'{told}<img alt="speed against memory" src="data:image/svg+xml;base64,{drawn}">'
 
 
 def _document(title: str, body: Iterable[str], version: str) -> str:

@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from autofit.training.workload import Workload
 
 
+class Drawing(str):
+    """An SVG document that a notebook shows."""
+
+    __slots__ = ()
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+
 @dataclass(frozen=True, repr=False)
 class Report:
     """A view of a record.
@@ -156,7 +165,7 @@ class Report:
         Args:
             path: .json is what `autofit.load` reads; .html a page with charts, for a browser; .md
                 Markdown, for a pull request; .txt what `print(report)` shows; .csv a row for each
-                trial.
+                trial; .svg what `plot` draws.
 
         Raises:
             InvalidArgument: another suffix, or the file cannot be written.
@@ -167,6 +176,7 @@ class Report:
             ".html": self.to_html,
             ".md": self.to_markdown,
             ".txt": self.to_text,
+            ".svg": self.plot,
             ".csv": lambda: self.to_dataframe().map(in_a_table).to_csv(index=False),
         }
         write(target, forms, "a report")
@@ -275,6 +285,17 @@ class Report:
         from autofit.report.page import page
 
         return page(self.record, self._place)
+
+    def plot(self) -> Drawing:
+        """Draw speed against memory of every plan that ran, the frontier and the budget.
+
+        Returns:
+            An SVG document, which a notebook shows and `save("frontier.svg")` writes. It follows
+            the light or dark scheme of the screen that shows it.
+        """
+        from autofit.report.charts import frontier_chart, standalone
+
+        return Drawing(standalone(frontier_chart(self.record)))
 
     def to_markdown(self) -> str:
         """Return the report as GitHub's Markdown, for a pull request."""

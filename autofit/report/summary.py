@@ -350,9 +350,9 @@ def undecided_words(record: Record) -> str:
         busy = f" ({search.busy})" if search.busy else ""
         why = f"Speeds are too close or too unsteady{busy}: search again on an idle machine"
     if not recommends_baseline(record):
-        return f"Not decided whether another plan is over 5 % faster. {why}"
+        return f"Not decided whether another plan is over 5% faster. {why}"
     if record.best.plan == record.recommended.plan:
-        return f"Not decided whether another plan is over 5 % faster than the baseline. {why}"
+        return f"Not decided whether another plan is over 5% faster than the baseline. {why}"
     return (
         "Not decided whether the fastest other plan beats the baseline, so the baseline is "
         f"recommended. {why}"
@@ -484,9 +484,9 @@ def validity(record: Record) -> Iterator[str]:
         if gradient <= _EQUAL:
             yield f"Gradients match the baseline to {gradient:.0e}"
         else:
-            told = f"Gradients differ from the baseline's by {100 * gradient:.2g} %"
+            told = f"Gradients differ from the baseline's by {100 * gradient:.2g}%"
             explained = record.difference["tolerance"]
-            beyond = f", where roundings explain {100 * explained:.2g} %"
+            beyond = f", where roundings explain {100 * explained:.2g}%"
             yield told + (", by roundings" if gradient <= explained else beyond)
 
 

@@ -2,17 +2,12 @@
 
     python -m benchmarks.stated_numbers           writes the pages
     python -m benchmarks.stated_numbers --check   exits with 1 where a page differs from the results
-                                                  or states a number that none has
 
 What stands in a page between `<!-- numbers: NAME -->` and `<!-- end -->` is the text NAME.md of
 this folder. There `{RESULT > KEY > ... > FORMAT}` is a value of the newest
 `benchmarks/results/DATE-RESULT.json`, in Python's format; in a list, a key chooses the element that
 has it as a value. Several keys at once, `A & B`, give several values. `{RESULT.txt}` is a whole
 file.
-
-Elsewhere a paragraph that states a measured number names a file of `benchmarks/results` that has
-it. What follows from the code is no measurement: a constant's name stands behind it, as in
-"5 % (`MARGIN`)".
 """
 
 from __future__ import annotations
@@ -33,13 +28,6 @@ PAGES = (
 )
 _MARKED = re.compile(r"(<!-- numbers: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _PLACE = re.compile(r"\{([\w-]+)(?:\.txt| > ([^{}]+) > ([^{}>]+))\}")
-_CODE = re.compile(r"^```\w.*?^```$", re.DOTALL | re.MULTILINE)
-"""Output has no language after the fence: its numbers are measured."""
-_SPAN = re.compile(r"`([^`]*)`")
-_UNITS = r"(?:%|x\b(?! \d)|times\b|probes?\b|OOMs?\b|samples/s|m?s\b|seconds?\b)"
-_NO_RESULT = r"\s(?:\([A-Z_]+\)|interval|confidence)"
-_MEASURED = re.compile(rf"(\d[\d.,]*)\s?{_UNITS}(?!{_NO_RESULT})|(?<=\|) *(\d+\.\d+)[^|\n]*(?=\|)")
-_NAMED = re.compile(r"benchmarks/results/([\w.-]+\.md)")
 
 
 def filled(page: str) -> str:
@@ -49,27 +37,6 @@ def filled(page: str) -> str:
         LookupError: there is no such result, or it has no such value.
     """
     return _MARKED.sub(lambda match: f"{match[1]}\n{_text(match[2])}\n{match[3]}", page)
-
-
-def without_result(page: str) -> list[str]:
-    """Return the measured numbers that no result has: with a unit, or decimals in a table.
-
-    Sizes in bytes are not among them, nor what code gives as arguments.
-    """
-    text = _CODE.sub("", _MARKED.sub("", page))
-    found = []
-    for paragraph in re.split(r"\n\s*\n|\n- ", text):
-        results = [(RESULTS / name).read_text() for name in _NAMED.findall(paragraph)]
-        for match in _MEASURED.finditer(_SPAN.sub(_constant, paragraph)):
-            number = re.compile(rf"(?<![\d.]){re.escape(match[1] or match[2])}(?![\d.]*\d)")
-            if not any(map(number.search, results)):
-                found.append(" ".join(match[0].split()))
-    return found
-
-
-def _constant(span: re.Match[str]) -> str:
-    """Return the text of a span of code that is a constant's name, and nothing for others."""
-    return span[1] if span[1].isupper() else ""
 
 
 def _text(name: str) -> str:
@@ -83,7 +50,7 @@ def value(result: str, keys: str | None, form: str) -> str:
         return _newest(result, "txt").read_text().rstrip("\n")
     told = json.loads(_newest(result, "json").read_text())
     paths = product(*(step.split(" & ") for step in keys.split(" > ")))
-    return ", ".join(f"{_at(told, path):{form}}".replace("%", " %") for path in paths)
+    return ", ".join(f"{_at(told, path):{form}}" for path in paths)
 
 
 def _at(found: Any, path: Sequence[str]) -> Any:

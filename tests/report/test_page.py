@@ -11,6 +11,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -57,9 +58,11 @@ class Elements(HTMLParser):
 
 
 def points_of(html: str, kind: str) -> list[tuple[float, float, str]]:
-    """Where points of that kind lie, in percent across and pixels down, and what they say."""
+    """Where points of that kind lie against memory: percent across, pixels down, what they say."""
+    html = html.partition('aria-label="Speed against micro-batch"')[0]
     found = re.findall(
-        rf'<circle class="{kind}" cx="([\d.]+)%" cy="([\d.]+)"[^>]*><title>(.*?)</title>',
+        rf'<(?:circle|rect) class="{kind}(?: value-\d)?" c?x="([\d.]+)%" c?y="([\d.]+)"[^>]*>'
+        r"<title>(.*?)</title>",
         html,
         re.DOTALL,
     )
@@ -70,6 +73,16 @@ def budget_of(html: str) -> float:
     """Where the budget stands, in percent."""
     found: Any = re.search(r'<line class="budget" x1="([\d.]+)%"', html)
     return float(found[1])
+
+
+def test_a_plot_is_an_svg_document_with_each_plan(tmp_path: Path) -> None:
+    report = load(REPORT)
+    drawn = ElementTree.fromstring(report.save(tmp_path / "frontier.svg").read_text())
+    marks = [each for each in drawn.iter() if each.find("{*}title") is not None]
+    assert len(marks) == len({trial.plan for trial in report.trials if trial.ok})
+    assert {each.tag.rpartition("}")[2] for each in marks} == {"circle", "rect"}
+    assert "best" in {text.text for text in drawn.iterfind(".//{*}text")}
+    assert report.plot()._repr_svg_() == (tmp_path / "frontier.svg").read_text()
 
 
 @pytest.fixture(scope="module")
