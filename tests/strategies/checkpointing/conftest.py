@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -37,19 +36,30 @@ class Normed(nn.Module):
         return torch.relu(self.norm(self.conv(x))) + torch.tanh(x)
 
 
-class Encoder(nn.Module):
-    """Transformer layers with dropout, called with keyword arguments."""
+class Chain(nn.Module):
+    """Blocks in turn, each called by `step(number, block, value)`; the loss is a mean square."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        blocks: Iterable[nn.Module],
+        step: Callable[[int, nn.Module, Any], Any],
+        first: Callable[[torch.Tensor], Any] = lambda x: x,
+        last: Callable[[Any], torch.Tensor] = lambda value: value,
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True) for _ in range(6)
-        )
+        self.blocks = nn.ModuleList(blocks)
+        self.step, self.first, self.last = step, first, last
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(src=x)
-        return x.square().mean()
+        value = self.first(x)
+        for number, block in enumerate(self.blocks):
+            value = self.step(number, block, value)
+        return self.last(value).square().mean()
+
+
+def _layer() -> nn.Module:
+    """A transformer layer with dropout."""
+    return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
 
 
 class MovingAverage(nn.Module):
@@ -69,31 +79,10 @@ class MovingAverage(nn.Module):
         return torch.sin(self.inner(x) * self.average) + x
 
 
-class Recurrent(nn.Module):
-    """Stacked LSTMs, which return tuples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.LSTM(12, 12, batch_first=True) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            output, (hidden, _) = layer(x)
-            x = x + output + hidden[-1].unsqueeze(1)
-        return x.square().mean()
-
-
-class Shared(nn.Module):
-    """One layer called eight times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(8):
-            x = self.layer(x)
-        return x.square().mean()
+def _recur(number: int, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Add what an LSTM returns, in tuples."""
+    output, (hidden, _) = block(x)
+    return x + output + hidden[-1].unsqueeze(1)
 
 
 @dataclass
@@ -118,18 +107,12 @@ class Exchange(nn.Module):
         return {"pair": Pair(pair.right, x if mask is None else x * mask)}
 
 
-class Structured(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Exchange(16) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pair = Pair(x, torch.cos(x))
-        for index, block in enumerate(self.blocks):
-            mask = torch.ones_like(x) if index % 2 else None
-            options = {"scale": x.mean(), "factor": 1.5}
-            pair = block(pair, options=options, mask=mask)["pair"]
-        return pair.right.square().mean()
+def _exchange(number: int, block: nn.Module, pair: Pair) -> Pair:
+    mask = torch.ones_like(pair.left) if number % 2 else None
+    exchanged: dict[str, Pair] = block(
+        pair, options={"scale": pair.left.mean(), "factor": 1.5}, mask=mask
+    )
+    return exchanged["pair"]
 
 
 class Walk:
@@ -156,33 +139,47 @@ class Keeping(nn.Module):
         return walk
 
 
-class Keepers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Keeping(16) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        walk = Walk(x)
-        for block in self.blocks:
-            walk = block(walk)
-        return walk.features.square().mean()
-
-
 def _images() -> torch.Tensor:
     return torch.randn(4, 4, 12, 12)
 
 
+def _words() -> torch.Tensor:
+    return torch.randn(4, 10, 16)
+
+
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "batch norm": (lambda: nn.Sequential(*(Normed(4) for _ in range(6))), _images),
-    "dropout transformer": (Encoder, lambda: torch.randn(4, 10, 16)),
+    "dropout transformer": (
+        lambda: Chain((_layer() for _ in range(6)), lambda _, block, x: block(src=x)),
+        _words,
+    ),
     "moving average": (
         lambda: nn.Sequential(*(MovingAverage(8) for _ in range(6))),
         lambda: torch.randn(64, 8),
     ),
-    "lstm": (Recurrent, lambda: torch.randn(4, 6, 12)),
-    "shared layer": (Shared, lambda: torch.randn(4, 10, 16)),
-    "objects handed on": (Keepers, lambda: torch.randn(32, 16)),
-    "structured arguments": (Structured, lambda: torch.randn(32, 16)),
+    "lstm": (
+        lambda: Chain((nn.LSTM(12, 12, batch_first=True) for _ in range(6)), _recur),
+        lambda: torch.randn(4, 6, 12),
+    ),
+    "shared layer": (lambda: Chain([_layer()] * 8, lambda _, block, x: block(x)), _words),
+    "objects handed on": (
+        lambda: Chain(
+            (Keeping(16) for _ in range(6)),
+            lambda _, block, walk: block(walk),
+            Walk,
+            lambda walk: walk.features,
+        ),
+        lambda: torch.randn(32, 16),
+    ),
+    "structured arguments": (
+        lambda: Chain(
+            (Exchange(16) for _ in range(6)),
+            _exchange,
+            lambda x: Pair(x, torch.cos(x)),
+            lambda pair: pair.right,
+        ),
+        lambda: torch.randn(32, 16),
+    ),
 }
 
 
@@ -231,39 +228,15 @@ def checkpointing() -> Strategy:
 
 
 @pytest.fixture
-def part(checkpointing: Strategy) -> Callable[[str], Any]:
-    """A module of the strategy's package, by its last name."""
-    package = type(checkpointing).__module__
-    return lambda name: importlib.import_module(f"{package}.{name}")
+def record() -> Callable[..., Any]:
+    """What is recorded of a forward pass, and of the backward pass where it keeps what it needs."""
+    recorder_of = importlib.import_module("autofit.strategies.checkpointing.saved_tensors").Recorder
 
-
-@pytest.fixture
-def tensor_tree(part: Callable[[str], Any]) -> Any:
-    return part("tensor_tree")
-
-
-@pytest.fixture
-def timeline(part: Callable[[str], Any]) -> Any:
-    return part("timeline")
-
-
-@pytest.fixture
-def record(part: Callable[[str], Any]) -> Callable[..., Any]:
-    """The recorder of a forward pass, and of the backward pass where it keeps what it needs."""
-
-    def run(
-        model: nn.Module, batch: torch.Tensor, *, keep: bool = True, offload: Any = None
-    ) -> Any:
+    def run(model: nn.Module, batch: torch.Tensor, *, keep: bool = True) -> Any:
         weights = [*model.parameters()] or [nn.Parameter(torch.zeros(1))]
-        training = Training(
-            model,
-            torch.optim.SGD(weights),
-            Recipe(),
-            ResolvedPlan(Plan(len(batch))),
-            device=torch.device("cpu"),
-        )
-        with training, nullcontext() if offload is None else offload(training):
-            recorder = part("saved_tensors").Recorder(training, batch, keep=keep)
+        resolved, cpu = ResolvedPlan(Plan(len(batch))), torch.device("cpu")
+        with Training(model, torch.optim.SGD(weights), Recipe(), resolved, device=cpu) as training:
+            recorder = recorder_of(training, batch, keep=keep)
             with recorder.watching():
                 loss = training.loss(batch)
                 if keep:
