@@ -14,10 +14,11 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations as class_of
 
 from autofit.strategy import Comparison
 
-from .units import KEEPING, Unit, class_of, make_of
+from .units import KEEPING, Unit, make_of
 
 SEEDS = (0, 1, 2)
 # A model in which so many units differ is not worth more steps; the rest is left out untried.

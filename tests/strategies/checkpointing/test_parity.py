@@ -183,7 +183,7 @@ AMONG: dict[type[Clean], str] = {
     InPlace: "cannot be recomputed",
     WritesThroughData: "gradient",
 }
-FINE = [Clean, Dropout, BatchNorm, AverageInPlace, NumpyRandom, PythonRandom]
+FINE: list[type[Clean]] = [Clean, Dropout, BatchNorm, AverageInPlace, NumpyRandom, PythonRandom]
 CASES: dict[str, tuple[Callable[[], Stack], Expected]] = {
     "what is made right": (lambda: Stack([*FINE, SometimesSkips, ShowsWhatItGot]), {}),
     "no number": (lambda: Stack([Clean, NotANumber, Clean]), {}),
@@ -192,7 +192,7 @@ CASES: dict[str, tuple[Callable[[], Stack], Expected]] = {
         for kind, why in AMONG.items()
     },
     "the last of its kind": (
-        lambda: Stack([Clean, Clean, Clean, Clean, Clean, Clean, Clean, _with_a_flag]),
+        lambda: Stack([*[Clean] * 7, _with_a_flag]),
         {"7": "calls"},
     ),
     "a step that differs from itself": (
