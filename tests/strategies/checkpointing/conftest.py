@@ -1,4 +1,4 @@
-"""Seven small networks that trip up plain checkpointing, each built alike every time."""
+"""Six small networks that trip up plain checkpointing, each built alike every time."""
 
 from __future__ import annotations
 
@@ -60,23 +60,6 @@ class Chain(nn.Module):
 def _layer() -> nn.Module:
     """A transformer layer with dropout."""
     return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-
-
-class MovingAverage(nn.Module):
-    """Scales by a moving average that it updates in its forward pass, kept in a buffer."""
-
-    average: torch.Tensor
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width)
-        )
-        self.register_buffer("average", torch.ones(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.average.mul_(0.9).add_(x.detach().abs().mean(0), alpha=0.1)
-        return torch.sin(self.inner(x) * self.average) + x
 
 
 def _recur(number: int, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -152,10 +135,6 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "dropout transformer": (
         lambda: Chain((_layer() for _ in range(6)), lambda _, block, x: block(src=x)),
         _words,
-    ),
-    "moving average": (
-        lambda: nn.Sequential(*(MovingAverage(8) for _ in range(6))),
-        lambda: torch.randn(64, 8),
     ),
     "lstm": (
         lambda: Chain((nn.LSTM(12, 12, batch_first=True) for _ in range(6)), _recur),

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from autofit.errors import InvalidArgument
@@ -201,40 +200,36 @@ def test_a_model_without_levels_is_left_plain_and_it_is_said_why(
     assert re.search(said, "\n".join(context.notes))
 
 
-class Attention(nn.Module):
+class Scaled(nn.Module):
+    """Computes what a setting of the process says, as the choice of a kernel is one."""
+
+    scale = 1.0
+
     def __init__(self) -> None:
         super().__init__()
-        self.project, self.merge = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.project(x).chunk(3, -1)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
-        return x + self.merge(mixed)
+        return torch.tanh(self.linear(x) * Scaled.scale)
 
 
-class PlainAttention(Plugin):
-    """A plug-in that changes which kernel attention runs, around the forward."""
+@contextmanager
+def _halved() -> Iterator[None]:
+    Scaled.scale = 0.5
+    yield
+    Scaled.scale = 1.0
 
-    name = "attention"
+
+class Halves(Plugin):
+    """A plug-in that changes what is computed, around the forward."""
+
+    name = "halves"
 
     @contextmanager
     def apply(self, training: TrainingView, settings: Any, payloads: Any) -> Iterator[None]:
-        undo = training.wrap_forward(lambda: sdpa_kernel(SDPBackend.MATH))
+        undo = training.wrap_forward(_halved)
         yield
         undo()
-
-
-def _attentive() -> tuple[nn.Module, torch.optim.Optimizer, ResolvedPlan, torch.Tensor]:
-    """Return what trains with attention blocks checkpointed, and the plug-in beside that."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Attention(), Attention())
-    settings: dict[str, Any] = {SETTING: 1, "attention.kernel": "math"}
-    strategies = [*load_strategies(["checkpointing"]), PlainAttention()]
-    payloads = {SETTING: {"units": ["0", "1"], "state": []}}
-    resolved = ResolvedPlan(Plan(4, settings=settings), payloads, strategies)
-    return model, torch.optim.SGD(model.parameters(), 0.1), resolved, torch.randn(4, 6, 16)
 
 
 def _gradients_of(model: nn.Module) -> list[torch.Tensor]:
@@ -242,18 +237,24 @@ def _gradients_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def test_what_another_strategy_puts_around_the_forward_is_around_a_recomputation() -> None:
-    model, optimizer, resolved, batch = _attentive()
-    with sdpa_kernel(SDPBackend.MATH):
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Scaled(), Scaled()), torch.randn(4, 8)
+    with _halved():
         model(batch).square().mean().backward()
     plain = _gradients_of(model)
-    with Training(model, optimizer, Recipe(), resolved, device=torch.device("cpu")) as training:
-        training.zero_grad()
-        with training.context():
-            loss = training.model(batch).square().mean()
-        training.backward(loss)
-        again = _gradients_of(model)
-        training.zero_grad()
-        with training.context():  # as in a training_step
-            training.backward(training.model(batch).square().mean())
-    assert all(map(torch.equal, again, plain))
-    assert all(map(torch.equal, _gradients_of(model), plain))
+    resolved = ResolvedPlan(
+        Plan(4, settings={SETTING: 1, "halves.on": True}),
+        {SETTING: {"units": ["0", "1"], "state": []}},
+        [*load_strategies(["checkpointing"]), Halves()],
+    )
+    optimizer, cpu = torch.optim.SGD(model.parameters(), 0.1), torch.device("cpu")
+    with Training(model, optimizer, Recipe(), resolved, device=cpu) as training:
+        for inside in (False, True):  # as in a training_step
+            training.zero_grad()
+            with training.context():
+                loss = model(batch).square().mean()
+                if inside:
+                    training.backward(loss)
+            if not inside:
+                training.backward(loss)
+            assert all(map(torch.equal, _gradients_of(model), plain))

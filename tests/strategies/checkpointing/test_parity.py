@@ -92,6 +92,13 @@ class DrawsFromItsOwn(Clean):
         return x * torch.rand(x.shape, generator=self.generator)
 
 
+class CannotBeShown(Clean):
+    """Its text is no key for what it is."""
+
+    def extra_repr(self) -> str:
+        raise RuntimeError
+
+
 class RemembersTheLastStep(Clean):
     """As Transformer-XL does, in an attribute that the first step makes."""
 
@@ -185,7 +192,10 @@ AMONG: dict[type[Clean], str] = {
 }
 FINE: list[type[Clean]] = [Clean, Dropout, BatchNorm, AverageInPlace, NumpyRandom, PythonRandom]
 CASES: dict[str, tuple[Callable[[], Stack], Expected]] = {
-    "what is made right": (lambda: Stack([*FINE, SometimesSkips, ShowsWhatItGot]), {}),
+    "what is made right": (
+        lambda: Stack([*FINE, SometimesSkips, ShowsWhatItGot, CannotBeShown]),
+        {},
+    ),
     "no number": (lambda: Stack([Clean, NotANumber, Clean]), {}),
     **{
         kind.__name__ + why: (partial(Stack, [Clean, kind, Clean]), {"1": why})
