@@ -265,17 +265,29 @@ class CountsNowAndThen(Counts):
         return super().changed(x) if random.random() < 0.5 else x
 
 
-def _around(inner: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(inner())
+class Around(nn.Sequential):
+    """Counts its calls, where that is asked for."""
+
+    calls = 0
+
+    def __init__(self, inner: nn.Module, *, counts: bool = False) -> None:
+        super().__init__(inner)
+        self.counts = counts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.counts
+        return self[0](x)
 
 
+@pytest.mark.parametrize("counts", [False, True], ids=["", "around it differs from the first on"])
 @pytest.mark.parametrize(
     ("first_layer", "expected"), [(0, {"blocks.1", "blocks.1.0"}), (1, {"blocks.1.0"})]
 )
 def test_what_a_later_seed_alone_shows_is_found_in_the_units_within(
-    checkpointing: Strategy, first_layer: int, expected: set[str]
+    checkpointing: Strategy, first_layer: int, expected: set[str], counts: bool
 ) -> None:
-    model = Stack(map(_around, [Clean, CountsNowAndThen, Clean]))
+    middle = partial(Around, CountsNowAndThen(), counts=counts)
+    model = Stack([partial(Around, Clean()), middle, partial(Around, Clean())])
     layers = [["blocks.0", "blocks.1", "blocks.2"], ["blocks.0.0", "blocks.1.0"]]
     found = _gate(checkpointing, model, layers[first_layer:]).left_out
     assert found.keys() == expected
