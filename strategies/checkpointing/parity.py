@@ -14,10 +14,11 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations as class_of
 
 from autofit.strategy import Comparison
 
-from .units import KEEPING, Unit, class_of, make_of
+from .units import KEEPING, Unit, make_of
 
 SEEDS = (0, 1, 2)
 # A model in which so many units differ is not worth more steps; the rest is left out untried.
@@ -118,8 +119,8 @@ class _Gate:
     def search_all(self, layers: Sequence[Sequence[str]], seeds: Sequence[int]) -> None:
         """Search these lists from each seed, and leave out what no step has run.
 
-        From further seeds, units within those that make no difference then make none either, but
-        for those that keep their products: they run again what others do not.
+        From further seeds, units within others make no difference as long as none of those does,
+        but for units that keep their products: they run again what others do not.
         """
         self._compare(())  # whether a step repeats is no matter of the seed
         for self._seed in seeds:
@@ -128,7 +129,7 @@ class _Gate:
                 units = {u for u in layer if differs or layer is layers[0] or u.endswith(KEEPING)}
                 units -= self.parity.left_out.keys()
                 self._search(sorted(units, key=lambda unit: (str(self._kinds[unit]), unit)))
-                differs = differs or not units.isdisjoint(self.parity.left_out)
+                differs = differs or not self.parity.left_out.keys().isdisjoint(layer)
         self.leave_out(self._never_run([*chain(*layers)]), _NEVER_RUN)
 
     def leave_out(self, units: Iterable[str], why: str) -> None:

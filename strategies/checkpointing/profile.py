@@ -141,12 +141,10 @@ def time_modules(
     """
 
     def look(one: _Pass) -> Times:
-        began = time.monotonic()  # steps that wait, for files or others, use no thread time
-        steps: list[Stopwatch] = []
-        while len(steps) < MIN_STEPS or time.monotonic() - began < ENOUGH_S:
+        enough = time.monotonic() + ENOUGH_S  # waiting, for files or others, takes no thread time
+        steps = [one.timed(names) for _ in range(MIN_STEPS)]
+        while len(steps) < MAX_STEPS and time.monotonic() < enough:
             steps.append(one.timed(names))
-            if len(steps) == MAX_STEPS:
-                break
         fastest_s = min(step.whole_s() for step in steps)
         shares = _medians([step.shares() for step in steps])
         seconds = {name: fastest_s * share for name, share in shares.items()}
@@ -295,12 +293,13 @@ def _medians(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _random_states(device: torch.device) -> list[Any]:
     """Return the states of the generators that a seed sets, as values that compare."""
-    states: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device).tolist())
-    if numpy := sys.modules.get("numpy"):
-        states.append(repr(numpy.random.get_state(legacy=False)["state"]))
-    return states
+    numpy = sys.modules.get("numpy")
+    return [
+        torch.get_rng_state().tolist(),
+        torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None,
+        random.getstate(),
+        repr(numpy.random.get_state(legacy=False)["state"]) if numpy else None,
+    ]
 
 
 def _is_forward() -> bool:

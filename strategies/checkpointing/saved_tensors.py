@@ -32,7 +32,7 @@ class NeedsSavedTensors(Exception):
 
 @dataclass(frozen=True)
 class _OpenCall:
-    """A call under way, with what it has been given so far.
+    """A call under way.
 
     Attributes:
         call: as it begins.
@@ -142,7 +142,7 @@ class Recorder:
             self._note_checkpoint()
         inputs = self._indices_of(tensors) if observed else set()
         if observed and torch.is_grad_enabled():
-            counters = [c for t in tensors if (c := version_counter(t)) is not None]
+            counters = [c for t in tensors if (c := _version_counter(t)) is not None]
             self._inputs += ((name, counter, counter._version) for counter in counters)
         call = Call(name, len(self._savings), len(self._savings), tuple(sorted(inputs)))
         self._open.append(_OpenCall(call, observed, len(self._products)))
@@ -232,7 +232,7 @@ def saving_by(
         yield
 
 
-def version_counter(tensor: torch.Tensor) -> torch.Tensor | None:
+def _version_counter(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return an empty tensor whose `_version` is this tensor's; None where none is counted."""
     try:
         counter = tensor.detach()

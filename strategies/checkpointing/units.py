@@ -11,13 +11,13 @@ their halves, are units too.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.nn.utils.parametrize import type_before_parametrizations as class_of
 
 from autofit.errors import InvalidArgument
 
@@ -152,18 +152,11 @@ def make_of(unit: str, model: nn.Module) -> Hashable:
     parsed = Unit.parse(unit)
     outermost = map(model.get_submodule, parsed.modules(model))
     inner = (module for each in outermost for module in each.modules())
-    return parsed.keeps_products, *((class_of(m), *_shapes_of_weights(m)) for m in inner)
+    return parsed.keeps_products, *((class_of(m), *_shapes(m._parameters)) for m in inner)
 
 
-def class_of(module: nn.Module) -> type:
-    """Return the class of a module as it was before it got parametrizations."""
-    return type_before_parametrizations(module)
-
-
-def _shapes_of_weights(module: nn.Module) -> Iterator[Hashable]:
-    for name, weight in module._parameters.items():
-        if weight is not None:
-            yield name, weight.shape, weight.dtype
+def _shapes(weights: Mapping[str, torch.Tensor | None]) -> list[Hashable]:
+    return [(name, w.shape, w.dtype) for name, w in weights.items() if w is not None]
 
 
 def names_of_children(name: str, module: nn.Module) -> list[str]:

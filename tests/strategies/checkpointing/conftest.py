@@ -1,12 +1,11 @@
-"""Seven small networks that trip up plain checkpointing, each built alike every time."""
+"""Five small networks that trip up plain checkpointing, each built alike every time."""
 
 from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -37,152 +36,100 @@ class Normed(nn.Module):
         return torch.relu(self.norm(self.conv(x))) + torch.tanh(x)
 
 
-class Encoder(nn.Module):
-    """Transformer layers with dropout, called with keyword arguments."""
+class Chain(nn.Module):
+    """Blocks in turn, each called by `step(number, block, value)`; the loss is a mean square."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        blocks: Iterable[nn.Module],
+        step: Callable[[int, nn.Module, Any], Any],
+        first: Callable[[torch.Tensor], Any] = lambda x: x,
+        last: Callable[[Any], torch.Tensor] = lambda value: value,
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True) for _ in range(6)
-        )
+        self.blocks = nn.ModuleList(blocks)
+        self.step, self.first, self.last = step, first, last
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(src=x)
-        return x.square().mean()
+        value = self.first(x)
+        for number, block in enumerate(self.blocks):
+            value = self.step(number, block, value)
+        return self.last(value).square().mean()
 
 
-class MovingAverage(nn.Module):
-    """Scales by a moving average that it updates in its forward pass, kept in a buffer."""
-
-    average: torch.Tensor
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width)
-        )
-        self.register_buffer("average", torch.ones(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.average.mul_(0.9).add_(x.detach().abs().mean(0), alpha=0.1)
-        return torch.sin(self.inner(x) * self.average) + x
+def _layer() -> nn.Module:
+    """A transformer layer with dropout."""
+    return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
 
 
-class Recurrent(nn.Module):
-    """Stacked LSTMs, which return tuples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.LSTM(12, 12, batch_first=True) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            output, (hidden, _) = layer(x)
-            x = x + output + hidden[-1].unsqueeze(1)
-        return x.square().mean()
-
-
-class Shared(nn.Module):
-    """One layer called eight times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(8):
-            x = self.layer(x)
-        return x.square().mean()
+def _recur(number: int, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Add what an LSTM returns, in tuples."""
+    output, (hidden, _) = block(x)
+    return x + output + hidden[-1].unsqueeze(1)
 
 
 @dataclass
-class Pair:
-    left: torch.Tensor
-    right: Any = None
-
-
-class Exchange(nn.Module):
-    """Dataclasses, None, dicts and keyword arguments go in, a dict comes out."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(width, 3 * width), nn.Linear(width, 3 * width)
-        self.merge = nn.Linear(3 * width, width)
-
-    def forward(
-        self, pair: Pair, *, options: dict[str, Any], mask: torch.Tensor | None = None
-    ) -> dict[str, Pair]:
-        x = torch.tanh(self.left(pair.left)) * torch.sin(self.right(pair.right))
-        x = self.merge(x * options["scale"]) * options["factor"]
-        return {"pair": Pair(pair.right, x if mask is None else x * mask)}
-
-
-class Structured(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Exchange(16) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pair = Pair(x, torch.cos(x))
-        for index, block in enumerate(self.blocks):
-            mask = torch.ones_like(x) if index % 2 else None
-            options = {"scale": x.mean(), "factor": 1.5}
-            pair = block(pair, options=options, mask=mask)["pair"]
-        return pair.right.square().mean()
-
-
 class Walk:
-    """An object that blocks hand on: features, what earlier blocks left, and a count."""
+    """What blocks hand on: features, what earlier blocks left, and a count."""
 
-    def __init__(self, features: torch.Tensor) -> None:
-        self.features, self.keys, self.calls = features, list[torch.Tensor](), 0
+    features: torch.Tensor
+    keys: list[torch.Tensor] = field(default_factory=list)
+    calls: int = 0
 
 
 class Keeping(nn.Module):
-    """Writes to the object that it is given, and draws from Python's random numbers."""
+    """Writes to the object that it is given, and draws from Python's random numbers.
+
+    Objects, None, dicts and keyword arguments go in, a dict comes out.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.keys, self.mix = nn.Linear(width, width), nn.Linear(2 * width, 4 * width)
         self.narrow = nn.Linear(4 * width, width)
 
-    def forward(self, walk: Walk) -> Walk:
+    def forward(
+        self, walk: Walk, *, options: dict[str, Any], mask: torch.Tensor | None = None
+    ) -> dict[str, Walk]:
         walk.calls += 1
         walk.keys.append(self.keys(walk.features))
-        seen = torch.cat([walk.keys[-1].sin(), walk.keys[0] + walk.features.mean()], -1)
-        mixed = torch.tanh(self.mix(seen)).exp() * random.uniform(0.5, 1.5)
-        walk.features = walk.features + self.narrow(mixed) / walk.calls
-        return walk
+        seen = torch.cat([walk.keys[-1].sin(), walk.keys[0] + options["mean"]], -1)
+        mixed = torch.tanh(self.mix(seen)).exp() * random.uniform(0.5, options["most"])
+        left = self.narrow(mixed) / walk.calls
+        walk.features = walk.features + (left if mask is None else left * mask)
+        return {"walk": walk}
 
 
-class Keepers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Keeping(16) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        walk = Walk(x)
-        for block in self.blocks:
-            walk = block(walk)
-        return walk.features.square().mean()
+def _hand_on(number: int, block: nn.Module, walk: Walk) -> Walk:
+    mask = torch.ones_like(walk.features) if number % 2 else None
+    options = {"mean": walk.features.mean(), "most": 1.5}
+    made: dict[str, Walk] = block(walk, options=options, mask=mask)
+    return made["walk"]
 
 
 def _images() -> torch.Tensor:
     return torch.randn(4, 4, 12, 12)
 
 
+def _words() -> torch.Tensor:
+    return torch.randn(4, 10, 16)
+
+
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "batch norm": (lambda: nn.Sequential(*(Normed(4) for _ in range(6))), _images),
-    "dropout transformer": (Encoder, lambda: torch.randn(4, 10, 16)),
-    "moving average": (
-        lambda: nn.Sequential(*(MovingAverage(8) for _ in range(6))),
-        lambda: torch.randn(64, 8),
+    "dropout transformer": (
+        lambda: Chain((_layer() for _ in range(6)), lambda _, block, x: block(src=x)),
+        _words,
     ),
-    "lstm": (Recurrent, lambda: torch.randn(4, 6, 12)),
-    "shared layer": (Shared, lambda: torch.randn(4, 10, 16)),
-    "objects handed on": (Keepers, lambda: torch.randn(32, 16)),
-    "structured arguments": (Structured, lambda: torch.randn(32, 16)),
+    "lstm": (
+        lambda: Chain((nn.LSTM(12, 12, batch_first=True) for _ in range(6)), _recur),
+        lambda: torch.randn(4, 6, 12),
+    ),
+    "shared layer": (lambda: Chain([_layer()] * 8, lambda _, block, x: block(x)), _words),
+    "structured arguments": (
+        lambda: Chain((Keeping(16) for _ in range(6)), _hand_on, Walk, lambda walk: walk.features),
+        lambda: torch.randn(32, 16),
+    ),
 }
 
 
@@ -231,39 +178,15 @@ def checkpointing() -> Strategy:
 
 
 @pytest.fixture
-def part(checkpointing: Strategy) -> Callable[[str], Any]:
-    """A module of the strategy's package, by its last name."""
-    package = type(checkpointing).__module__
-    return lambda name: importlib.import_module(f"{package}.{name}")
+def record() -> Callable[..., Any]:
+    """What is recorded of a forward pass, and of the backward pass where it keeps what it needs."""
+    recorder_of = importlib.import_module("autofit.strategies.checkpointing.saved_tensors").Recorder
 
-
-@pytest.fixture
-def tensor_tree(part: Callable[[str], Any]) -> Any:
-    return part("tensor_tree")
-
-
-@pytest.fixture
-def timeline(part: Callable[[str], Any]) -> Any:
-    return part("timeline")
-
-
-@pytest.fixture
-def record(part: Callable[[str], Any]) -> Callable[..., Any]:
-    """The recorder of a forward pass, and of the backward pass where it keeps what it needs."""
-
-    def run(
-        model: nn.Module, batch: torch.Tensor, *, keep: bool = True, offload: Any = None
-    ) -> Any:
+    def run(model: nn.Module, batch: torch.Tensor, *, keep: bool = True) -> Any:
         weights = [*model.parameters()] or [nn.Parameter(torch.zeros(1))]
-        training = Training(
-            model,
-            torch.optim.SGD(weights),
-            Recipe(),
-            ResolvedPlan(Plan(len(batch))),
-            device=torch.device("cpu"),
-        )
-        with training, nullcontext() if offload is None else offload(training):
-            recorder = part("saved_tensors").Recorder(training, batch, keep=keep)
+        resolved, cpu = ResolvedPlan(Plan(len(batch))), torch.device("cpu")
+        with Training(model, torch.optim.SGD(weights), Recipe(), resolved, device=cpu) as training:
+            recorder = recorder_of(training, batch, keep=keep)
             with recorder.watching():
                 loss = training.loss(batch)
                 if keep:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import pickle
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autofit.errors import InvalidArgument
 
-Checkpointed = Callable[..., AbstractContextManager[None]]
+checkpointed: Callable[..., AbstractContextManager[None]] = importlib.import_module(
+    "autofit.strategies.checkpointing.checkpointed"
+).checkpointed
 
 
 class Block(nn.Module):
@@ -44,11 +47,6 @@ X = torch.randn(2, 8)
 
 
 @pytest.fixture
-def checkpointed(part: Callable[[str], Any]) -> Checkpointed:
-    return part("checkpointed").checkpointed
-
-
-@pytest.fixture
 def model() -> Net:
     torch.manual_seed(0)
     return Net()
@@ -60,50 +58,40 @@ def _gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def _count_forwards(block: Block) -> list[int]:
+def _count_forwards(block: nn.Module) -> list[int]:
     runs: list[int] = []
-    block.wide.register_forward_hook(lambda *_: runs.append(1))
+    block.get_submodule("wide").register_forward_hook(lambda *_: runs.append(1))
     return runs
 
 
-def test_units_run_twice_and_others_once(model: Net, checkpointed: Checkpointed) -> None:
-    runs = {name: _count_forwards(model.blocks.get_submodule(name)) for name in "0123"}  # type: ignore[arg-type]  # a Block
-    with checkpointed(model, UNITS):
-        model(torch.randn(2, 8)).sum().backward()
-    assert {name: len(found) for name, found in runs.items()} == {"0": 1, "1": 2, "2": 2, "3": 1}
+@pytest.mark.parametrize(("grad", "runs"), [(True, [1, 2, 2, 1]), (False, [1, 1, 1, 1])])
+def test_units_run_twice_where_there_is_a_backward(model: Net, grad: bool, runs: list[int]) -> None:
+    ran = [_count_forwards(block) for block in model.blocks]
+    with checkpointed(model, UNITS), torch.set_grad_enabled(grad), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = model(X).sum()
+        if grad:
+            loss.backward()
+    assert [len(each) for each in ran] == runs
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_undo_restores_every_dict(model: Net, checkpointed: Checkpointed, raises: bool) -> None:
-    before = [list(module.__dict__.items()) for module in model.modules()]
-    try:
-        with checkpointed(model, UNITS):
-            assert "forward" in model.blocks[1].__dict__
-            if raises:
-                raise KeyError
-    except KeyError:
-        pass
-    after = [list(module.__dict__.items()) for module in model.modules()]
+def test_undo_restores_every_dict(model: Net, raises: bool) -> None:
+    """Also the user's own forward."""
+    model.blocks[2].forward = lambda x: 2 * x
+    before = [list(vars(module).items()) for module in model.modules()]
+    with pytest.raises(KeyError) if raises else nullcontext(), checkpointed(model, UNITS):
+        assert "forward" in vars(model.blocks[1])
+        assert torch.equal(model.blocks[2](X), 2 * X)
+        if raises:
+            raise KeyError
+    after = [list(vars(module).items()) for module in model.modules()]
     assert [[(k, id(v)) for k, v in items] for items in after] == [
         [(k, id(v)) for k, v in items] for items in before
     ]
 
 
-def test_a_forward_of_the_users_own_comes_back(model: Net, checkpointed: Checkpointed) -> None:
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    model.blocks[1].forward = doubled
-    with checkpointed(model, ["blocks.1"]):
-        assert torch.equal(
-            model.blocks[1](torch.ones(1, 8, requires_grad=True)), torch.full((1, 8), 2.0)
-        )
-    assert model.blocks[1].__dict__["forward"] is doubled
-
-
-def test_a_whole_model_is_saved_and_loads_as_a_plain_one(
-    model: Net, checkpointed: Checkpointed
-) -> None:
+def test_a_whole_model_is_saved_and_loads_as_a_plain_one(model: Net) -> None:
     with checkpointed(model, UNITS):
         stream = io.BytesIO()
         torch.save(model, stream, pickle_module=pickle)
@@ -114,7 +102,7 @@ def test_a_whole_model_is_saved_and_loads_as_a_plain_one(
 
 
 @pytest.mark.slow
-def test_a_full_graph_is_compiled(model: Net, checkpointed: Checkpointed) -> None:
+def test_a_full_graph_is_compiled(model: Net) -> None:
     plain = _gradients(model, X)
     with checkpointed(model, UNITS):
         torch._dynamo.reset()
@@ -125,48 +113,7 @@ def test_a_full_graph_is_compiled(model: Net, checkpointed: Checkpointed) -> Non
     torch.testing.assert_close(found, plain)
 
 
-def _of_a_penalty(model: nn.Module, x: torch.Tensor) -> None:
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    torch.autograd.backward(slope.square().sum())
-
-
-def _twice(model: nn.Module, x: torch.Tensor) -> None:
-    loss = model(x).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def _reduced(dtype: torch.dtype, model: nn.Module, x: torch.Tensor) -> None:
-    with torch.autocast("cpu", dtype=dtype):
-        loss = model(x).float().square().mean()
-    torch.amp.GradScaler("cpu", init_scale=256.0).scale(loss).backward()
-
-
-@pytest.mark.parametrize(
-    "backward",
-    [
-        pytest.param(_of_a_penalty, id="double backward"),
-        pytest.param(_twice, id="a graph kept for a second backward"),
-        pytest.param(partial(_reduced, torch.bfloat16), id="bfloat16"),
-        pytest.param(partial(_reduced, torch.float16), id="float16"),
-    ],
-)
-def test_gradients_are_those_of_plain_training(
-    model: Net, checkpointed: Checkpointed, backward: Callable[..., None]
-) -> None:
-    x = torch.randn(2, 8, requires_grad=True)
-
-    def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        backward(model, x)
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    plain = gradients()
-    with checkpointed(model, UNITS):
-        assert all(map(torch.equal, plain, gradients()))
-
-
-def test_under_torch_func_it_is_off_and_says_so(model: Net, checkpointed: Checkpointed) -> None:
+def test_under_torch_func_it_is_off_and_says_so(model: Net) -> None:
     weights: dict[str, torch.Tensor] = dict(model.named_parameters())
 
     def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -179,17 +126,7 @@ def test_under_torch_func_it_is_off_and_says_so(model: Net, checkpointed: Checkp
     torch.testing.assert_close(found, plain)
 
 
-def test_without_gradients_nothing_is_recomputed(model: Net, checkpointed: Checkpointed) -> None:
-    runs = _count_forwards(model.blocks[1])  # type: ignore[arg-type]  # a Block
-    with checkpointed(model, UNITS), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(torch.randn(2, 8))
-    assert len(runs) == 1
-
-
-def test_an_error_in_a_unit_leaves_the_next_step_right(
-    model: Net, checkpointed: Checkpointed
-) -> None:
+def test_an_error_in_a_unit_leaves_the_next_step_right(model: Net) -> None:
     plain = _gradients(model, X)
 
     def refuse(*_: Any) -> None:
@@ -205,9 +142,7 @@ def test_an_error_in_a_unit_leaves_the_next_step_right(
 
 
 @pytest.mark.parametrize("unit", ["blocks.9", "flat[2:7]", "blocks.0[0:1]"])
-def test_a_unit_that_is_not_there_is_refused(
-    model: Net, checkpointed: Checkpointed, unit: str
-) -> None:
+def test_a_unit_that_is_not_there_is_refused(model: Net, unit: str) -> None:
     before = [dict(module.__dict__) for module in model.modules()]
     with (
         pytest.raises(InvalidArgument, match="search again"),
@@ -232,7 +167,7 @@ class Averaging(nn.Module):
         return torch.sin(self.linear(x)) * self.average
 
 
-def test_buffers_are_shown_as_before_and_changed_once(checkpointed: Checkpointed) -> None:
+def test_buffers_are_shown_as_before_and_changed_once() -> None:
     """Called twice in one forward, so each recomputation must see its own past."""
     torch.manual_seed(0)
     model, x = Averaging(), torch.randn(4, 8)
@@ -249,18 +184,15 @@ def test_buffers_are_shown_as_before_and_changed_once(checkpointed: Checkpointed
     assert torch.equal(model.average, twin.average)
 
 
-def test_a_model_is_checkpointed_by_one_training_at_a_time(
-    model: Net, checkpointed: Checkpointed
-) -> None:
+def test_a_model_is_checkpointed_by_one_training_at_a_time(model: Net) -> None:
+    plain = _gradients(model, X)
     with checkpointed(model, UNITS):
         with pytest.raises(InvalidArgument, match="training"), checkpointed(model, UNITS):
             pass
-        model(torch.randn(4, 8)).sum().backward()
-    with checkpointed(model, UNITS):
-        model(torch.randn(4, 8)).sum().backward()
+        assert all(map(torch.equal, plain, _gradients(model, X)))
 
 
-def test_a_deep_copy_runs_its_own_weights(model: Net, checkpointed: Checkpointed) -> None:
+def test_a_deep_copy_runs_its_own_weights(model: Net) -> None:
     with checkpointed(model, UNITS):
         twin = copy.deepcopy(model)
         with torch.no_grad():
@@ -282,27 +214,16 @@ class Drawing(nn.Module):
         return torch.tanh(self.scale(noise))
 
 
-class OfDrawing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.draw = Drawing()
-
-    def forward(self, rows: int) -> torch.Tensor:
-        return self.draw(rows).square().mean()
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_a_unit_that_is_given_no_tensor_draws_the_same_numbers_again(
-    device: str, checkpointed: Checkpointed
-) -> None:
+def test_a_unit_that_is_given_no_tensor_draws_the_same_numbers_again(device: str) -> None:
     torch.manual_seed(0)
-    model = OfDrawing().to(device)
+    model = nn.ModuleDict({"draw": Drawing()}).to(device)
 
     def trained(units: list[str]) -> list[torch.Tensor]:
         model.zero_grad()
         torch.manual_seed(1)
         with checkpointed(model, units):
-            loss = model(4)
+            loss = model["draw"](4).square().mean()
             torch.randn(3, device=device)
             loss.backward()
         return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -324,9 +245,7 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("units", [("first", "second"), ("first~", "inner.1~"), ("second",)])
-def test_a_module_under_two_names_is_covered_once(
-    units: tuple[str, ...], checkpointed: Checkpointed
-) -> None:
+def test_a_module_under_two_names_is_covered_once(units: tuple[str, ...]) -> None:
     found = []
     for chosen in ((), units):
         model = Shared()
@@ -337,12 +256,62 @@ def test_a_module_under_two_names_is_covered_once(
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_a_module_that_is_named_in_two_ways_is_refused_by_its_names(
-    checkpointed: Checkpointed,
-) -> None:
-    model = Shared()
+def test_a_module_that_is_named_in_two_ways_is_refused_by_its_names() -> None:
     refusal = pytest.raises(InvalidArgument, match="'first' and 'second' name one module")
-    with refusal, checkpointed(model, ["first", "second~"]):
+    with refusal, checkpointed(Shared(), ["first", "second~"]):
         pass
-    with checkpointed(model, ["first"]):
-        pass
+
+
+class Growing(nn.Module):
+    """Writes to an argument by one name and reads it by another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, one: Any, *, other: Any) -> Any:
+        one["kept"].append(self.block(one["kept"][0]))
+        return other[-1] * other[0] + len(other)
+
+
+class Comparing(Growing):
+    """Goes another way where its inputs are one tensor, as attention does."""
+
+    def forward(self, one: Any, *, other: Any) -> Any:
+        return self.block(one) * other if one is other else one.exp() * other
+
+
+def _one_list(x: torch.Tensor) -> tuple[Any, Any]:
+    items: list[Any] = [x]
+    return {"kept": items, "itself": [items]}, items
+
+
+def _list_in_itself(x: torch.Tensor) -> tuple[Any, Any]:
+    (named, items) = _one_list(x)
+    named["again"] = named
+    return named, items
+
+
+@pytest.mark.parametrize("unit", ["0", "0~"])
+@pytest.mark.parametrize("outer", [False, True], ids=["", "within torch's own"])
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [(Growing, _one_list), (Growing, _list_in_itself), (Comparing, lambda x: (x, x))],
+)
+def test_what_is_given_twice_is_one_in_a_recomputation(
+    kind: type[Growing], given: Callable[[Any], tuple[Any, Any]], outer: bool, unit: str
+) -> None:
+    def trained(units: list[str]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(kind(), nn.Linear(8, 8))
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            one, other = given(model[1](x))
+            made: torch.Tensor = model[0](one, other=other)
+            return made.square().mean()
+
+        with checkpointed(model, units):
+            (checkpoint(run, X, use_reentrant=False) if outer else run(X)).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert all(map(torch.equal, trained([]), trained([unit])))

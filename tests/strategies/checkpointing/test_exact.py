@@ -20,7 +20,7 @@ from autofit.training.workload import Workload
 Build = Callable[[], Workload]
 STEPS = 3
 SAMPLES = 128
-OF_EVERY_LEVEL = ("dropout transformer", "objects handed on")
+OF_EVERY_LEVEL = ("dropout transformer", "structured arguments")
 """Networks of which all levels train; of the others the first and the last do."""
 
 

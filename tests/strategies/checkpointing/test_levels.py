@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from autofit.errors import InvalidArgument
@@ -34,14 +33,11 @@ def levels() -> Dimension:
     return strategy.dimensions(PlainContext(attention))[SETTING]
 
 
-def test_levels_go_from_plain_to_least_memory(levels: Dimension) -> None:
+def test_levels_go_from_plain_to_least_memory_for_more_time(levels: Dimension) -> None:
     assert list(levels.values) == list(range(len(levels.values)))
     assert 3 <= len(levels.values) <= 24
-    assert 0 not in levels.payloads
+    assert list(levels.payloads) == list(levels.values[1:])
     assert all(levels.payloads[level]["units"] for level in levels.values[1:])
-
-
-def test_hints_say_less_memory_for_more_time(levels: Dimension) -> None:
     hints: Any = [levels.hints[level] for level in levels.values]
     assert (hints[0].bytes_per_sample, hints[0].seconds_per_sample) == (1.0, 1.0)
     for before, after in pairwise(hints):
@@ -67,21 +63,9 @@ def test_the_lines_to_paste_do_the_same(checkpointing: Strategy, levels: Dimensi
     assert checkpointing.describe({SETTING: 0}, {}) == []
 
 
-def test_a_plan_for_another_model_is_refused(checkpointing: Strategy, levels: Dimension) -> None:
-    model = convolutions().build_model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def test_a_plan_for_another_model_is_refused(train_at: Callable[..., Training]) -> None:
     with pytest.raises(InvalidArgument, match="search again"):
-        Training(
-            model,
-            optimizer,
-            Recipe(),
-            ResolvedPlan(
-                Plan(2, settings={SETTING: 1}),
-                {SETTING: {"units": ["decoder.layers.7"], "state": []}},
-                [checkpointing],
-            ),
-            device=torch.device("cpu"),
-        )
+        train_at(convolutions(), {"units": ["decoder.layers.7"], "state": []})
 
 
 class KeepsOutsideOfModules(nn.Module):
@@ -100,13 +84,13 @@ def _slope(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).mean() + slope(batch).square().mean()
 
 
-def test_what_the_users_step_raises_is_raised(checkpointing: Strategy) -> None:
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        raise KeyError("labels")
+def _refused(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    raise KeyError
 
-    context = PlainContext(lambda: Workload(nn.Linear(4, 4), torch.randn(8, 4), loss_fn=loss))
-    with pytest.raises(KeyError, match="labels"):
-        checkpointing.dimensions(context)
+
+def test_what_the_users_step_raises_is_raised(checkpointing: Strategy) -> None:
+    with pytest.raises(KeyError):
+        checkpointing.dimensions(_context(nn.Linear(4, 4), loss_fn=_refused))
 
 
 @pytest.mark.parametrize(("dropout", "seeds"), [(0.0, {0}), (0.1, {0, 1, 2})])
@@ -129,11 +113,12 @@ def test_a_step_without_random_numbers_is_compared_from_one_seed(
     assert tried == seeds
 
 
-class SkipsAtRandom(nn.Module):
-    """LayerDrop, in code outside of the blocks."""
+class Blocks(nn.Module):
+    """Blocks in turn, each run by a function."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
+        self.run = run
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8), nn.Tanh())
             for _ in range(8)
@@ -141,32 +126,27 @@ class SkipsAtRandom(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            if torch.rand(()) > 0.3:
-                x = block(x)
+            x = self.run(block, x)
         return x.square().mean()
+
+
+def _skipped_at_random(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """As LayerDrop does, in code outside of the blocks."""
+    made: torch.Tensor = block(x) if torch.rand(()) > 0.3 else x
+    return made
+
+
+def _checkpointed(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = checkpoint(block, x, use_reentrant=False)
+    return made
 
 
 @pytest.mark.slow
 def test_blocks_that_are_skipped_at_random_are_all_found(checkpointing: Strategy) -> None:
     torch.manual_seed(0)
-    context = PlainContext(lambda: Workload(SkipsAtRandom(), torch.randn(8, 8)))
-    levels = checkpointing.dimensions(context)[SETTING]
+    levels = checkpointing.dimensions(_context(Blocks(_skipped_at_random), 8))[SETTING]
     named = {unit for payload in levels.payloads.values() for unit in payload["units"]}
     assert {f"blocks.{index}" for index in range(7)} <= named, "the last gives nothing back"
-
-
-class CheckpointsItself(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8), nn.Tanh())
-            for _ in range(4)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x.square().mean()
 
 
 class NoRoom(PlainContext):
@@ -198,11 +178,11 @@ def _context(model: nn.Module, width: int = 4, **given: Any) -> PlainContext:
             r"cannot be traced \(RuntimeError",
         ),
         (
-            _context(nn.Sequential(CheckpointsItself()), 8),
+            _context(nn.Sequential(Blocks(_checkpointed)), 8),
             "^'0' is not checkpointed: its own code already checkpoints a part",
         ),
         (
-            _context(CheckpointsItself(), 8),
+            _context(Blocks(_checkpointed), 8),
             "^the model itself is not checkpointed: its own code already checkpoints a part",
         ),
         (PlainContext(attention, "meta"), "real device"),
@@ -220,40 +200,36 @@ def test_a_model_without_levels_is_left_plain_and_it_is_said_why(
     assert re.search(said, "\n".join(context.notes))
 
 
-class Attention(nn.Module):
+class Scaled(nn.Module):
+    """Computes what a setting of the process says, as the choice of a kernel is one."""
+
+    scale = 1.0
+
     def __init__(self) -> None:
         super().__init__()
-        self.project, self.merge = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.project(x).chunk(3, -1)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
-        return x + self.merge(mixed)
+        return torch.tanh(self.linear(x) * Scaled.scale)
 
 
-class PlainAttention(Plugin):
-    """A plug-in that changes which kernel attention runs, around the forward."""
+@contextmanager
+def _halved() -> Iterator[None]:
+    Scaled.scale = 0.5
+    yield
+    Scaled.scale = 1.0
 
-    name = "attention"
+
+class Halves(Plugin):
+    """A plug-in that changes what is computed, around the forward."""
+
+    name = "halves"
 
     @contextmanager
     def apply(self, training: TrainingView, settings: Any, payloads: Any) -> Iterator[None]:
-        undo = training.wrap_forward(lambda: sdpa_kernel(SDPBackend.MATH))
+        undo = training.wrap_forward(_halved)
         yield
         undo()
-
-
-def _attentive() -> tuple[nn.Module, torch.optim.Optimizer, ResolvedPlan, torch.Tensor]:
-    """Return what trains with attention blocks checkpointed, and the plug-in beside that."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Attention(), Attention())
-    settings: dict[str, Any] = {SETTING: 1, "attention.kernel": "math"}
-    strategies = [*load_strategies(["checkpointing"]), PlainAttention()]
-    payloads = {SETTING: {"units": ["0", "1"], "state": []}}
-    resolved = ResolvedPlan(Plan(4, settings=settings), payloads, strategies)
-    return model, torch.optim.SGD(model.parameters(), 0.1), resolved, torch.randn(4, 6, 16)
 
 
 def _gradients_of(model: nn.Module) -> list[torch.Tensor]:
@@ -261,18 +237,24 @@ def _gradients_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def test_what_another_strategy_puts_around_the_forward_is_around_a_recomputation() -> None:
-    model, optimizer, resolved, batch = _attentive()
-    with sdpa_kernel(SDPBackend.MATH):
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Scaled(), Scaled()), torch.randn(4, 8)
+    with _halved():
         model(batch).square().mean().backward()
     plain = _gradients_of(model)
-    with Training(model, optimizer, Recipe(), resolved, device=torch.device("cpu")) as training:
-        training.zero_grad()
-        with training.context():
-            loss = training.model(batch).square().mean()
-        training.backward(loss)
-        again = _gradients_of(model)
-        training.zero_grad()
-        with training.context():  # as in a training_step
-            training.backward(training.model(batch).square().mean())
-    assert all(map(torch.equal, again, plain))
-    assert all(map(torch.equal, _gradients_of(model), plain))
+    resolved = ResolvedPlan(
+        Plan(4, settings={SETTING: 1, "halves.on": True}),
+        {SETTING: {"units": ["0", "1"], "state": []}},
+        [*load_strategies(["checkpointing"]), Halves()],
+    )
+    optimizer, cpu = torch.optim.SGD(model.parameters(), 0.1), torch.device("cpu")
+    with Training(model, optimizer, Recipe(), resolved, device=cpu) as training:
+        for inside in (False, True):  # as in a training_step
+            training.zero_grad()
+            with training.context():
+                loss = model(batch).square().mean()
+                if inside:
+                    training.backward(loss)
+            if not inside:
+                training.backward(loss)
+            assert all(map(torch.equal, _gradients_of(model), plain))

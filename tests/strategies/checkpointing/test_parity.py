@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import count, cycle
 from typing import Any
 
@@ -30,13 +32,14 @@ class Clean(nn.Module):
         super().__init__()
         self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
-        self.calls = 0
+        self.calls, self.counts = 0, False
         self.register_buffer("average", torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.narrow(torch.tanh(self.wide(self.changed(x))).exp())
 
     def changed(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.counts
         return x
 
 
@@ -52,16 +55,13 @@ PythonRandom = changing(lambda _, x: x * random.random())
 InPlace = changing(lambda _, x: x.mul_(1.1))
 
 
-class WritesThroughData(Clean):
-    def changed(self, x: torch.Tensor) -> torch.Tensor:
-        x.data.mul_(1.1)
-        return x
-
-
-class AverageInPlace(Clean):
-    def changed(self, x: torch.Tensor) -> torch.Tensor:
-        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        return x * self.average
+NotANumber = changing(lambda _, x: x * math.nan)
+WritesThroughData = changing(lambda _, x: x.data.mul_(1.1) + x * 0)
+AverageInPlace = changing(
+    lambda block, x: x * block.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1).clone()
+)
+OUTSIDE = count(1)  # which no one can put back
+CountsOutside = changing(lambda _, x: x * next(OUTSIDE))
 
 
 class SometimesSkips(Clean):
@@ -92,6 +92,13 @@ class DrawsFromItsOwn(Clean):
         return x * torch.rand(x.shape, generator=self.generator)
 
 
+class CannotBeShown(Clean):
+    """Its text is no key for what it is."""
+
+    def extra_repr(self) -> str:
+        raise RuntimeError
+
+
 class RemembersTheLastStep(Clean):
     """As Transformer-XL does, in an attribute that the first step makes."""
 
@@ -116,7 +123,7 @@ class AverageInADict(Clean):
 
 
 class Stack(nn.Module):
-    def __init__(self, kinds: list[type[Clean]]) -> None:
+    def __init__(self, kinds: Iterable[Callable[[], nn.Module]]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(kind() for kind in kinds)
 
@@ -127,79 +134,11 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-FINE: list[type[Clean]] = [
-    Clean,
-    Dropout,
-    BatchNorm,
-    AverageInPlace,
-    NumpyRandom,
-    PythonRandom,
-    SometimesSkips,
-    ShowsWhatItGot,
-]
-Gate = Callable[[nn.Module, list[list[str]]], Any]
-HARMFUL = {
-    Counts: r"attribute blocks\.\d\.calls",
-    RemembersTheLastStep: "gradient|loss",
-    AverageInADict: "gradient|loss",
-    DrawsFromItsOwn: "gradient|loss",
-    InPlace: "cannot be recomputed",
-    WritesThroughData: "gradient",
-}
+class Skips(Stack):
+    """Runs its first block alone."""
 
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
-def _context(model: nn.Module) -> PlainContext:
-    batch = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
-    return PlainContext(lambda: Workload(model, batch, optimizer=torch.optim.SGD))
-
-
-@pytest.fixture
-def gate(checkpointing: Any, part: Callable[[str], Any]) -> Gate:
-    """The gate's answer for some layers of units of a model."""
-    check = part("levels").check_parity
-    return lambda model, layers: check(checkpointing, _context(model), layers)
-
-
-def test_what_is_made_right_is_let_through(gate: Gate) -> None:
-    assert gate(Stack(FINE), [[f"blocks.{index}" for index in range(len(FINE))]]).left_out == {}
-
-
-class NotANumber(Clean):
-    def changed(self, x: torch.Tensor) -> torch.Tensor:
-        return x * math.nan
-
-
-def test_a_model_whose_loss_is_not_a_number_can_be_compared(gate: Gate) -> None:
-    assert gate(Stack([Clean, NotANumber, Clean]), [["blocks.0", "blocks.1"]]).left_out == {}
-
-
-@pytest.mark.parametrize(("kind", "why"), HARMFUL.items())
-def test_what_is_not_is_found_and_said(gate: Gate, kind: type[Clean], why: str) -> None:
-    units = [f"blocks.{index}" for index in range(3)]
-    found = gate(Stack([Clean, kind, Clean]), [units]).left_out
-    assert set(found) == {"blocks.1"}
-    assert [reason for reason in found.values() if not re.search(why, reason)] == []
-
-
-class CountsOutside(Clean):
-    """In a place that no one can put back."""
-
-    def changed(self, x: torch.Tensor) -> torch.Tensor:
-        return x * next(self.scale)
-
-    scale = count(1)
-
-
-def test_where_a_step_cannot_be_repeated_nothing_is_offered(gate: Gate) -> None:
-    units = [f"blocks.{index}" for index in range(3)]
-    found = gate(Stack([Clean, CountsOutside, Clean]), [units]).left_out
-    assert set(found) == set(units)
-    assert all("two identical steps" in why for why in found.values())
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x).mean()
 
 
 class Rounds(torch.autograd.Function):
@@ -215,107 +154,159 @@ class Rounds(torch.autograd.Function):
         return gradients[0] * (1 + next(ctx.larger) * 2.0**-23), None
 
 
-@pytest.mark.parametrize("steps", [(False, True), (False, False, True)])
-def test_noise_of_a_rounding_is_no_difference(gate: Gate, steps: tuple[bool, ...]) -> None:
-    """Neither between plain steps nor where only a step with units checkpointed meets it."""
-    larger = cycle(steps)
+class Noisy(Stack):
+    def __init__(self, kinds: Iterable[type[Clean]], *steps: bool) -> None:
+        super().__init__(kinds)
+        self.larger = cycle(steps)
 
-    class Noisy(Stack):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Rounds.apply(super().forward(x), larger)  # type: ignore[no-untyped-call]  # torch does not annotate it
-
-    units = [f"blocks.{index}" for index in range(4)]
-    found = gate(Noisy([Clean, Clean, WritesThroughData, Clean]), [units]).left_out
-    assert set(found) == {"blocks.2"}
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Rounds.apply(super().forward(x), self.larger)  # type: ignore[no-untyped-call]  # torch does not annotate it
 
 
-def test_sparse_gradients_are_compared(gate: Gate) -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(20, WIDTH, sparse=True)
-            self.stack = Stack([Clean, WritesThroughData])
+class Words(Stack):
+    """Its embedding has sparse gradients."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.stack(self.words((9 * x.abs()).long()).mean(1))
+    def __init__(self, kinds: Iterable[type[Clean]]) -> None:
+        super().__init__(kinds)
+        self.words = nn.Embedding(20, WIDTH, sparse=True)
 
-    units = [f"stack.blocks.{index}" for index in range(2)]
-    assert set(gate(Words(), [units]).left_out) == {"stack.blocks.1"}
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.words((9 * x.abs()).long()).mean(1))
 
 
-def test_it_says_which_buffers_a_forward_changes(gate: Gate) -> None:
-    model = Stack([Clean, BatchNorm, AverageInPlace])
-    found = gate(model, [["blocks.1"]]).state
-    assert found == {
+def _with_a_flag() -> Clean:
+    """Return a clean block but for an attribute of the instance, as a last block may have one."""
+    block = Clean()
+    block.counts = True
+    return block
+
+
+Expected = Mapping[str, str]
+AMONG: dict[type[Clean], str] = {
+    Counts: r"attribute blocks\.\d\.calls",
+    RemembersTheLastStep: "gradient|loss",
+    AverageInADict: "gradient|loss",
+    DrawsFromItsOwn: "gradient|loss",
+    InPlace: "cannot be recomputed",
+    WritesThroughData: "gradient",
+}
+FINE: list[type[Clean]] = [Clean, Dropout, BatchNorm, AverageInPlace, NumpyRandom, PythonRandom]
+CASES: dict[str, tuple[Callable[[], Stack], Expected]] = {
+    "what is made right": (
+        lambda: Stack([*FINE, SometimesSkips, ShowsWhatItGot, CannotBeShown]),
+        {},
+    ),
+    "no number": (lambda: Stack([Clean, NotANumber, Clean]), {}),
+    **{
+        kind.__name__ + why: (partial(Stack, [Clean, kind, Clean]), {"1": why})
+        for kind, why in AMONG.items()
+    },
+    "the last of its kind": (
+        lambda: Stack([*[Clean] * 7, _with_a_flag]),
+        {"7": "calls"},
+    ),
+    "a step that differs from itself": (
+        lambda: Stack([Clean, CountsOutside, Clean]),
+        dict.fromkeys("012", "two identical steps"),
+    ),
+    "noise between plain steps": (
+        lambda: Noisy([Clean, Clean, WritesThroughData, Clean], False, True),
+        {"2": "gradient"},
+    ),
+    "noise that only a checkpointed step meets": (
+        lambda: Noisy([Clean, Clean, WritesThroughData, Clean], False, False, True),
+        {"2": "gradient"},
+    ),
+    "sparse gradients": (lambda: Words([Clean, WritesThroughData]), {"1": "gradient"}),
+    "what never ran": (lambda: Skips([Clean, Counts, Clean]), {"1": "not tried"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def _gate(strategy: Strategy, model: nn.Module, layers: list[list[str]]) -> Any:
+    """Return the gate's answer for some layers of units of a model."""
+    batch = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+    context = PlainContext(lambda: Workload(model, batch, optimizer=torch.optim.SGD))
+    check = importlib.import_module("autofit.strategies.checkpointing.levels").check_parity
+    return check(strategy, context, layers)
+
+
+@pytest.mark.parametrize(("build", "expected"), CASES.values(), ids=CASES)
+def test_what_differs_is_found_and_said_and_nothing_else(
+    checkpointing: Strategy, build: Callable[[], Stack], expected: Expected
+) -> None:
+    model = build()
+    units = [f"blocks.{number}" for number in range(len(model.blocks))]
+    found = _gate(checkpointing, model, [units]).left_out
+    assert found.keys() == {f"blocks.{number}" for number in expected}
+    for number, why in expected.items():
+        assert re.search(why, found[f"blocks.{number}"])
+
+
+def test_it_says_what_a_forward_changes(checkpointing: Strategy) -> None:
+    model = Stack([Clean, BatchNorm, AverageInPlace, PythonRandom, Dropout])
+    assert _gate(checkpointing, model, [["blocks.1"]]).state == {
         "blocks.1.norm.running_mean",
         "blocks.1.norm.running_var",
         "blocks.1.norm.num_batches_tracked",
         "blocks.2.average",
+        "Python's random state",
     }
 
 
-def test_it_says_which_random_states_a_forward_moves(gate: Gate) -> None:
-    found = gate(Stack([Clean, PythonRandom, Dropout]), [["blocks.1", "blocks.2"]])
-    assert found.left_out == {}
-    assert found.state == {"Python's random state"}
-
-
-def test_units_that_never_ran_are_judged_by_their_like(gate: Gate) -> None:
-    class Skips(Stack):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Stack.forward(self, x) if len(self.blocks) < 3 else self.blocks[0](x).mean()
-
-    units = [f"blocks.{index}" for index in range(3)]
-    found = gate(Skips([Clean, Counts, Clean]), [units]).left_out
-    assert set(found) == {"blocks.1"}
-    assert "not tried" in found["blocks.1"]
-
-
-class CountsNowAndThen(Clean):
+class CountsNowAndThen(Counts):
     """From the second of three seeds alone."""
 
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        return super().changed(x) if random.random() < 0.5 else x
+
+
+class Around(nn.Sequential):
+    """Counts its calls, where that is asked for."""
+
+    calls = 0
+
+    def __init__(self, inner: nn.Module, *, counts: bool = False) -> None:
+        super().__init__(inner)
+        self.counts = counts
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if random.random() < 0.5:
-            self.calls += 1
-        return super().forward(x)
+        self.calls += self.counts
+        return self[0](x)
 
 
-class Around(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
+@pytest.mark.parametrize("counts", [False, True], ids=["", "around it differs from the first on"])
 @pytest.mark.parametrize(
-    ("first_layer", "expected"), [(0, {"blocks.1", "blocks.1.inner"}), (1, {"blocks.1.inner"})]
+    ("first_layer", "expected"), [(0, {"blocks.1", "blocks.1.0"}), (1, {"blocks.1.0"})]
 )
 def test_what_a_later_seed_alone_shows_is_found_in_the_units_within(
-    gate: Gate, first_layer: int, expected: set[str]
+    checkpointing: Strategy, first_layer: int, expected: set[str], counts: bool
 ) -> None:
-    model = Stack([])
-    model.blocks.extend([Around(Clean()), Around(CountsNowAndThen()), Around(Clean())])
-    layers = [[f"blocks.{index}" for index in range(3)], ["blocks.0.inner", "blocks.1.inner"]]
-    found = gate(model, layers[first_layer:])
-    assert set(found.left_out) == expected
-    assert all("calls" in why for why in found.left_out.values())
+    middle = partial(Around, CountsNowAndThen(), counts=counts)
+    model = Stack([partial(Around, Clean()), middle, partial(Around, Clean())])
+    layers = [["blocks.0", "blocks.1", "blocks.2"], ["blocks.0.0", "blocks.1.0"]]
+    found = _gate(checkpointing, model, layers[first_layer:]).left_out
+    assert found.keys() == expected
+    assert all("calls" in why for why in found.values())
 
 
-def test_a_step_that_only_fits_with_checkpointing(gate: Gate) -> None:
+def test_a_step_that_only_fits_with_checkpointing(checkpointing: Strategy) -> None:
     """Then every unit is tried by leaving it alone out."""
     model = Stack([Clean, Counts, Clean])
-    patched = [block.__dict__ for block in model.blocks]
+    blocks = list(model.blocks)
 
     def refuse(*_: Any) -> None:
-        if sum("forward" not in attributes for attributes in patched) > 1:
+        if sum("forward" not in vars(block) for block in blocks) > 1:
             raise torch.OutOfMemoryError("no room")
 
     model.register_forward_pre_hook(refuse)
     layers = [["blocks.0", "blocks.1", "blocks.2"], ["blocks.0.wide"]]
-    found = gate(model, layers).left_out
-    assert set(found) == {"blocks.1", "blocks.0.wide"}
+    found = _gate(checkpointing, model, layers).left_out
+    assert found.keys() == {"blocks.1", "blocks.0.wide"}
     assert "calls" in found["blocks.1"]
     assert "does not fit" in found["blocks.0.wide"]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -11,12 +12,15 @@ import pytest
 
 from autofit.plan import thinned
 
-Part = Callable[[str], Any]
+placement, timeline = (
+    importlib.import_module(f"autofit.strategies.checkpointing.{name}")
+    for name in ("placement", "timeline")
+)
 
 
-def _chain(part: Part, seed: int, units: int = 8) -> tuple[Any, dict[str, float]]:
+def _chain(seed: int, units: int = 8) -> tuple[Any, dict[str, float]]:
     """A random chain of units, some with two smaller ones within, and their seconds."""
-    timeline, generator = part("timeline"), random.Random(seed)
+    generator = random.Random(seed)
     storages: list[Any] = []
     calls: list[Any] = []
     seconds: dict[str, float] = {}
@@ -44,17 +48,16 @@ def _without_nesting(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_no_placement_beats_the_frontier_by_much_and_the_least_peak_is_found(
-    part: Part, seed: int
-) -> None:
-    timeline, seconds = _chain(part, seed, units=7)
-    found = part("placement").frontier(timeline, seconds)
+def test_no_placement_beats_the_frontier_by_much_and_the_least_peak_is_found(seed: int) -> None:
+    chain, seconds = _chain(seed, units=7)
+    found = placement.frontier(chain, seconds)
+    assert found[0].units == ()
     forward_s = sum(s for name, s in seconds.items() if "." not in name)
     everything = [
-        (timeline.peak(units), sum(seconds[unit] for unit in units))
-        for units in _without_nesting(list(timeline.calls_of))
+        (chain.peak(units), sum(seconds[unit] for unit in units))
+        for units in _without_nesting(list(chain.calls_of))
     ]
-    lowest, plain = min(peak for peak, _ in everything), timeline.peak(())
+    lowest, plain = min(peak for peak, _ in everything), chain.peak(())
     assert found[-1].peak_bytes <= lowest + plain / 1000
     losses = []
     for number in range(1, 40):
@@ -67,20 +70,16 @@ def test_no_placement_beats_the_frontier_by_much_and_the_least_peak_is_found(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_units_are_never_nested_and_points_never_dominated(part: Part, seed: int) -> None:
-    timeline, seconds = _chain(part, seed)
-    found = part("placement").frontier(timeline, seconds)
-    assert found[0].units == ()
-    for placement in found:
-        assert not any(
-            a != b and b.startswith(f"{a}.") for a in placement.units for b in placement.units
-        )
+def test_units_are_never_nested_and_points_never_dominated(seed: int) -> None:
+    chain, seconds = _chain(seed)
+    found = placement.frontier(chain, seconds)
+    assert all(each.units in _without_nesting(each.units) for each in found)
     for one, other in pairwise(found):
         assert other.peak_bytes < one.peak_bytes
         assert other.recompute_s > one.recompute_s
 
 
-def test_a_layer_shared_with_a_unit_is_not_nested_in_it(part: Part, timeline: Any) -> None:
+def test_a_layer_shared_with_a_unit_is_not_nested_in_it() -> None:
     """It runs alone and then within the unit; either may be chosen, and never both."""
     storages = [timeline.Storage(100, place, place) for place in range(20)]
     calls = [
@@ -92,13 +91,12 @@ def test_a_layer_shared_with_a_unit_is_not_nested_in_it(part: Part, timeline: An
     found = timeline.Timeline(storages, calls)
     assert not found.are_apart({"shared", "unit"})
     assert found.are_apart({"shared", "third"})
-    placements = part("placement").frontier(found, {"shared": 2.0, "unit": 1.5, "third": 1.0})
+    placements = placement.frontier(found, {"shared": 2.0, "unit": 1.5, "third": 1.0})
     assert len(placements) > 2
     assert all(found.are_apart(p.units) for p in placements)
 
 
-def test_placements_that_differ_in_time_by_a_rounding_are_one_point(part: Part) -> None:
-    placement = part("placement")
+def test_placements_that_differ_in_time_by_a_rounding_are_one_point() -> None:
     sums = {0.1 + 0.2: 70, 0.3: 80}
     assert len(sums) == 2
     plain = placement.Placement((), 100, 0.0)
@@ -107,22 +105,19 @@ def test_placements_that_differ_in_time_by_a_rounding_are_one_point(part: Part) 
     assert placement.undominated([least, *tied, plain]) == [plain, tied[0], least]
 
 
-def test_a_timeline_without_units_has_one_placement(part: Part, timeline: Any) -> None:
-    storages = [timeline.Storage(100, 0, 0)]
-    (only,) = part("placement").frontier(timeline.Timeline(storages, []), {})
-    assert only.units == ()
-    (nothing,) = part("placement").frontier(timeline.Timeline([], []), {})
-    assert nothing.peak_bytes == 0
+@pytest.mark.parametrize("storages", [[], [timeline.Storage(100, 0, 0)]])
+def test_a_timeline_without_units_has_one_placement(storages: list[Any]) -> None:
+    (only,) = placement.frontier(timeline.Timeline(storages, []), {})
+    assert (only.units, only.peak_bytes) == ((), sum(3 * each.nbytes for each in storages))
 
 
-def _placements(part: Part, points: Sequence[tuple[int, float]]) -> list[Any]:
-    make = part("placement").Placement
-    return [make((str(number),), *point) for number, point in enumerate(points)]
+def _placements(points: Sequence[tuple[int, float]]) -> list[Any]:
+    return [placement.Placement((str(n),), *point) for n, point in enumerate(points)]
 
 
 @pytest.mark.parametrize("levels", [2, 4, 6])
-def test_thinning_keeps_both_ends_and_spreads_evenly(part: Part, levels: int) -> None:
-    placements = _placements(part, [(100 - number, float(number)) for number in range(31)])
+def test_thinning_keeps_both_ends_and_spreads_evenly(levels: int) -> None:
+    placements = _placements([(100 - number, float(number)) for number in range(31)])
     kept = thinned(placements, levels)
     assert (kept[0], kept[-1]) == (placements[0], placements[-1])
     gaps = {round(b.recompute_s - a.recompute_s) for a, b in pairwise(kept)}
@@ -130,16 +125,16 @@ def test_thinning_keeps_both_ends_and_spreads_evenly(part: Part, levels: int) ->
     assert max(gaps) - min(gaps) <= 1
 
 
-def test_steps_that_save_next_to_nothing_are_dropped(part: Part) -> None:
+def test_steps_that_save_next_to_nothing_are_dropped() -> None:
     points = [(1000, 0.0), (995, 0.1), (700, 1.0), (699, 1.1), (500, 2.0), (498, 3.0)]
-    kept = part("placement").spread(_placements(part, points))
+    kept = placement.spread(_placements(points))
     assert [p.peak_bytes for p in kept] == [1000, 700, 498], "the least memory stays on offer"
 
 
 # -- What a timeline says a placement holds, on cases small enough to count by hand
 
 
-def test_what_another_unit_needs_too_stays(timeline: Any) -> None:
+def test_what_another_unit_needs_too_stays() -> None:
     storages = [
         timeline.Storage(10, 0, 0),
         timeline.Storage(50, 1, 3),
@@ -151,7 +146,7 @@ def test_what_another_unit_needs_too_stays(timeline: Any) -> None:
     assert found.gain("two") == 20
 
 
-def test_every_call_of_a_shared_unit_counts(timeline: Any) -> None:
+def test_every_call_of_a_shared_unit_counts() -> None:
     storages = [timeline.Storage(10, place, place) for place in range(6)]
     calls = [timeline.Call("shared", 2 * i, 2 * i + 2, (2 * i,)) for i in range(3)]
     found = timeline.Timeline(storages, calls)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, linear, scaled_dot_product_attention, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autofit.plan import Dimension
-from autofit.registry import load_strategies
+from autofit.strategy import Strategy
 from autofit.testing import PlainContext
 from autofit.training.workload import Workload
 
-SETTING = "checkpointing.level"
+checkpointed = importlib.import_module("autofit.strategies.checkpointing.checkpointed").checkpointed
+X = torch.randn(4, 12, 32)
 
 
 class Attending(nn.Module):
@@ -93,6 +95,13 @@ def _through_a_part(made: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def _own(x: torch.Tensor, block: Any) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        made = Own.apply(x.float(), block.up.weight)  # type: ignore[no-untyped-call]  # torch
+    sine: torch.Tensor = block.up(made.sin())
+    return sine
+
+
 def _attention(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.MATH):  # the others keep their results
         return scaled_dot_product_attention(x, keys, x)
@@ -111,6 +120,7 @@ WAYS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "a view": lambda block, x: block.up(x).unflatten(-1, (4, 8)).add_(1.0).flatten(-2),
     "data": lambda block, x: _through_data(block.up(x)),
     "a part": lambda block, x: _through_a_part(block.plain(x)),
+    "a function of the user's own": lambda block, x: _own(x, block),
 }
 
 
@@ -127,154 +137,6 @@ class Own(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (x, weight), (gradient,) = ctx.saved_tensors, gradients
         return gradient @ weight.mT, (x.flatten(0, 1).mT @ gradient.flatten(0, 1))
-
-
-class OfOwn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = Own.apply(x, self.up.weight)  # type: ignore[no-untyped-call]  # torch
-        return silu(self.up(made.sin()))
-
-
-class Blocks(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(make() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
-    "attention": (Attending, torch.randn(4, 12, 32)),
-    "dropout after": (lambda: Attending(after=0.3), torch.randn(4, 12, 32)),
-    "dropout within": (lambda: Attending(within=0.3, after=0.3), torch.randn(4, 12, 32)),
-    "convolutions": (Convolving, torch.randn(4, 32, 12, 12)),
-    "a product fewer": (Remembering, torch.randn(4, 12, 32)),
-}
-
-
-def _model(name: str) -> Blocks:
-    torch.manual_seed(0)
-    return Blocks(MODELS[name][0])
-
-
-@pytest.fixture(scope="module")
-def levels() -> Dimension:
-    (strategy,) = load_strategies(["checkpointing"])
-    model, batch = _model("attention"), MODELS["attention"][1]
-    return strategy.dimensions(PlainContext(lambda: Workload(model, batch)))[SETTING]
-
-
-def test_the_first_levels_keep_products(levels: Dimension) -> None:
-    units = [levels.payloads[level]["units"] for level in levels.values[1:]]
-    assert all(unit.endswith("~") for unit in units[0])
-    assert any(not unit.endswith("~") for unit in units[-1]), "the least memory keeps nothing"
-
-
-class Forwards(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
-    """Counts forward products and attention; backward passes use others (`mm`, `..._backward`)."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch
-        self.products = self.attentions = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = op.overloadpacket.__name__
-        self.products += name in ("addmm", "convolution")
-        self.attentions += "attention" in name and not name.endswith("_backward")
-        return op(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_step_is_exact_and_runs_no_product_again(name: str, part: Callable[[str], Any]) -> None:
-    batch = MODELS[name][1]
-
-    def trained(ending: str | None) -> tuple[list[torch.Tensor], Forwards]:
-        model = _model(name)
-        units = [] if ending is None else [f"blocks.{number}{ending}" for number in range(4)]
-        state = [buffer for buffer, _ in model.named_buffers()] if units else []
-        with part("checkpointed").checkpointed(model, units, state):
-            torch.manual_seed(1)
-            loss = model(batch).square().mean()
-            with Forwards() as again:
-                loss.backward(retain_graph=True)
-                loss.backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        return [loss.detach(), *gradients, *model.buffers()], again
-
-    (plain, without), (whole, all_again), (keeping, again) = map(trained, (None, "", "~"))
-    assert all(map(torch.equal, plain, whole))
-    assert all(map(torch.equal, plain, keeping))
-    assert without.products == 0 < all_again.products
-    if name != "a product fewer":  # which takes all others out of their places
-        assert (again.products, again.attentions) == (0, 0)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3])
-def test_attention_that_draws_numbers_is_run_again(
-    share: float, part: Callable[[str], Any]
-) -> None:
-    """What follows it would draw its numbers otherwise."""
-    op = torch.ops.aten._scaled_dot_product_flash_attention.default
-    given = (*torch.zeros(3, 1, 1, 4, 8), share)
-    assert part("products").is_product(op, given, {}) == (share == 0)
-
-
-@pytest.mark.parametrize("make", [Attending, Overwriting])
-def test_one_block_called_often_under_autocast(
-    make: Callable[[], nn.Module], part: Callable[[str], Any]
-) -> None:
-    """Autocast casts its weights in the first call alone, and recomputations cast them again."""
-
-    def trained(units: list[str]) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        block = make()
-        model = Blocks(lambda: block)
-        with part("checkpointed").checkpointed(model, units):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(MODELS["attention"][1]).square().mean()
-            loss.backward(retain_graph=True)
-            loss.backward()
-        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-    assert all(map(torch.equal, trained([]), trained(["blocks.0~"])))
-
-
-def _gradients(
-    make: Callable[[], nn.Module], units: list[str], part: Any, *, halved: bool = False
-) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(make(), make())
-    x = torch.randn(4, 12, 32)
-    with part("checkpointed").checkpointed(model, units):
-        with torch.autocast("cpu", torch.bfloat16, enabled=halved):
-            loss = model(x).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-
-@pytest.mark.parametrize("halved", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_product_that_is_written_to_is_run_again(
-    way: str, halved: bool, part: Callable[[str], Any]
-) -> None:
-    """What a product returns may count its changes apart from what the operator made."""
-    plain, keeping = (
-        _gradients(lambda: Writing(way), units, part, halved=halved) for units in ([], ["0~", "1~"])
-    )
-    assert all(map(torch.equal, plain, keeping))
-
-
-def test_a_product_within_a_function_of_the_users_own(part: Callable[[str], Any]) -> None:
-    plain, keeping = (_gradients(OfOwn, units, part) for units in ([], ["0~", "1~"]))
-    assert all(map(torch.equal, plain, keeping))
 
 
 class Half(nn.Module):
@@ -301,19 +163,101 @@ class Caller(nn.Module):
         return made.add_(1.0) * 2 + sine
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_product_that_is_written_to_after_the_unit(
-    bias: bool, part: Callable[[str], Any]
-) -> None:
-    plain, keeping = (
-        _gradients(lambda: Caller(bias=bias), units, part)
-        for units in ([], ["0.inner~", "1.inner~"])
+def _pair(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(make(), make())
+
+
+# Autocast casts the weights of a block in its first call alone, and recomputations cast them again
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "attention": _pair(Attending),
+    "dropout after": _pair(lambda: Attending(after=0.3)),
+    "dropout within": _pair(lambda: Attending(within=0.3, after=0.3)),
+    "convolutions": _pair(Convolving),
+    "a product fewer": _pair(Remembering),
+    "called often": lambda: nn.Sequential(*[Attending()] * 3),
+    "overwriting, called often": lambda: nn.Sequential(*[Overwriting()] * 3),
+    "written to after a unit": _pair(lambda: Caller(bias=True)),
+    "written to after a unit without bias": _pair(lambda: Caller(bias=False)),
+    **{way: _pair(partial(Writing, way)) for way in WAYS},
+}
+
+
+def _trained(
+    build: Callable[[], nn.Module], ending: str | None, *, halved: bool = False
+) -> tuple[list[torch.Tensor], Forwards]:
+    """Return loss, gradients and buffers, and what two backward passes ran again; None: plain."""
+    torch.manual_seed(0)
+    model = build()
+    inner = ".inner" if isinstance(model.get_submodule("0"), Caller) else ""
+    units = (
+        [] if ending is None else [f"{name}{inner}{ending}" for name, _ in model.named_children()]
     )
+    x = torch.randn(4, 32, 12, 12) if isinstance(model.get_submodule("0"), Convolving) else X
+    with checkpointed(model, units, [name for name, _ in model.named_buffers()]):
+        with torch.autocast("cpu", torch.bfloat16, enabled=halved):
+            loss = model(x).square().mean()
+        with Forwards() as again:
+            loss.backward(retain_graph=True)
+            loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [loss.detach(), *gradients, *model.buffers()], again
+
+
+class Forwards(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+    """Counts forward products and attention; backward passes use others (`mm`, `..._backward`)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self.runs = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = op.overloadpacket.__name__
+        self.runs += name in ("addmm", "convolution")
+        self.runs += "attention" in name and not name.endswith("_backward")
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("halved", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_exact(name: str, halved: bool) -> None:
+    """Also where what a product returns counts its changes apart from what the operator made."""
+    (plain, _), (whole, _), (keeping, _) = (
+        _trained(MODELS[name], ending, halved=halved) for ending in (None, "", "~")
+    )
+    assert all(map(torch.equal, plain, whole))
     assert all(map(torch.equal, plain, keeping))
 
 
-@pytest.mark.parametrize("unit", ["0", "0~"])
-def test_compiled_code_within_a_unit_stays_compiled(unit: str, part: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize("name", ["attention", "dropout after", "convolutions"])
+def test_no_product_runs_again(name: str) -> None:
+    runs = [_trained(MODELS[name], ending)[1].runs for ending in (None, "", "~")]
+    assert runs[0] == runs[2] == 0 < runs[1]
+
+
+def test_the_first_levels_keep_products(checkpointing: Strategy) -> None:
+    context = PlainContext(lambda: Workload(MODELS["attention"](), X))
+    levels = checkpointing.dimensions(context)["checkpointing.level"]
+    units = [levels.payloads[level]["units"] for level in levels.values[1:]]
+    assert all(unit.endswith("~") for unit in units[0])
+    assert any(not unit.endswith("~") for unit in units[-1]), "the least memory keeps nothing"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_attention_that_draws_numbers_is_run_again(share: float) -> None:
+    """What follows it would draw its numbers otherwise."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    given = (*torch.zeros(3, 1, 1, 4, 8), share)
+    assert importlib.import_module("autofit.strategies.checkpointing.products").is_product(
+        op, given, {}
+    ) == (share == 0)
+
+
+@pytest.mark.parametrize("ending", ["", "~"])
+def test_compiled_code_within_a_unit_stays_compiled(ending: str) -> None:
     ran: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
@@ -329,10 +273,9 @@ def test_compiled_code_within_a_unit_stays_compiled(unit: str, part: Callable[[s
 
     torch._dynamo.reset()
     activation = torch.compile(lambda x: silu(x).square(), backend=backend, fullgraph=True)
-    plain, keeping = (_gradients(Compiled, units, part) for units in ([], [unit]))
-    assert all(map(torch.equal, plain, keeping))
-    first = len(ran)
-    assert first == 2 + 4, "two forwards, then two with two recomputations of one unit"
-    _gradients(Compiled, [], part)
-    assert len(ran) == first + 2
+    (plain, _), (found, _) = (_trained(_pair(Compiled), each) for each in (None, ending))
+    assert all(map(torch.equal, plain, found))
+    assert len(ran) == 2 + 6, "two forwards, then two with two recomputations of each unit"
+    _trained(_pair(Compiled), None)
+    assert len(ran) == 8 + 2
     torch._dynamo.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autofit.memory.tracer import MemoryTracer
 
+NeedsSavedTensors = importlib.import_module(
+    "autofit.strategies.checkpointing.saved_tensors"
+).NeedsSavedTensors
 BATCH, WIDTH = 4, 16
 ACTIVATION = BATCH * WIDTH * 4
 
@@ -61,7 +65,9 @@ def _batch() -> torch.Tensor:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_bytes_are_counted_once_and_weights_not(record: Record, keep: bool) -> None:
-    timeline = record(Stack(), _batch(), keep=keep).timeline
+    model = Stack()
+    timeline = record(model, _batch(), keep=keep).timeline
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     inner = 2 * ACTIVATION
     assert timeline.saved_bytes == 3 * inner
     assert timeline.gain("blocks.0") == ACTIVATION, "what it returns the next one keeps anyway"
@@ -69,27 +75,18 @@ def test_bytes_are_counted_once_and_weights_not(record: Record, keep: bool) -> N
     assert timeline.gain("blocks.1.one") <= 0
 
 
-def test_hooks_are_gone_after(record: Record) -> None:
-    model = Stack()
-    record(model, _batch(), keep=True)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
 def test_letting_go_needs_no_memory_for_activations(record: Record) -> None:
-    alive: list[int] = []
-    model = nn.Sequential(*(Block() for _ in range(6)))
-    batch = torch.randn(BATCH, WIDTH)
+    peaks: list[int] = []
+    model, batch = nn.Sequential(*(Block() for _ in range(6))), _batch()
     for keep in (True, False):
-        tracer = MemoryTracer()
-        with tracer:
+        with MemoryTracer() as tracer:
             record(model, batch, keep=keep)
-            alive.append(tracer.allocator.peak_allocated_bytes)
-    kept, let_go = alive
-    assert let_go < kept / 2
+        peaks.append(tracer.allocator.peak_allocated_bytes)
+    assert peaks[1] < peaks[0] / 2
 
 
 def test_a_forward_that_needs_what_it_saved_is_recognized(
-    record: Record, part: Callable[[str], Any]
+    record: Record,
 ) -> None:
     class Physics(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,7 +94,7 @@ def test_a_forward_that_needs_what_it_saved_is_recognized(
             (slope,) = torch.autograd.grad(x.exp().sum(), x, create_graph=True)
             return slope.mean()
 
-    with pytest.raises(part("saved_tensors").NeedsSavedTensors):
+    with pytest.raises(NeedsSavedTensors):
         record(Physics(), _batch(), keep=False)
     assert record(Physics(), _batch(), keep=True).timeline.saved_bytes > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+tree = importlib.import_module("autofit.strategies.checkpointing.tensor_tree")
 Named = namedtuple("Named", ["first", "second"])
 
 
@@ -41,28 +43,31 @@ def _nests() -> list[Any]:
 
 
 @pytest.mark.parametrize("value", _nests(), ids=lambda value: type(value).__name__)
-def test_there_and_back(tensor_tree: Any, value: Any) -> None:
-    tensors, nest = tensor_tree.take_tensors(value)
-    again, _ = tensor_tree.take_tensors(tensor_tree.put_tensors(nest, tuple(tensors)))
+def test_there_and_back(value: Any) -> None:
+    tensors, nest = tree.take_tensors(value)
+    again, _ = tree.take_tensors(tree.put_tensors(nest, tuple(tensors)))
     assert all(one is other for one, other in zip(tensors, again, strict=True))
     assert "tensor(" not in repr(nest), "none is left behind"
-    assert type(tensor_tree.put_tensors(nest, tuple(tensors))) is type(value)
+    assert type(tree.put_tensors(nest, tuple(tensors))) is type(value)
 
 
 class Cache:
-    """As key-value caches are: tensors in lists, and a way back to itself."""
+    """As key-value caches are: tensors in lists, and a way back to itself; and much data."""
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
+    def __init__(self, *tensors: torch.Tensor, words: Any = ()) -> None:
         self.layers = list(tensors)
-        self.owner = self
+        self.owner, self.words = self, words
 
 
-def test_an_object_is_copied_once_with_all_that_is_in_it(tensor_tree: Any) -> None:
+def test_what_is_given_twice_is_copied_once_with_all_that_is_in_it() -> None:
     cache = Cache(torch.zeros(1), torch.ones(1))
-    tensors, nest = tensor_tree.take_tensors((cache, {"again": cache}))
+    cycle: list[Any] = [cache.layers[0]]
+    cycle.append(cycle)
+    tensors, nest = tree.take_tensors((cache, {"again": cache}, cycle, [cycle]))
     assert len(tensors) == 2
-    one, others = tensor_tree.put_tensors(nest, tuple(tensors))
+    one, others, again, (inner,) = tree.put_tensors(nest, tuple(tensors))
     assert one is others["again"] is one.owner is not cache
+    assert again is inner is again[1] is not cycle
     one.layers.append(torch.zeros(1))
     assert all(map(torch.equal, cache.layers, tensors))
     assert len(cache.layers) == 2
@@ -118,9 +123,9 @@ UNCOPIED = [
 
 
 @pytest.mark.parametrize("value", UNCOPIED)
-def test_what_has_no_copy_is_handed_on(tensor_tree: Any, value: Any) -> None:
-    tensors, nest = tensor_tree.take_tensors([value])
-    assert tensor_tree.put_tensors(nest, tuple(tensors))[0] is value
+def test_what_has_no_copy_is_handed_on(value: Any) -> None:
+    tensors, nest = tree.take_tensors([value])
+    assert tree.put_tensors(nest, tuple(tensors))[0] is value
     assert not Closes.closed
 
 
@@ -143,38 +148,30 @@ class Slotted:
     later: torch.Tensor = field(init=False)
 
 
-def test_attributes_are_taken_from_where_they_are_kept(tensor_tree: Any) -> None:
-    tensors, nest = tensor_tree.take_tensors([Guarded(), Slotted(torch.zeros(1))])
+def test_attributes_are_taken_from_where_they_are_kept() -> None:
+    tensors, nest = tree.take_tensors([Guarded(), Slotted(torch.zeros(1))])
     assert len(tensors) == 3
-    guarded, slotted = tensor_tree.put_tensors(nest, tuple(tensor + 1 for tensor in tensors))
-    assert [float(layer) for layer in guarded.layers] == [1, 2]
-    assert float(slotted.tensor) == 1
+    guarded, slotted = tree.put_tensors(nest, tuple(tensor + 1 for tensor in tensors))
+    assert [float(layer) for layer in (*guarded.layers, slotted.tensor)] == [1, 2, 1]
 
 
-class Helper:
-    """Data of the user's own, beside a cache that a forward fills."""
-
-    def __init__(self, words: Any) -> None:
-        self.words, self.cache = words, [torch.zeros(1)]
+def _first(words: Any) -> Any:
+    return next(iter(words.values() if isinstance(words, dict) else words))
 
 
 @pytest.mark.parametrize("many", [list, tuple, lambda words: dict(enumerate(words))])
-def test_much_data_is_not_looked_through(tensor_tree: Any, many: Any) -> None:
-    words = many([Mutable(None) for _ in range(1000)])  # type: ignore[arg-type]  # no tensor
-    helper = Helper(words)
-    tensors, nest = tensor_tree.take_tensors(helper)
-    again = tensor_tree.put_tensors(nest, tuple(tensors))
+def test_much_data_is_not_looked_through(many: Any) -> None:
+    """What a forward adds to it is added to a copy, and its items are shared."""
+    cache = Cache(torch.zeros(1), words=many([Mutable(None) for _ in range(1000)]))  # type: ignore[arg-type]  # no tensor
+    tensors, nest = tree.take_tensors(cache)
+    again = tree.put_tensors(nest, tuple(tensors))
     assert len(tensors) == 1
-    assert again.cache is not helper.cache
-    first, copied = (
-        next(iter(w.values() if isinstance(w, dict) else w)) for w in (words, again.words)
-    )
-    assert copied is first, "its items are shared"
-    if not isinstance(words, tuple):
-        assert again.words is not words, "what a forward adds to it is added to a copy"
+    assert again.layers is not cache.layers
+    assert _first(again.words) is _first(cache.words)
+    assert (again.words is cache.words) == isinstance(cache.words, tuple)
 
 
-def test_many_tensors_are_all_taken(tensor_tree: Any) -> None:
+def test_many_tensors_are_all_taken() -> None:
     layers = [(torch.zeros(1), None) for _ in range(2000)]
     value = {"layers": layers[:1000], "named": dict(enumerate(layers[1000:]))}
-    assert len(tensor_tree.take_tensors(value)[0]) == 2000
+    assert len(tree.take_tensors(value)[0]) == 2000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,17 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+units_of = importlib.import_module("autofit.strategies.checkpointing.units")
+parse = units_of.Unit.parse
 Find = Callable[[nn.Module, torch.Tensor], Any]
 
 
 @pytest.fixture
-def find(part: Callable[[str], Any], record: Callable[..., Any]) -> Find:
-    """The candidates of a model."""
-
-    def run(model: nn.Module, batch: torch.Tensor) -> Any:
-        return part("units").find_candidates(model, record(model, batch, keep=False))[0]
-
-    return run
+def find(record: Callable[..., Any]) -> Find:
+    """The timeline of a model's units."""
+    return lambda model, x: units_of.find_candidates(model, record(model, x, keep=False))[0]
 
 
 def test_blocks_and_their_parts(find: Find) -> None:
@@ -36,16 +35,14 @@ def test_blocks_and_their_parts(find: Find) -> None:
     assert "0.mix.0" not in units, "a lone layer saves what it is given"
 
 
-def test_runs_of_a_flat_sequential(find: Find, part: Callable[[str], Any]) -> None:
-    layers: list[nn.Module] = []
-    for _ in range(8):
-        layers += [nn.Linear(16, 16), nn.Tanh()]
+def test_runs_of_a_flat_sequential(find: Find) -> None:
+    layers = (kind for _ in range(8) for kind in (nn.Linear(16, 16), nn.Tanh()))
     found = find(nn.Sequential(*layers), torch.randn(4, 16))
-    runs = [part("units").Unit.parse(unit).segment for unit in found.calls_of]
+    runs = [parse(unit).segment for unit in found.calls_of]
     assert len(runs) >= 4
     assert all(run is not None and run[1] - run[0] > 1 for run in runs)
-    outermost = part("units").layers(found)[0]
-    covered = [i for u in outermost for i in range(*part("units").Unit.parse(u).segment)]
+    outermost = units_of.layers(found)[0]
+    covered = [i for u in outermost for i in range(*parse(u).segment)]
     assert len(covered) == len(set(covered)) >= 12
 
 
@@ -57,14 +54,17 @@ def test_each_run_is_offered_once(find: Find) -> None:
     assert all(len(calls) == 1 for calls in found.calls_of.values())
 
 
-def test_no_unit_begins_by_changing_its_input(find: Find, part: Callable[[str], Any]) -> None:
-    layers: list[nn.Module] = []
-    for _ in range(6):
-        layers += [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU(inplace=True)]
-    model = nn.Sequential(*layers)
+def test_no_unit_begins_by_changing_its_input(find: Find) -> None:
+    model = nn.Sequential(
+        *(
+            layer
+            for _ in range(6)
+            for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU(inplace=True))
+        )
+    )
     units = find(model, torch.randn(2, 4, 8, 8)).calls_of
     assert units
-    firsts = {part("units").Unit.parse(unit).modules(model)[0] for unit in units}
+    firsts = {parse(unit).modules(model)[0] for unit in units}
     assert not [name for name in firsts if isinstance(model.get_submodule(name), nn.SiLU)]
 
 
