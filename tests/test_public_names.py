@@ -114,5 +114,9 @@ def test_what_a_search_says_of_the_training_a_workload_says_alike() -> None:
     assert all(workload[name].default == search[name].default for name in shared)
 
 
+def test_a_search_has_at_most_18_arguments() -> None:
+    assert len(inspect.signature(autofit.search).parameters) <= 18
+
+
 if __name__ == "__main__":
     SNAPSHOT.write_text(public_api())

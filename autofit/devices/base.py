@@ -35,7 +35,8 @@ def notes_on_torch(version: str = torch.__version__) -> tuple[str, ...]:
     own = TorchVersion(".".join(version.split(".")[:2]))
     if oldest <= own <= newest:
         return ()
-    apart = f"newer than {newest}, the newest" if own > newest else f"older than {oldest}, the oldest"
+    is_newer = own > newest
+    apart = f"newer than {newest}, the newest" if is_newer else f"older than {oldest}, the oldest"
     return (f"torch {version} is {apart} that autofit was tried with",)
 
 

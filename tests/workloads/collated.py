@@ -1,4 +1,4 @@
-"""Eight kinds of training whose batch is not one row a sample, each with samples and a collate_fn.
+"""Twelve kinds of training whose batch is not one row a sample, each with samples and a collate_fn.
 
 The size of a sample depends on its number modulo `PERIOD` and its values on its number, so that a
 batch of `PERIOD` samples stands for one of more. Every loss is a mean over samples, and no sample
@@ -198,6 +198,36 @@ def _packed(samples: list[Any]) -> dict[str, torch.Tensor]:
     return {"ids": torch.cat(samples)[None], "lengths": torch.tensor(list(map(len, samples)))}
 
 
+# Point clouds: the points of all samples one after the other.
+
+
+class PointNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.point = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+        self.out = nn.Linear(64, 4)
+
+    def forward(self, points: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        each = torch.split(self.point(points), sizes.tolist())
+        found: torch.Tensor = self.out(torch.stack([one.amax(0) for one in each]))
+        return found
+
+
+def _cloud(number: int) -> tuple[torch.Tensor, int]:
+    size, generator = _of(number)
+    return torch.randn(20 * size, 3, generator=generator), number % 4
+
+
+def _clouds(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    points, labels = zip(*samples, strict=True)
+    sizes = torch.tensor([len(each) for each in points])
+    return torch.cat(points), sizes, torch.tensor(labels)
+
+
+def _cloud_loss(model: Any, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(model(*batch[:2]), batch[2])
+
+
 # Retrieval: two passages for each query.
 
 
@@ -233,6 +263,62 @@ def _retrieval_loss(model: Any, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(
         scores, torch.zeros(len(scores), dtype=torch.int64).to(scores.device)
     )
+
+
+# Crops: two large and four small ones of each image, side by side.
+
+
+class Crops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.Conv2d(3, 16, 3, 2, 1), nn.GroupNorm(4, 16), nn.GELU()
+        self.body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 8))
+
+    def forward(self, crops: list[torch.Tensor]) -> torch.Tensor:
+        large, small = (self.body(each) for each in crops)
+        large, small = large.view(-1, 2, 8), small.view(-1, 4, 8)
+        return (small.mean(1) - large.mean(1)).square().sum(-1).mean()
+
+
+def _crops(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    _, generator = _of(number)
+    sizes = (2, 3, 32, 32), (4, 3, 16, 16)
+    large, small = (torch.randn(size, generator=generator) for size in sizes)
+    return large, small
+
+
+def _side_by_side(samples: list[Any]) -> list[torch.Tensor]:
+    return [torch.cat(each) for each in zip(*samples, strict=True)]
+
+
+# Ragged text: the words of all samples one after the other, and where each begins.
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(20, 64), nn.Linear(64, 3)
+
+    def forward(self, words: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        index = torch.zeros_like(words).index_fill(0, starts[1:], 1).cumsum(0)
+        hidden = self.words(words).tanh()
+        found: torch.Tensor = self.out(_mean_of(hidden, index, len(starts)))
+        return found
+
+
+def _bag(number: int) -> tuple[torch.Tensor, int]:
+    size, generator = _of(number)
+    return torch.randint(0, 20, (6 * size,), generator=generator), number % 3
+
+
+def _bags(samples: list[Any]) -> dict[str, torch.Tensor]:
+    words, labels = zip(*samples, strict=True)
+    starts = torch.tensor([0, *map(len, words[:-1])]).cumsum(0)
+    return {"words": torch.cat(words), "starts": starts, "labels": torch.tensor(labels)}
+
+
+def _bag_loss(model: Any, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(model(batch["words"], batch["starts"]), batch["labels"])
 
 
 # A mapping of lists.
@@ -280,6 +366,34 @@ def _pair_loss(model: Any, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
+# Sets of images.
+
+
+class Sets(Crops):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, images: torch.Tensor, index: torch.Tensor, n: int) -> torch.Tensor:  # type: ignore[override]
+        found: torch.Tensor = self.out(_mean_of(self.body(images), index, n))
+        return found
+
+
+def _set(number: int) -> tuple[torch.Tensor, int]:
+    size, generator = _of(number)
+    return torch.randn(size, 3, 16, 16, generator=generator), number % 3
+
+
+def _sets(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    images, labels = zip(*samples, strict=True)
+    return torch.cat(images), _index([len(each) for each in images]), torch.tensor(labels)
+
+
+def _set_loss(model: Any, batch: Any) -> torch.Tensor:
+    images, index, labels = batch
+    return functional.cross_entropy(model(images, index, len(labels)), labels)
+
+
 CASES = {
     "graphs": Case(GraphNet, _graph, _graphs, _graph_loss),
     "graphs in an object": Case(
@@ -291,7 +405,11 @@ CASES = {
     "detection": Case(Detector, _picture, _unzipped, lambda model, batch: model(*batch)),
     "CTC": Case(Speech, _utterance, _speech, _ctc_loss),
     "packed rows": Case(Packed, _text, _packed, lambda model, batch: model(**batch)),
+    "point clouds": Case(PointNet, _cloud, _clouds, _cloud_loss),
     "retrieval": Case(Retriever, _query, _queries, _retrieval_loss),
+    "crops": Case(Crops, _crops, _side_by_side, lambda model, batch: model(batch)),
+    "ragged text": Case(Bags, _bag, _bags, _bag_loss),
     "lists in a mapping": Case(Lists, _picture, _lists, lambda model, batch: model(**batch)),
     "time first": Case(Recurrent, _series, _time_first, _pair_loss),
+    "sets of images": Case(Sets, _set, _sets, _set_loss),
 }
