@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 
 import autofit
-from autofit import Plan
+from autofit import Plan, Workload
 from autofit.integrations.applied import on_model
 from autofit.plan import ResolvedPlan
 from autofit.registry import load_strategies
@@ -32,8 +32,11 @@ STATE, WHEN = "optimizer.state", "optimizer.when"
 STATE_BYTES = 2 * PARAMETER_BYTES
 PAYLOADS = {STATE: {"optimizers": [""]}}
 
-by_adamw = partial(wide, optimizer=adamw)
 sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+
+def by_adamw() -> Workload:
+    return wide(optimizer=adamw)
 
 
 def trained(
