@@ -74,6 +74,7 @@ def test_a_search_loads_in_its_caller_little_that_only_its_worker_uses(tmp_path:
         "autofit.search(torch.nn.Linear(8, 4), torch.randn(4, 8), device='cpu',\n"
         "    loss_fn=lambda model, batch: model(batch).square().mean(), vram_budget='8MiB',\n"
         "    max_probes=2, progress=False).save('report.json')\n"
+        "print(autofit.load('report.json'))\n"
         "print(json.dumps(sorted(sys.modules)))\n"
     )
     ran = subprocess.run(
@@ -83,7 +84,8 @@ def test_a_search_loads_in_its_caller_little_that_only_its_worker_uses(tmp_path:
     assert "autofit.searching.engine" in loaded
     only_workers = {"session", "measure", "profile", "flops", "evaluation", "loader"}
     assert not loaded & {f"autofit.probing.{name}" for name in only_workers}
-    assert not loaded & {"autofit.report.charts", "autofit.cli.main", "rich", "sqlalchemy"}
+    unused = {"autofit.report.charts", "autofit.cli.main", "rich", "sqlalchemy", "pandas"}
+    assert not loaded & unused
     assert not loaded & {"autofit.probing.looks", "autofit.training.training", "torch._inductor"}
     assert not {name.split(".")[1] for name in loaded if name.startswith("autofit.")} & {
         "equivalence",
