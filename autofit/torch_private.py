@@ -64,7 +64,7 @@ NEWER = {
         "torch.cuda.memory._set_allocator_settings",
     ),
     "torch._functorch.config.force_non_lazy_backward_lowering": Newer(
-        "2.11", "a backward that inductor cannot compile ends the plan that runs it"
+        "2.10", "a backward that inductor cannot compile ends the plan that runs it"
     ),
 }
 """The other names that autofit uses are in torch 2.8 already."""

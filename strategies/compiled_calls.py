@@ -26,7 +26,7 @@ from .compiler_notes import Counted, lines_since
 # The mode of torch.compile whose calls are CUDA graphs.
 _GRAPHS = "reduce-overhead"
 _MARKS = "_dynamo"
-# Whether the backward is lowered with the forward: before torch 2.11 there is no such setting, and
+# Whether the backward is lowered with the forward: before torch 2.10 there is no such setting, and
 # what fails then is found as a fault of the plan.
 _AT_ONCE = "force_non_lazy_backward_lowering"
 # The class of the node of a compiled function in the graph of autograd.

@@ -35,8 +35,8 @@ _DEFAULT_ORDER = [
     SDPBackend.MATH,
     SDPBackend.CUDNN_ATTENTION,
 ]
-# Wheels for CUDA 12 have an older one. A build for the CPU has none: that of its version's wheels is
-# assumed, which is new enough from torch 2.11 on.
+# Wheels for CUDA 12 have an older one. A build for the CPU has none: that of the wheels of its
+# version is assumed, which is new enough from torch 2.11 on.
 _CUDNN_PREFERRED_FROM = 91501
 _ASSUMED_CUDNN = _CUDNN_PREFERRED_FROM if torch.__version__ >= "2.11" else 91002
 

@@ -182,6 +182,7 @@ def _build_driver(torch: CudaTorch, sources: Sequence[Path], out: Path) -> None:
         link = ("-Wl,--no-as-needed", f"-Wl,-soname,{name}", "-o", out / name)
         leads = ("-L", out, f"-l:{DRIVER}", "-Wl,-rpath,$ORIGIN")
         run_tool(compiler(), "-x", "c", "-shared", "-fPIC", *link, empty, *leads)
+    (out / "libcuda.so").symlink_to("libcuda.so.1")  # which Triton links before 3.5
 
 
 def _not_emulated(names: Sequence[str], out: Path) -> Path:
