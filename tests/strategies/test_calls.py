@@ -85,8 +85,8 @@ def test_a_look_leaves_what_is_compiled_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Checkpointing finds its levels in steps that run compiled."""
-    # torch 2.8 compiles a block once more for each way of looking at it
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
+    if torch.__version__ < "2.9":  # which compiles a block once more for each way of looking at it
+        monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
     model = make(backend)
     step(model)
     before = len(backend.ran)
