@@ -19,7 +19,7 @@ from autofit.training.workload import Workload
 from autofit.units import MIB
 
 HOPPER = Capabilities("cuda", bfloat16=True, float16=True, tf32=True, compute_capability=(9, 0))
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+VARIABLES: tuple[str, ...] = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 if torch.__version__ < "2.9":  # which does not read the other
     VARIABLES = VARIABLES[1:]
 module: Any = import_module("autofit.strategies.cuda_allocator")  # lies elsewhere in the tree
