@@ -25,7 +25,8 @@ from .one_setting import SwitchOfGpu
 SETTING = "cuda_allocator.expandable_segments"
 _OPTION = "expandable_segments"
 # Torch reads the first that is set; torch 2.8 knows the last alone.
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")[torch.__version__ < "2.9" :]
+_BOTH = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_VARIABLES: tuple[str, ...] = _BOTH[1:] if torch.__version__ < "2.9" else _BOTH
 
 
 class ExpandableSegments(SwitchOfGpu):

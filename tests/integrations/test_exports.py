@@ -38,7 +38,7 @@ def report_in(dtype: str) -> Report:
 def test_accelerate_config(dtype: str, named: str, tmp_path: Path) -> None:
     config: Any = pytest.importorskip(
         "accelerate.commands.config.config_args",
-        reason="accelerate is not installed: pip install -e .[dev]",
+        reason="accelerate is not installed: pip install -e . --group dev",
     )
     text = report_in(dtype).export("accelerate", tmp_path / "plan.yaml")
     loaded = config.load_config_from_file(str(tmp_path / "plan.yaml"))

@@ -26,7 +26,7 @@ KERNELS, BENCHMARK, SEGMENTS = (
 )
 KERNEL, CHOICE = "attention.backend", "convolution.benchmark"
 GROWING = "cuda_allocator.expandable_segments"
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+VARIABLES: tuple[str, ...] = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 if torch.__version__ < "2.9":  # which does not read the other
     VARIABLES = VARIABLES[1:]
 CPU = Capabilities("cpu", bfloat16=True)
