@@ -2,9 +2,10 @@
 
     python .ci/twice.py [--flaky FILE] [--again COMMAND] COMMAND...
 
-The exit code is the second run's, if there was one. FILE gets two lines for each test that failed
-and then passed: its name, and what the first run knew: load, seeds, error. COMMAND is pytest, or
-starts it; `twice_plugin` is then its plugin, and --again is what to run the second time.
+There is a second run where tests failed and nothing else went wrong; the exit code is then that
+run's. FILE gets two lines for each test that failed and then passed: its name, and what the first
+run knew: load, seeds, error. COMMAND is pytest, or starts it; `twice_plugin` is then its plugin,
+and --again is what to run the second time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import Any
 HERE = str(Path(__file__).resolve().parent)
 NOTES = "CI_TWICE_NOTES"
 """The variable that names the file for a run's notes."""
-MOST_AGAIN = 20
+TESTS_FAILED = 1
+"""What pytest exits with where tests failed, and nothing else went wrong."""
+MAX_AGAIN = 20
 """Failures after which the second run ends: so many are no accident."""
 
 
@@ -33,7 +36,7 @@ def options_of_pytest(notes: Path) -> str:
 
 
 def run(command: Sequence[str], notes: Path) -> int:
-    """Run the command with this file as a plugin of pytest; return its exit code."""
+    """Run the command with `twice_plugin` as a plugin of pytest; return its exit code."""
     variables = os.environ | {NOTES: str(notes)}
     folders = (HERE, os.environ.get("PYTHONPATH"))
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
@@ -56,12 +59,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         first, second = Path(folder, "first.json"), Path(folder, "second.json")
         code = run(asked.command, first)
-        if code == 0:
-            return 0
+        if code != TESTS_FAILED or not noted(first)["failed"]:
+            return code
         print("== what failed, once more and alone", flush=True)
         again = shlex.split(asked.again) if asked.again else asked.command
         alone = ("-n", "0", "--last-failed", "--last-failed-no-failures", "none")
-        code = run([*again, *alone, "--maxfail", str(MOST_AGAIN)], second)
+        code = run([*again, *alone, "--maxfail", str(MAX_AGAIN)], second)
         failed, passed = noted(first)["failed"], noted(second)["passed"]
     with asked.flaky.open("a") as file:
         for test in filter(failed.__contains__, passed):

@@ -89,24 +89,6 @@ def interrupts_remembered() -> Iterator[Interrupts]:
 
 
 @contextmanager
-def interrupts_unhidden() -> Iterator[None]:
-    """Raise KeyboardInterrupt in place of an error that was raised while one was handled.
-
-    A library that cleans up behind Ctrl-C may fail at that, as Optuna does where Ctrl-C comes
-    between the removal of its lock and the end of the function that removes it.
-    """
-    try:
-        yield
-    except Exception as error:
-        behind: BaseException | None = error
-        while behind is not None and not isinstance(behind, KeyboardInterrupt):
-            behind = behind.__context__
-        if behind is not None:
-            raise KeyboardInterrupt from error
-        raise
-
-
-@contextmanager
 def ended_after(seconds: float | None) -> Iterator[None]:
     """End the body after so many seconds, where it runs in the main thread.
 

@@ -81,6 +81,12 @@ def test_a_module_that_cannot_be_imported_fails(tmp_path: Path) -> None:
     assert (code == 0, listed) == (False, [])
 
 
+def test_a_run_that_ends_early_fails_though_what_failed_passes_alone(tmp_path: Path) -> None:
+    ends = 'import pytest\ndef test_ends():\n    pytest.exit("full disk", returncode=3)\n'
+    code, out, listed = ran(tmp_path, "-n", "0", test_a=FLAKY, test_b=ends, test_c=WRONG)
+    assert (code, listed) == (3, []), out
+
+
 def test_a_worker_that_dies_once_is_listed(tmp_path: Path) -> None:
     dies = FLAKY.replace('assert before, "the first time"', "before or os._exit(3)")
     code, out, (name, why) = ran(tmp_path, "-n", "1", test_a=dies)

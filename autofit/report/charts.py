@@ -6,9 +6,8 @@ a plan that recomputes activations is a square.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -56,11 +55,13 @@ class Chart:
         title: what it shows.
         caption: how to read it.
         drawn: HTML.
+        colours: classes of its colours, and what they mean.
     """
 
     title: str
     caption: str
     drawn: str
+    colours: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,12 @@ class Marks:
     Attributes:
         setting: whose value is the colour; None: all plans have one value of every lever.
         values: of that setting, in the order of their colours.
+        has_others: whether plans have more values of it than there are colours.
     """
 
     setting: str | None
     values: tuple[Scalar, ...] = ()
+    has_others: bool = False
 
     @classmethod
     def of(cls, record: Record, fits: Sequence[Trial]) -> Marks:
@@ -95,21 +98,26 @@ class Marks:
         if not spread:
             return cls(None)
         setting = max(spread, key=lambda name: spread[name])
-        values = record.dimensions[setting].values
-        return cls(setting, tuple(v for v in values if v in fastest[setting])[:MAX_COLOURS])
+        values = tuple(v for v in record.dimensions[setting].values if v in fastest[setting])
+        return cls(setting, values[:MAX_COLOURS], len(values) > MAX_COLOURS)
 
     def kind_of(self, plan: Plan) -> str:
         """Return the class of the plan's colour."""
         value = plan.settings.get(self.setting) if self.setting else None
-        return f"value-{self.values.index(value)}" if value in self.values else "value-0"
+        if self.setting is None:
+            return "value-0"
+        return f"value-{self.values.index(value)}" if value in self.values else OTHER
 
     def names(self) -> dict[str, str]:
         """Return the classes of the colours with what they mean."""
-        return {f"value-{n}": f"{self.setting}={value}" for n, value in enumerate(self.values)}
+        names = {f"value-{n}": f"{self.setting}={value}" for n, value in enumerate(self.values)}
+        return names | ({OTHER: "another value"} if self.has_others else {})
 
 
 MAX_COLOURS = 4
 """More are not told apart at a glance, on light and on dark."""
+OTHER = "value-other"
+"""The class of the colour of all further values."""
 
 
 def speed_charts(record: Record) -> Iterator[Chart]:
@@ -152,7 +160,8 @@ def _frontier_chart(record: Record, fits: list[Trial], marks: Marks) -> Chart:
         "Each point is a plan that ran, with the range of its speed; a square recomputes "
         "activations. The line is the frontier: more speed takes more memory"
         f"{'; dashed: not decided' * (not is_sure(record))}.",
-        plot.drawn() + legend(marks.names()),
+        plot.drawn(),
+        marks.names(),
     )
 
 
@@ -174,7 +183,7 @@ def _sizes_chart(record: Record, fits: list[Trial], marks: Marks) -> Chart:
         plot.line(sorted(of.items()), f"{kind} through")
     _draw_plans(plot, fits, lambda trial: trial.plan.micro_batch, record, marks)
     caption = "The same plans by their micro-batch; lines join the fastest of each size."
-    return Chart("Speed against micro-batch", caption, plot.drawn() + legend(marks.names()))
+    return Chart("Speed against micro-batch", caption, plot.drawn(), marks.names())
 
 
 def _draw_failed(plot: Plot, failed: Sequence[Trial], x: float, record: Record) -> None:
@@ -232,27 +241,36 @@ def _about(trial: Trial, record: Record) -> str:
 def standalone(chart: Chart) -> str:
     """Return a chart as an SVG document of its own, light or dark as its reader's screen is."""
     style = files("autofit.report").joinpath("page.css").read_text(encoding="utf-8")
-    plot, _, rest = chart.drawn.partition("</svg>" + "<ul")
-    names = re.findall(r'<i class="swatch ([\w-]+)"></i>(.*?)</li>', rest)
-    keys = "".join(
-        f'<circle class="tried {kind}" cx="{67 + 200 * place}" cy="{_FIGURE_HEIGHT - 14}" r="5"/>'
-        f'<text x="{77 + 200 * place}" y="{_FIGURE_HEIGHT - 10}">{name}</text>'
-        for place, (kind, name) in enumerate(names)
-    )
-    drawn = plot if rest == "" else f"{plot}</svg>"
-    inner = drawn.replace(
-        "<svg class=", '<svg x="62" y="48" width="680" overflow="visible" class=', 1
-    )
+    at = '<svg x="62" y="48" width="680" overflow="visible" class='
+    keys, end = _keys(chart.colours)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart figure" width="{_FIGURE_WIDTH}" '
-        f'height="{_FIGURE_HEIGHT}" viewBox="0 0 {_FIGURE_WIDTH} {_FIGURE_HEIGHT}">'
+        f'height="{end}" viewBox="0 0 {_FIGURE_WIDTH} {end}">'
         f"<style>{style}\n.chart {{ margin: 0; width: auto; font-family: sans-serif; }}</style>"
-        f'<rect class="sheet" width="100%" height="100%" rx="8"/>{inner}{keys}</svg>'
+        f'<rect class="sheet" width="100%" height="100%" rx="8"/>'
+        f"{chart.drawn.replace('<svg class=', at, 1)}{keys}</svg>"
     )
 
 
-_FIGURE_WIDTH, _FIGURE_HEIGHT = 780, 430
+def _keys(colours: Mapping[str, str]) -> tuple[str, int]:
+    """Return the colours' names in rows below a figure, and where the figure then ends."""
+    drawn, x, y = "", _LEFT, _KEYS_TOP
+    for kind, name in colours.items():
+        width = 36 + len(name) * _LETTER_PIXELS
+        if x > _LEFT and x + width > _FIGURE_WIDTH:
+            x, y = _LEFT, y + 20
+        drawn += f'<circle class="tried {kind}" cx="{x + 5}" cy="{y}" r="5"/>'
+        drawn += f'<text x="{x + 15}" y="{y + 4}">{escape(name)}</text>'
+        x += width
+    return drawn, y + 18
+
+
+_FIGURE_WIDTH = 780
 """Pixels: what a README shows without scaling."""
+_LEFT, _KEYS_TOP = 62, 414
+"""Pixels: where the plot of a figure begins, and the first row of names below its axis."""
+_LETTER_PIXELS = 7
+"""More than the mean letter of a sans-serif font of 12 pixels takes."""
 _FAILED_PIXELS = 13
 """Between two plans that did not fit: a little more than a mark is wide."""
 

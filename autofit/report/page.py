@@ -126,7 +126,8 @@ def _row(label: str, cells: Iterable[str]) -> str:
 
 def _figure(chart: Chart) -> str:
     caption = f'<p class="caption">{escape(chart.caption)}</p>'
-    return _section(chart.title, [caption, chart.drawn], kind="figure")
+    parts = [caption, chart.drawn, legend(chart.colours)]
+    return _section(chart.title, parts, kind="figure")
 
 
 def _folded(section: Section) -> str:

@@ -31,12 +31,7 @@ from autofit.errors import (
     users_code,
     with_type,
 )
-from autofit.interrupts import (
-    Interrupts,
-    interruptible,
-    interrupts_remembered,
-    interrupts_unhidden,
-)
+from autofit.interrupts import Interrupts, interruptible, interrupts_remembered
 from autofit.measurement import (
     Measurement,
     Outcome,
@@ -149,7 +144,7 @@ def _of_others(sampler: BaseSampler) -> BaseSampler | None:
 def _ended(search: Search) -> Stop:
     """Search and confirm until there is a reason to stop, or an error that leaves an answer."""
     try:
-        with interrupts_remembered() as search.interrupts, interrupts_unhidden():
+        with interrupts_remembered() as search.interrupts:
             stop, returns = search.explore(), MOST_RETURNS
             while not search.confirm(stop.because, may_return=returns > 0):
                 stop, returns = search.explore(), returns - 1

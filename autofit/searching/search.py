@@ -15,7 +15,7 @@ import torch
 
 from autofit.devices.base import load_of_others
 from autofit.errors import SearchTimedOut, hides_own_frames
-from autofit.interrupts import interrupts_remembered, interrupts_unhidden
+from autofit.interrupts import interrupts_remembered
 from autofit.measurement import TrialKind
 from autofit.plan import PLANNED_STEPS, NoFeasiblePlan, ResolvedPlan
 from autofit.planning.search_spec import Effort, SearchSpec
@@ -201,10 +201,7 @@ class _SearchRun:
             if self.asked.study is not None:
                 check_opens(self.asked.study)
             try:
-                with (
-                    interrupts_unhidden(),
-                    self.open_prober(0, ranks, on_stage=self._on_stage) as prober,
-                ):
+                with self.open_prober(0, ranks, on_stage=self._on_stage) as prober:
                     survey, spec, record = self._searched(prober, ranks)
                     self._describe(prober, survey, spec, record, is_alone=ranks == 1)
                     self._on_stage("ending the worker")

@@ -223,6 +223,21 @@ def _database(url: str) -> RDBStorage:
     return RDBStorage(url)
 
 
+class _WriteLock(JournalFileSymlinkLock):
+    """Optuna's lock, whose release ends with Ctrl-C where that comes while it removes its file.
+
+    It then removes the file once more, which fails, and that error would hide the Ctrl-C.
+    """
+
+    def release(self) -> None:
+        try:
+            super().release()
+        except OSError as error:
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            raise
+
+
 def _open_file(name: str, held: ExitStack) -> JournalStorage:
     """Open an Optuna journal for this process alone.
 
@@ -232,7 +247,7 @@ def _open_file(name: str, held: ExitStack) -> JournalStorage:
     """
     # Optuna's lock is a symbolic link to the file: a relative path would not resolve.
     path = Path(os.path.expanduser(name)).absolute()  # which leaves an unknown user's as it is
-    write_lock = JournalFileSymlinkLock(str(path), grace_period=_STALE_LOCK_S)
+    write_lock = _WriteLock(str(path), grace_period=_STALE_LOCK_S)
     try:
         _cut_torn_line(path, held.enter_context(_locked(path)), write_lock)
         with checked(path):

@@ -80,7 +80,7 @@ class _Copier:
     def _copied(self, value: Any) -> Any:
         if isinstance(value, self._leaf):
             return self._replace(value)
-        if not _is_nest(value) or (isinstance(value, tuple) and _is_data(value)):
+        if not _is_nest(value) or (isinstance(value, tuple) and self._is_data(value)):
             return value
         if isinstance(value, tuple):
             items = [self.copy(item) for item in value]
@@ -90,9 +90,20 @@ class _Copier:
         if copied is value or getattr(copied, "__dict__", None) is attributes:
             return value  # an enumeration's member, or another object that all share
         self._copies[id(value)] = value, copied
-        if not (isinstance(value, list | dict) and _is_data(value)):
+        if not (isinstance(value, list | dict) and self._is_data(value)):
             self._fill(copied, value, attributes)
         return copied
+
+    def _is_data(self, items: Any) -> bool:
+        """Return whether a container has many items, and no leaf among the first of them."""
+        values = items.values() if isinstance(items, dict) else items
+        first = islice(values, MAX_ITEMS_WITHOUT_TENSOR)
+        return len(items) > MAX_ITEMS_WITHOUT_TENSOR and not any(map(self._has_leaf, first))
+
+    def _has_leaf(self, value: Any) -> bool:
+        found: list[Any] = []
+        _Copier(self._leaf, found.append).copy(value)
+        return bool(found)
 
     def _fill(self, copied: Any, value: Any, attributes: dict[str, Any]) -> None:
         """Copy items, and attributes where they are kept: past properties and frozen classes."""
@@ -116,9 +127,3 @@ def _is_nest(value: Any) -> bool:
     if type(value) is list or isinstance(value, tuple | dict) or dataclasses.is_dataclass(value):
         return True
     return hasattr(value, "__dict__") and not callable(value) and is_users_class(type(value))
-
-
-def _is_data(items: Any) -> bool:
-    """Return whether a container has many items, and no tensor among the first of them."""
-    first = islice(items.values() if isinstance(items, dict) else items, MAX_ITEMS_WITHOUT_TENSOR)
-    return len(items) > MAX_ITEMS_WITHOUT_TENSOR and not any(map(tensors_in, first))

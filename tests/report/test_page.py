@@ -61,7 +61,7 @@ def points_of(html: str, kind: str) -> list[tuple[float, float, str]]:
     """Where points of that kind lie against memory: percent across, pixels down, what they say."""
     html = html.partition('aria-label="Speed against micro-batch"')[0]
     found = re.findall(
-        rf'<(?:circle|rect) class="{kind}(?: value-\d)?" c?x="([\d.]+)%" c?y="([\d.]+)"[^>]*>'
+        rf'<(?:circle|rect) class="{kind}(?: value-[\d\w]+)?" c?x="([\d.]+)%" c?y="([\d.]+)"[^>]*>'
         r"<title>(.*?)</title>",
         html,
         re.DOTALL,

@@ -171,6 +171,15 @@ def test_much_data_is_not_looked_through(many: Any) -> None:
     assert (again.words is cache.words) == isinstance(cache.words, tuple)
 
 
+@pytest.mark.parametrize("kind", [list, tuple, lambda many: dict(enumerate(many))])
+def test_many_tensors_are_all_put_back(kind: Any) -> None:
+    value = kind([torch.full((1,), float(n)) for n in range(70)])
+    tensors, nest = tree.take_tensors(value)
+    assert str(tree.put_tensors(nest, tuple(2 * each for each in tensors))) == str(
+        kind([torch.full((1,), 2.0 * n) for n in range(70)])
+    )
+
+
 def test_many_tensors_are_all_taken() -> None:
     layers = [(torch.zeros(1), None) for _ in range(2000)]
     value = {"layers": layers[:1000], "named": dict(enumerate(layers[1000:]))}
