@@ -14,6 +14,7 @@ import math
 import random
 import sys
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -410,10 +411,17 @@ def traced_step(
     """
     gradients: dict[str, torch.Tensor] = {}
     updates: Counter[str] = Counter()
+    noted: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def is_noted(name: str, gradient: torch.Tensor) -> bool:
+        """Return whether it stood there before: no update took it, such as a frozen part's."""
+        known = noted.get(name)
+        noted[name] = weakref.ref(gradient), gradient._version
+        return known is not None and known[0]() is gradient and known[1] == gradient._version
 
     def note(step: Callable[[], None]) -> None:
         for name, parameter in training.plain_model.named_parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None and not is_noted(name, parameter.grad):
                 updates[name] += 1
                 key = name + (f" at update {updates[name]}" if updates[name] > 1 else "")
                 gradients[key] = (copied or _strided)(parameter.grad.detach())

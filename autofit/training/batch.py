@@ -168,6 +168,10 @@ def tensors_of(batch: Batch) -> list[torch.Tensor]:
     return [tensor for _, tensor in FlatBatch.of(batch).named]
 
 
+def _given(batch: Batch) -> Any:
+    return batch.batch if isinstance(batch, FlatBatch) else batch
+
+
 def batch_size(batch: Batch) -> int:
     """The number of samples in the batch.
 
@@ -177,7 +181,7 @@ def batch_size(batch: Batch) -> int:
     sized = [tensor for tensor in tensors_of(batch) if tensor.dim() > 0]
     if not sized:
         raise InvalidArgument(
-            f"the sample batch ({kind_of(batch)}) has no tensor with a dimension for "
+            f"the sample batch ({kind_of(_given(batch))}) has no tensor with a dimension for "
             f"samples: {ASK_FOR_SAMPLES}"
         )
     if sized[0].shape[0] == 0:
@@ -352,8 +356,18 @@ def parts_of(leaf: Any) -> dict[Any, Any] | None:
 
 def _made(mapping: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
     """The same kind of mapping with those parts; a dict where it cannot be made."""
-    make: Any = mapping.__class__
-    try:
-        return make(parts)
-    except Exception:  # the class is the user's: what its constructor wants is anybody's guess
-        return parts
+    for make in (mapping.__class__, partial(_copied_with, mapping)):
+        try:
+            made: Any = make(parts)  # type: ignore[call-arg]  # the class is the user's
+        except Exception:  # what its constructor wants is anybody's guess
+            continue
+        if set(made) == set(parts):
+            return made
+    return parts
+
+
+def _copied_with(mapping: Any, parts: dict[Any, Any]) -> Any:
+    copied = copy.copy(mapping)
+    for name, part in parts.items():
+        copied[name] = part
+    return copied

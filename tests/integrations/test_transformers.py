@@ -456,7 +456,7 @@ def test_a_loss_that_grows_with_the_accumulation_shows_it(
     workload = integration.workload(trainer)
     recipe, model = workload.recipe, trainer.model
     batch, given = workload.batch(4), workload.samples_of(4)
-    halves = list(workload.samples.micro_batches(given, (2, 2)))
+    halves = [half.whole() for half in workload.samples.micro_batches(given, (2, 2))]
     losses = [recipe.loss_and_source(model, each)[0].item() for each in (batch, *halves)]
     weights = [recipe.weight(half, 2) for half in halves]
     split = sum(w * loss for w, loss in zip(weights, losses[1:], strict=True)) / sum(weights)

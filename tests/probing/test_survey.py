@@ -363,6 +363,20 @@ def _compare(session: Session, first: Plan, second: Plan, samples: int) -> Compa
     return compare_plans(session.builder, one, other, samples)
 
 
+def test_gradients_of_parameters_that_no_optimizer_has_are_compared_once() -> None:
+    """They stay as they are while the others are updated one by one."""
+
+    def make() -> Workload:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        return Workload(
+            model, torch.randn(8, 4), optimizer=lambda ps: torch.optim.SGD([*ps][:2], 0.1)
+        )
+
+    session = session_of(make, strategies=load_strategies(["optimizer"]))
+    plans = Plan(4), Plan(4, settings={"optimizer.when": "backward"})
+    assert _compare(session, *plans, 4).gradient == 0
+
+
 def test_a_plan_without_room_for_one_more_segment_is_not_repeated() -> None:
     """As many bytes are free, but in pieces, as they would be in a repeat."""
     reply = _probe(session_of(tiny_gpt), Plan(16, accumulation_steps=2), 64 * MIB)

@@ -78,15 +78,14 @@ def step(model: nn.Module) -> None:
         *(("checkpointing", partial(of_blocks, compiled=way)) for way in WAYS_TO_COMPILE),
     ],
 )
+# torch 2.8 compiles a block once more for each way of looking at it
+@torch._dynamo.config.patch(recompile_limit=64)
 def test_a_look_leaves_what_is_compiled_compiled(
     name: str,
     make: Callable[[Any], nn.Module],
     backend: Any,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Checkpointing finds its levels in steps that run compiled."""
-    if torch.__version__ < "2.9":  # which compiles a block once more for each way of looking at it
-        monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
     model = make(backend)
     step(model)
     before = len(backend.ran)

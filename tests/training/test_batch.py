@@ -113,6 +113,20 @@ def test_attributes_of_a_tokenizers_output_survive() -> None:
     assert next(pieces(batch, (1, 1), Rows.of(batch).places(batch))).labels.shape == (1,)
 
 
+class Tagged(dict[str, Any]):
+    """A mapping whose constructor takes something else than its items."""
+
+    def __init__(self, tag: Any, **items: Any) -> None:
+        super().__init__(**items)
+        self.tag = tag
+
+
+def test_a_mapping_that_is_made_of_something_else_keeps_its_items_and_attributes() -> None:
+    batch = Tagged(3, x=torch.arange(4), y=torch.arange(4))
+    micro: Any = next(pieces(batch, (2, 2), Rows.of(batch).places(batch)))
+    assert (type(micro), micro.tag, micro["x"].tolist()) == (Tagged, 3, [0, 1])
+
+
 def test_a_mapping_that_cannot_be_made_anew_becomes_a_dict() -> None:
     grown = resize(Fussy(_rows(2), torch.arange(2)), 3)
     assert type(grown) is dict
