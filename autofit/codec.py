@@ -86,7 +86,7 @@ def from_json(data: Any, kind: type[_Read], place: str) -> _Read:
 
 _OWN = re.compile("/dev/(fd/|stdin)|/proc/self/fd/")
 """Descriptors of this process itself, whose other end its user has."""
-_MOST_CHARACTERS = 2**26
+_MAX_CHARACTERS = 2**26
 """Of a file that is read: a report takes about 5,000 a trial."""
 
 
@@ -101,9 +101,9 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         if stat.S_ISFIFO(os.stat(path).st_mode) and not _OWN.match(os.fspath(path)):
             raise OSError(errno.EINVAL, "it is a pipe: give a file, or /dev/stdin")
         with open(path, encoding="utf-8") as file:
-            text = file.read(_MOST_CHARACTERS + 1)
-        if len(text) > _MOST_CHARACTERS:
-            raise ValueError(f"it has more than {_MOST_CHARACTERS:,} characters")
+            text = file.read(_MAX_CHARACTERS + 1)
+        if len(text) > _MAX_CHARACTERS:
+            raise ValueError(f"it has more than {_MAX_CHARACTERS:,} characters")
         data = json.loads(text, object_pairs_hook=_with_names_once)
         json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
         if not isinstance(data, dict):

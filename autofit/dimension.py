@@ -50,7 +50,7 @@ class CostHint:
 _BY_VALUE = ("payloads", "hints", "trial_costs_s", "accumulation")
 
 
-MOST_VALUES = 1000
+MAX_VALUES = 1000
 """Of a dimension: a search of 200,000 chose for minutes, past its timeout."""
 
 
@@ -99,9 +99,9 @@ class Dimension:
             object.__setattr__(self, "when", allowed)
         if not self.values:
             raise InvalidArgument("a dimension needs at least one value, the default")
-        if len(self.values) > MOST_VALUES:
+        if len(self.values) > MAX_VALUES:
             raise InvalidArgument(
-                f"a dimension has at most {MOST_VALUES} values, got {len(self.values)}: each is a "
+                f"a dimension has at most {MAX_VALUES} values, got {len(self.values)}: each is a "
                 "plan to choose among, so offer some of them"
             )
         if len(set(self.values)) != len(self.values):

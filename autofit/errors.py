@@ -213,16 +213,16 @@ def traceback_text(error: BaseException) -> str:
 
 
 _LONG_LINE = re.compile("(.{2000}).+")
-_MOST_TRACEBACK = 2**16
+_MAX_TRACEBACK = 2**16
 """Characters: an exception's text may hold a whole batch, and goes as JSON between processes."""
 
 
 def _shortened(text: str) -> str:
     """Cut long lines, and the middle where there are many."""
-    if len(text) <= _MOST_TRACEBACK:
+    if len(text) <= _MAX_TRACEBACK:
         return text
     lines = _LONG_LINE.sub(r"\1 ... (cut)", text)
-    half = _MOST_TRACEBACK // 2
+    half = _MAX_TRACEBACK // 2
     return lines if len(lines) <= 2 * half else f"{lines[:half]}\n... (cut)\n{lines[-half:]}"
 
 

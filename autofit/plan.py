@@ -28,10 +28,10 @@ from autofit.dimension import (
 from autofit.errors import AutofitError, InvalidArgument
 from autofit.strategy import Strategy
 
-MOST_RANKS = 2**16
+MAX_RANKS = 2**16
 """More than any cluster has: a zero too many would take hours to predict."""
 
-MOST_ACCUMULATION_STEPS = 2**16
+MAX_ACCUMULATION_STEPS = 2**16
 """More than any training has; a zero too many would run for hours."""
 
 MICRO_BATCHES_OF_A_SEARCH = 2
@@ -120,8 +120,8 @@ class Plan:
         world_size: devices that train together, N; each is a rank.
 
     Raises:
-        InvalidArgument: a count is below one, there are more than `MOST_RANKS` ranks or
-            `MOST_ACCUMULATION_STEPS` micro-batches in a step, or the micro-batches do not
+        InvalidArgument: a count is below one, there are more than `MAX_RANKS` ranks or
+            `MAX_ACCUMULATION_STEPS` micro-batches in a step, or the micro-batches do not
             add up to the global batch.
     """
 
@@ -134,11 +134,11 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulation_steps", "world_size"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
-        if self.world_size > MOST_RANKS:
-            raise InvalidArgument(f"world_size can be at most {MOST_RANKS}, got {self.world_size}")
-        if self.accumulation_steps > MOST_ACCUMULATION_STEPS:
+        if self.world_size > MAX_RANKS:
+            raise InvalidArgument(f"world_size can be at most {MAX_RANKS}, got {self.world_size}")
+        if self.accumulation_steps > MAX_ACCUMULATION_STEPS:
             raise InvalidArgument(
-                f"accumulation_steps can be at most {MOST_ACCUMULATION_STEPS}, got "
+                f"accumulation_steps can be at most {MAX_ACCUMULATION_STEPS}, got "
                 f"{self.accumulation_steps}: use a larger micro_batch or a smaller "
                 "global_batch"
             )

@@ -9,15 +9,15 @@ from math import prod
 
 from autofit.codec import Count
 from autofit.errors import InvalidArgument
-from autofit.plan import MOST_ACCUMULATION_STEPS, Dimension, Plan, Scalar, Settings, check_count
+from autofit.plan import MAX_ACCUMULATION_STEPS, Dimension, Plan, Scalar, Settings, check_count
 from autofit.units import shortened
 
-MOST_VARIANTS_TO_PLAN = 50_000
+MAX_VARIANTS_TO_PLAN = 50_000
 """Of a space: with 32,768 a decision took 0.8 s and 600 MiB, and all built-in strategies together
 offer some thousands."""
 FEW_SIZES = 4
 """Even splits of a global batch, 1 and all of it among them, that hardly leave a choice."""
-MOST_COMBINATIONS = 2**22
+MAX_COMBINATIONS = 2**22
 """Of values, most of which `when` rules out: they are gone through one by one."""
 
 UNBOUNDED_MICRO_BATCH = 2**20
@@ -119,7 +119,7 @@ class Space:
             return 1
         if False in self._accumulation(settings):
             return self.largest_micro_batch
-        return -(-self.samples_per_rank // MOST_ACCUMULATION_STEPS)
+        return -(-self.samples_per_rank // MAX_ACCUMULATION_STEPS)
 
     def _accumulation(self, settings: Settings) -> set[bool]:
         """Return whether the values accumulate, of those that do not go with both."""
@@ -172,22 +172,22 @@ class Space:
         """Refuse a space that is too large to choose in.
 
         Raises:
-            InvalidArgument: it has more than `MOST_VARIANTS_TO_PLAN` variants; the message has the
+            InvalidArgument: it has more than `MAX_VARIANTS_TO_PLAN` variants; the message has the
                 settings with most values.
         """
         counts = {name: len(dimension.values) for name, dimension in self.dimensions.items()}
         combinations = prod(counts.values())
-        if combinations <= MOST_VARIANTS_TO_PLAN:
+        if combinations <= MAX_VARIANTS_TO_PLAN:
             return
-        within = combinations <= MOST_COMBINATIONS
-        beyond = islice(self.variants(), MOST_VARIANTS_TO_PLAN, None)
+        within = combinations <= MAX_COMBINATIONS
+        beyond = islice(self.variants(), MAX_VARIANTS_TO_PLAN, None)
         if within and next(beyond, None) is None:
             return
         largest = sorted((name for name in counts if counts[name] > 1), key=lambda n: -counts[n])
         named = shortened([f"{name} ({counts[name]} values)" for name in largest], 6)
         raise InvalidArgument(
             f"the settings have {combinations:,} combinations of values, and a search can choose "
-            f"among {MOST_VARIANTS_TO_PLAN:,} at most: {named}. Pass fewer strategies, or "
+            f"among {MAX_VARIANTS_TO_PLAN:,} at most: {named}. Pass fewer strategies, or "
             "have them offer fewer values"
         )
 

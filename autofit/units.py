@@ -15,7 +15,7 @@ KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 # What torch's CUDA allocator takes for requests from 1 to 10 MiB
 LARGE_SEGMENT_BYTES = 20 * MIB
 
-MOST_BYTES = 2**60  # no device has as much
+MAX_BYTES = 2**60  # no device has as much
 _BINARY = {"k": KIB, "m": MIB, "g": GIB, "t": TIB}
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SIZE = re.compile(
@@ -39,7 +39,7 @@ def parse_bytes(text: str) -> int:
     prefix = match["prefix"].lower()
     table = _DECIMAL if match["form"].lower() == "b" else _BINARY
     read = float(match["number"]) * (table[prefix] if prefix else 1)
-    if read >= MOST_BYTES:
+    if read >= MAX_BYTES:
         raise InvalidArgument(f"no device has as much memory as {text[:40]!r}")
     size = int(read)
     if size <= 0:
@@ -57,7 +57,7 @@ def check_size(size: int, written: object) -> int:
     Raises:
         InvalidArgument: it is below 1 MiB, or larger than any device.
     """
-    if size >= MOST_BYTES:
+    if size >= MAX_BYTES:
         raise InvalidArgument(f"no device has as much memory as {str(written)[:40]} bytes")
     if size >= MIB:
         return size

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import autofit
 from autofit.measurement import Trial
-from autofit.planning.constants import MOST_LOST
+from autofit.planning.constants import MAX_LOST
 from autofit.report.report import Report
 from autofit.report.summary import describe, next_best
 from autofit.rounds import rounds_of
@@ -76,7 +76,7 @@ class Run:
     def is_right(self) -> bool:
         """Whether the judge finds the recommended plan faster, or the baseline hardly slower."""
         is_faster, truth = self.plan == self.best, math.log(self.judged)
-        return truth > 0 if is_faster else truth < MOST_LOST
+        return truth > 0 if is_faster else truth < MAX_LOST
 
 
 @contextmanager

@@ -55,7 +55,7 @@ from benchmarks.library_models import (
 
 ROUNDINGS = 8
 """Times that eager training is run from weights that are a rounding apart."""
-LEAST_SPREAD = MAX_ROUNDINGS * torch.finfo(torch.float32).eps
+MIN_SPREAD = MAX_ROUNDINGS * torch.finfo(torch.float32).eps
 """Of losses that nothing in the training moves, as a share: that of their own roundings."""
 REGION, BUDGET = "compile.region", "compile.memory_budget"
 _SCALE = Scale(
@@ -383,7 +383,7 @@ class Eager:
     def times_spread(self, other: Trained) -> float:
         """Return how many times the spread another training's losses are away, at most."""
         pairs = zip(apart(self.plain, other), self.spread, strict=True)
-        return max(far / max(spread, LEAST_SPREAD) for far, spread in pairs)
+        return max(far / max(spread, MIN_SPREAD) for far, spread in pairs)
 
 
 def gradients_apart(name: str, space: Space, settings: Settings, device: Device) -> Comparison:

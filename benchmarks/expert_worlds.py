@@ -47,7 +47,7 @@ from benchmarks.simulated_devices import FORMAT, draw_device
 FIRST_SEED = 970_000
 """Nothing was tuned on seeds from here on."""
 NOISES = (0.002, 0.005, 0.02, 0.05, 0.1, 0.2)
-LEAST_HIDING_NOISE = 0.05
+MIN_HIDING_NOISE = 0.05
 """Between probes of a device: 5 % cannot be seen there, so no shortfall is counted."""
 LEVERS = (FORMAT, formulas.LAYOUT, formulas.FUSED)
 BEST_PRECISIONS = ("bfloat16", "float16", "tf32")
@@ -210,7 +210,7 @@ def search(group: str, seed: int, planned_steps: int | None) -> Row:
         seed,
         share=round(share, 5),
         expert=round(expert(world) / best, 5) if best else 0.0,
-        is_compared=not (group == "irregular" and irregular(seed).noise >= LEAST_HIDING_NOISE),
+        is_compared=not (group == "irregular" and irregular(seed).noise >= MIN_HIDING_NOISE),
         probes=len(ran),
         ooms=sum(not trial.ok and trial.measurement.outcome.about_memory for trial in ran),
         seconds=round(_START_S * (1 + prober.renewals) + _PROBE_S * len(ran) + costs, 1),

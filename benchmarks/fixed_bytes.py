@@ -48,7 +48,7 @@ STRATEGIES = ("precision", "checkpointing")
 BYTES_PER_PARAMETER = 16
 """A weight, its gradient and both moments of AdamW, in float32."""
 UNLIMITED = "4GiB"
-LEAST_ROOM = 1.1
+MIN_ROOM = 1.1
 """Times what the smallest micro-batch that runs holds."""
 LARGEST_SIZE = 512
 LEVELS = 3
@@ -82,7 +82,7 @@ class Training:
                 ran = prober.probe(ProbeRequest(ResolvedPlan(smallest))).measurement
                 if ran.ok:
                     break
-        return round(max(self.fixed_bytes / self.share, LEAST_ROOM * (ran.held_bytes or 0)))
+        return round(max(self.fixed_bytes / self.share, MIN_ROOM * (ran.held_bytes or 0)))
 
 
 def _unet() -> Workload:

@@ -16,7 +16,7 @@ autofit.search(torch.nn.Linear(8, 4), torch.randn(4, 8), device="cpu", vram_budg
 ).save("report.json")
 print(autofit.load("report.json"))
 """
-MOST_MODULES = 75
+MAX_MODULES = 75
 """Of autofit in the process that calls a search: each is read before the first probe runs."""
 
 
@@ -87,4 +87,4 @@ def test_a_search_loads_in_its_caller_little_that_only_its_worker_uses(tmp_path:
     own = [name for name in loaded if name.partition(".")[0] == "autofit"]
     rooms = {name.split(".")[1] for name in own if "." in name}
     assert not rooms & {"equivalence", "memory", "prediction"}
-    assert len(own) <= MOST_MODULES, sorted(own)
+    assert len(own) <= MAX_MODULES, sorted(own)

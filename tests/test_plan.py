@@ -13,7 +13,7 @@ from autofit.codec import from_json, to_json
 from autofit.dimension import DimensionForm
 from autofit.errors import InvalidArgument
 from autofit.plan import (
-    MOST_RANKS,
+    MAX_RANKS,
     CostHint,
     Dimension,
     Plan,
@@ -44,7 +44,7 @@ def test_every_split_keeps_all_samples_in_sizes_that_differ_by_at_most_one(sampl
         (Plan.split(3, 8), (3,), "3 x 1"),
         (Plan.split(8, 2, world_size=4), (2,), "2 x 1 on each of 4 ranks"),
         (Plan.split(6, 2, world_size=4), (2,), "2 x 1 on each of 4 ranks (6 samples in all)"),
-        (Plan(4, world_size=MOST_RANKS), (4,), f"4 x 1 on each of {MOST_RANKS} ranks"),
+        (Plan(4, world_size=MAX_RANKS), (4,), f"4 x 1 on each of {MAX_RANKS} ranks"),
         (Plan(4, settings={"b.x": 1, "a.y": "z"}), (4,), "4 x 1, a.y=z, b.x=1"),
     ],
 )

@@ -39,8 +39,8 @@ from autofit.units import format_bytes
 
 _DEADLINES = Deadlines(unknown_s=120.0)
 _SHARED_MEMORY = Path("/dev/shm")
-_LEAST_SHARED_BYTES = 2**30
-_LEAST_HOST_BYTES = 2 * 2**30
+_MIN_SHARED_BYTES = 2**30
+_MIN_HOST_BYTES = 2 * 2**30
 _CROWDED = 0.05  # share of a device's memory that others hold
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -156,7 +156,7 @@ def _of_the_host() -> Iterator[Finding]:
     total, available = host_memory()
     found = f"{format_bytes(available)} of {format_bytes(total)} available"
     advice = "a worker with torch takes about 1 GiB beside your model: end other processes"
-    yield Finding("host memory", found, advice if available < _LEAST_HOST_BYTES else None)
+    yield Finding("host memory", found, advice if available < _MIN_HOST_BYTES else None)
     if _SHARED_MEMORY.exists():
         free = shutil.disk_usage(_SHARED_MEMORY).free
         found = f"{format_bytes(free)} free in {_SHARED_MEMORY}"
@@ -164,7 +164,7 @@ def _of_the_host() -> Iterator[Finding]:
             "data loaders with workers pass batches through it: start the container with "
             "--shm-size=8g or --ipc=host"
         )
-        yield Finding("shared memory", found, advice if free < _LEAST_SHARED_BYTES else None)
+        yield Finding("shared memory", found, advice if free < _MIN_SHARED_BYTES else None)
     if (load := load_of_others()) is not None:
         yield Finding(
             "load",

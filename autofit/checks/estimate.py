@@ -16,7 +16,7 @@ from autofit.plan import Settings
 from autofit.prediction.predict import Prediction, predict
 from autofit.training.workload import Workload, workload_of
 
-MOST_KNOWN = 4096
+MAX_KNOWN = 4096
 """Predictions that are kept, of a few kilobytes each: more than a hyperparameter search has."""
 
 
@@ -25,7 +25,7 @@ class _Recent(OrderedDict[bytes, Any]):
 
     def __setitem__(self, asked: bytes, predicted: Any) -> None:
         super().__setitem__(asked, predicted)
-        if len(self) > MOST_KNOWN:
+        if len(self) > MAX_KNOWN:
             self.popitem(last=False)
 
 

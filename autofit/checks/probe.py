@@ -130,7 +130,7 @@ SPEED_TOLERANCE = 0.05
 If the report's own steps scatter more than this, their scatter is allowed."""
 LOSS_TOLERANCE = 0.05
 QUARTER = 4
-_FEWEST_COMPARED = 4
+_MIN_COMPARED = 4
 """Steps of a quarter; the median of fewer is not told from noise."""
 _NOISE = 3.0
 """Standard deviations of its steps' losses that the report's one loss may lie off."""
@@ -316,7 +316,7 @@ def _speeds(expected: Measurement, measured: Measurement) -> Iterator[str]:
             f"{format_seconds(interval[0])} to {format_seconds(interval[1])}"
         )
     quarter = len(times) // QUARTER
-    if quarter >= _FEWEST_COMPARED and _is_slower(times[:quarter], times[-quarter:]):
+    if quarter >= _MIN_COMPARED and _is_slower(times[:quarter], times[-quarter:]):
         first, last = (statistics.median(part) for part in (times[:quarter], times[-quarter:]))
         yield f"steps slowed down from {format_seconds(first)} to {format_seconds(last)}"
 

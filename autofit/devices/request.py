@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidArgument
-from autofit.units import MOST_BYTES, check_size, format_bytes, parse_bytes
+from autofit.units import MAX_BYTES, check_size, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ def check_budget(vram_budget: str | float | None) -> None:
         InvalidArgument: it cannot be read, is below 1 MiB, or is a fraction outside (0, 1].
     """
     if vram_budget is not None:
-        _read_budget(vram_budget, total_bytes=MOST_BYTES // 2)  # a device with room
+        _read_budget(vram_budget, total_bytes=MAX_BYTES // 2)  # a device with room
 
 
 def _read_budget(vram_budget: str | float, total_bytes: int) -> int:

@@ -32,7 +32,7 @@ import torch
 
 from autofit.errors import InvalidArgument
 from autofit.integrations.applied import Division, divide, library, on_model
-from autofit.integrations.loader_batches import MOST_EXAMINED, LoaderBatch
+from autofit.integrations.loader_batches import MAX_EXAMINED, LoaderBatch
 from autofit.integrations.workloads import longest_of, own_autocast, search_workload
 from autofit.report.report import Report
 from autofit.searching.events import OnEvent
@@ -61,7 +61,7 @@ def workload(
     *,
     trainer: Any = None,
     sample_batch: Any = None,
-    examine: int = MOST_EXAMINED,
+    examine: int = MAX_EXAMINED,
     **more: Any,
 ) -> Workload:
     """Return what a LightningModule trains, as a workload: for `autofit.predict` and the others.
@@ -120,7 +120,7 @@ def predict(
     *,
     trainer: Any = None,
     sample_batch: Any = None,
-    examine: int = MOST_EXAMINED,
+    examine: int = MAX_EXAMINED,
     **more: Any,
 ) -> Prediction | GpuTable:
     """Predict the memory of a LightningModule's training: `autofit.predict` of its `workload`.
@@ -149,7 +149,7 @@ def check(
     *,
     trainer: Any = None,
     sample_batch: Any = None,
-    examine: int = MOST_EXAMINED,
+    examine: int = MAX_EXAMINED,
     **more: Any,
 ) -> Verdict:
     """Check whether a LightningModule's training fits: `autofit.check` of its `workload`.
@@ -177,7 +177,7 @@ def search(
     *,
     trainer: Any = None,
     sample_batch: Any = None,
-    examine: int = MOST_EXAMINED,
+    examine: int = MAX_EXAMINED,
     optimizer: Any = None,
     global_batch: int | None = None,
     numerics: Any = "reduced_precision",

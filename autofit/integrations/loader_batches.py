@@ -27,7 +27,7 @@ from autofit.training.samples import CollateFn
 from autofit.units import kind_of
 
 # Samples of a data set that are looked at for the longest ones, evenly spread over it.
-MOST_EXAMINED = 10_000
+MAX_EXAMINED = 10_000
 # Batches that are looked at where a loader makes no samples of its own to choose from.
 _BATCHES = 32
 # Samples that tell whether lengths are worth looking for: images have none, and take long.
@@ -61,7 +61,7 @@ class LoaderBatch:
 
 def longest_samples(
     loader: Any,
-    examine: int = MOST_EXAMINED,
+    examine: int = MAX_EXAMINED,
     batch_size: int | None = None,
     *,
     seconds: float = _SECONDS,
@@ -92,7 +92,7 @@ def longest_samples(
         return LoaderBatch(_in_turn(longest, samples), PlainCollate(loader.collate_fn))
 
 
-def from_loader(loader: Any, n: int = MOST_EXAMINED) -> Lengths:
+def from_loader(loader: Any, n: int = MAX_EXAMINED) -> Lengths:
     """Return batches of three lengths that a loader makes, to be a workload's sample batch.
 
     They are the batch that is longer than a quarter of all, that which is longer than three

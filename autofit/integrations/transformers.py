@@ -35,7 +35,7 @@ from autofit.integrations.applied import (
     library,
     on_model,
 )
-from autofit.integrations.loader_batches import MOST_EXAMINED, LoaderBatch, longest_samples
+from autofit.integrations.loader_batches import MAX_EXAMINED, LoaderBatch, longest_samples
 from autofit.integrations.workloads import longest_of, own_autocast, search_workload
 from autofit.plan import Scalar
 from autofit.report.report import Report
@@ -57,7 +57,7 @@ def workload(
     trainer: Any,
     *,
     sample_batch: Any = None,
-    examine: int = MOST_EXAMINED,
+    examine: int = MAX_EXAMINED,
     as_configured: bool = True,
     **more: Any,
 ) -> Workload:
@@ -112,7 +112,7 @@ def workload(
 
 
 def predict(
-    trainer: Any, *, sample_batch: Any = None, examine: int = MOST_EXAMINED, **more: Any
+    trainer: Any, *, sample_batch: Any = None, examine: int = MAX_EXAMINED, **more: Any
 ) -> Prediction | GpuTable:
     """Predict the memory of this Trainer as it is: `autofit.predict` of its `workload`.
 
@@ -134,7 +134,7 @@ def predict(
 
 
 def check(
-    trainer: Any, *, sample_batch: Any = None, examine: int = MOST_EXAMINED, **more: Any
+    trainer: Any, *, sample_batch: Any = None, examine: int = MAX_EXAMINED, **more: Any
 ) -> Verdict:
     """Check whether this Trainer fits as it is: `autofit.check` of its `workload`.
 
@@ -165,7 +165,7 @@ def search(
     trainer: Any,
     *,
     sample_batch: Any = None,
-    examine: int = MOST_EXAMINED,
+    examine: int = MAX_EXAMINED,
     numerics: Any = "reduced_precision",
     strategies: Iterable[str | Strategy] | None = None,
     progress: OnEvent | bool | None = None,

@@ -5,17 +5,17 @@
 2. In each round every plan that is left runs once, in random order, in a worker that this round
    alone uses: what is faster or slower with its process or its hour is so for the whole round.
 3. `autofit.rounds` says from all rounds by how much each plan is ahead of another, and how sure
-   that is. The plan ahead of all others is the best; plans within `MOST_GIVEN_UP` of it tie.
+   that is. The plan ahead of all others is the best; plans within `MAX_GIVEN_UP` of it tie.
 4. A plan is left for another round while it may change the answer: the baseline until the best plan
-   is told from it with 95 %, others while they may well be faster than the best by `MOST_LOST`.
-   Where none is left, the comparison ends; at the latest after `MOST_ROUNDS`. One round alone does
+   is told from it with 95 %, others while they may well be faster than the best by `MAX_LOST`.
+   Where none is left, the comparison ends; at the latest after `MAX_ROUNDS`. One round alone does
    not end it where the steps show that others disturb the machine.
 
 A tie goes to the plans with headroom, then to the baseline, then to the plan that changes the
 arithmetic least. Of those that are still left, the rounds may tell that some are slower than the
 fastest one. It then goes to one without recomputation, to the fewest settings that are not plain,
 and to the fewest bytes. A plan that wins such a tie runs again beside one that measured faster by
-more than half of `MOST_GIVEN_UP`.
+more than half of `MAX_GIVEN_UP`.
 
 What cannot be told from the baseline with 95 % is not recommended: then the baseline is. Where the
 baseline does not fit there is nothing to tell a plan from, and the best one is recommended. A
@@ -36,11 +36,11 @@ from autofit.measurement import Trial, TrialKind, by_plan, middle_of
 from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.constants import (
+    MAX_GIVEN_UP,
+    MAX_LOST,
+    MAX_RIVALS,
+    MAX_ROUNDS,
     MIN_VALUE,
-    MOST_GIVEN_UP,
-    MOST_LOST,
-    MOST_RIVALS,
-    MOST_ROUNDS,
     SURE,
     TINY,
 )
@@ -60,7 +60,7 @@ class Answer:
         recommended: of the plan to train with: the best, or the baseline where these cannot be told
             apart.
         is_decided: whether the best plan was told from the baseline. Where that does not fit, or is
-            the best plan itself: whether no other plan may be faster by more than `MOST_LOST`.
+            the best plan itself: whether no other plan may be faster by more than `MAX_LOST`.
     """
 
     best: Trial
@@ -71,7 +71,7 @@ class Answer:
 def next_turn(beliefs: Beliefs) -> Plan | None:
     """Return the plan whose turn it is in the final comparison; None once it has ended."""
     rounds = rounds_of(beliefs.probes)
-    for done in range(max(0, len(rounds) - 1), min(len(rounds) + 1, MOST_ROUNDS)):
+    for done in range(max(0, len(rounds) - 1), min(len(rounds) + 1, MAX_ROUNDS)):
         had_turn = rounds[done] if done < len(rounds) else {}
         members = _finalists(beliefs) if done == 0 else _Comparison(beliefs, done).left
         for plan in _in_order(members, beliefs.spec.seed, done):
@@ -142,7 +142,7 @@ def _finalists(beliefs: Beliefs) -> list[Plan]:
     rivals = [p for p in ordered[1:] if _gain_of_turn(search, p, incumbent) > MIN_VALUE]
     costly = [p for p in ordered if _is_untold_costly(search, p, incumbent)]
     bases = [baseline] if baseline in speeds else []
-    return list(dict.fromkeys([incumbent, *bases, fastest, *rivals[:MOST_RIVALS], *costly[:1]]))
+    return list(dict.fromkeys([incumbent, *bases, fastest, *rivals[:MAX_RIVALS], *costly[:1]]))
 
 
 def _is_untold_costly(search: Beliefs, plan: Plan, incumbent: Plan) -> bool:
@@ -186,7 +186,7 @@ class _Comparison:
         """The plan ahead of the others, or that wins a tie with it.
 
         One that is told from the baseline, if there is one: a tie may be won with fewer turns. And
-        the baseline, where no plan may be faster by more than `MOST_LOST`.
+        the baseline, where no plan may be faster by more than `MAX_LOST`.
         """
         best = self._winner(self.plans)
         if self.baseline not in self.plans or best == self.baseline or self._is_told(best):
@@ -200,15 +200,15 @@ class _Comparison:
         """The plans of the next round, the best first; empty: the comparison has ended.
 
         Beside those that leave the answer open they are those that an error of their estimate would
-        make faster than the best by `MOST_LOST`: about half of the way to the end of its interval.
+        make faster than the best by `MAX_LOST`: about half of the way to the end of its interval.
         And finalists that had no turn, such as those that a search found to which it returned.
         """
         new = [plan for plan in _finalists(self._beliefs) if plan not in self._rounds.plans]
         if not self.plans:
             return new
         ahead = {plan: self._rounds.ahead(plan, self.best) for plan in self.plans}
-        rivals = [p for p, its in ahead.items() if (its.log + its.high) / 2 > MOST_LOST]
-        rivals += [p for p in self._alike(self.best) if ahead[p].log > MOST_GIVEN_UP / 2]
+        rivals = [p for p, its in ahead.items() if (its.log + its.high) / 2 > MAX_LOST]
+        rivals += [p for p in self._alike(self.best) if ahead[p].log > MAX_GIVEN_UP / 2]
         if self._rounds.is_disturbed and self._done < 2 and self.baseline in self.plans:
             rivals.append(self.baseline)
         left = dict.fromkeys([self.best, *self.open, *rivals, *new])
@@ -226,7 +226,7 @@ class _Comparison:
         reference = self.baseline if has_baseline else max(plans, key=self._turns_of)
         ahead = {plan: self._rounds.ahead(plan, reference).log for plan in plans}
         most = max(ahead.values())
-        tied = [plan for plan in plans if most - ahead[plan] <= MOST_GIVEN_UP]
+        tied = [plan for plan in plans if most - ahead[plan] <= MAX_GIVEN_UP]
         alike = [plan for plan in self._alike(min(tied, key=self._caution)) if plan in tied]
         fastest = max(alike, key=lambda plan: ahead[plan])
         return min((p for p in alike if not self._is_slower(p, fastest)), key=self._simplicity)
@@ -264,8 +264,8 @@ class _Comparison:
         return self._rounds.ahead(plan, self.baseline).low > 0
 
     def _may_be_faster(self, best: Plan) -> list[Plan]:
-        """Return the plans that may be faster than the best by more than `MOST_LOST`."""
-        return [plan for plan in self.plans if self._rounds.ahead(plan, best).high > MOST_LOST]
+        """Return the plans that may be faster than the best by more than `MAX_LOST`."""
+        return [plan for plan in self.plans if self._rounds.ahead(plan, best).high > MAX_LOST]
 
     def _turns_of(self, plan: Plan) -> int:
         return sum(map(_is_turn, self._trials[plan]))

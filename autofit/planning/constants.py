@@ -49,14 +49,14 @@ MAX_COSTLY_SHARE = 0.1  # of the planned training, that costly probes take; a pr
 MAX_VARIANTS = 512  # of a large space, that a decision looks at: the most promising
 
 # The final comparison.
-MOST_GIVEN_UP = 0.02  # log speed: slower by no more than this is tied; a promise of the docs
-MOST_LOST = 0.05  # log speed: decided where, with 95 %, no plan is faster by more; a promise
-MOST_ROUNDS = 4  # turns of each finalist; beside two busy loops a fifth decided hardly more
-MOST_RIVALS = 2  # plans
+MAX_GIVEN_UP = 0.02  # log speed: slower by no more than this is tied; a promise of the docs
+MAX_LOST = 0.05  # log speed: decided where, with 95 %, no plan is faster by more; a promise
+MAX_ROUNDS = 4  # turns of each finalist; beside two busy loops a fifth decided hardly more
+MAX_RIVALS = 2  # plans
 # Times the timed seconds of a search's probe, where steps scatter: of simulated pairs beside two
 # busy loops, four rounds then decide 75 of 100 and not 49.
 COMPARED_LONGER = 2.0
-MOST_TRANSIENT = 3  # in a row, before a plan that ran shows whether the machine is to blame
+MAX_TRANSIENT = 3  # in a row, before a plan that ran shows whether the machine is to blame
 NOISY = 0.1  # log step time: from this scatter on, a reader is told that gains may be hidden
 
 # What is believed beforehand.
@@ -64,7 +64,7 @@ NOISY = 0.1  # log step time: from this scatter on, a reader is told that gains 
 # A smaller one is chance: with 0.005, 0.6 OOMs on recorded grids with lines.
 MEMORY_ERROR, MEMORY_ERRORS = 0.02, (0.01, 0.02, 0.04)
 MEMORY_SPREAD = 0.003  # log bytes by which a plan departs from its line
-LEAST_GROWING = 0.02  # share of what a first probe holds, beside what is known to be fixed
+MIN_GROWING = 0.02  # share of what a first probe holds, beside what is known to be fixed
 TIME_SPREADS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)  # log seconds, likewise; learned, among these
 ALIKE = 0.6  # correlation of two variants' residuals at one size. 0.4: +0.1 +- 0.2
 LENGTH = 1.5  # log sizes over which residuals are correlated. 1: -0.1 +- 0.4

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind, probes_of
 from autofit.plan import Scalar, Settings, VariantKey, variant_key
-from autofit.planning.constants import MOST_TRANSIENT
+from autofit.planning.constants import MAX_TRANSIENT
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 
@@ -149,7 +149,7 @@ def trusted(trials: Sequence[Trial]) -> list[Trial]:
     """Return the probes among these trials, less those of times when the machine was at fault.
 
     It was where transient failures in a row did not end with the plan that shows whether it is (see
-    `MOST_TRANSIENT`), or where there was no such plan yet. Those say nothing of their plans, in
+    `MAX_TRANSIENT`), or where there was no such plan yet. Those say nothing of their plans, in
     this search or one that is resumed.
     """
     kept: list[Trial] = []
@@ -164,7 +164,7 @@ def trusted(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _failures_of_plans(failures: Sequence[Trial], before: Sequence[Trial]) -> Sequence[Trial]:
-    most = MOST_TRANSIENT if any(trial.ok for trial in before) else MOST_TRANSIENT - 1
+    most = MAX_TRANSIENT if any(trial.ok for trial in before) else MAX_TRANSIENT - 1
     return failures if len(failures) <= most else ()
 
 

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
 from autofit.planning.constants import (
-    LEAST_GROWING,
     MEMORY_ERROR,
     MEMORY_ERRORS,
     MEMORY_SPREAD,
+    MIN_GROWING,
     TINY,
 )
 from autofit.planning.feasibility import MicroBatches
@@ -95,7 +95,7 @@ class HeldBytes:
 
     def _growing_share(self, held_bytes: float) -> float:
         fixed = min(self._fixed_bytes.values(), default=0)
-        return max(LEAST_GROWING, 1 - fixed / held_bytes)
+        return max(MIN_GROWING, 1 - fixed / held_bytes)
 
     def _rounding(self, held_bytes: float) -> float:
         """Return the variance of the log of held bytes that rounding up to whole segments causes.

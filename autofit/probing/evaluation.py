@@ -18,15 +18,15 @@ from autofit.probing.requests import Workplace
 # Of the budget: the allocator rounds to segments of 2 MiB and more, so a line is a little off.
 AIMED = 0.97
 # A batch is at most so many times as large as the largest that ran, as in a search.
-MOST_TIMES = 4
+MAX_TIMES = 4
 # And at most so many times as large as the user's: no evaluation needs more to be fast.
-MOST_IN_ALL = 64
+MAX_IN_ALL = 64
 # A batch that is larger by less is not run.
-LEAST_TIMES = 1.05
+MIN_TIMES = 1.05
 # Batches that ran out of memory; the worker lives on, but each takes as long as one that fits.
-MOST_FAILED = 2
+MAX_FAILED = 2
 # Then the largest that ran is the answer.
-MOST_SECONDS = 20.0
+MAX_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def climb(
         own: samples that are known to fit.
         vram_budget_bytes: the most that a batch may hold.
     """
-    ends_at, most = time.monotonic() + MOST_SECONDS, MOST_IN_ALL * own
+    ends_at, most = time.monotonic() + MAX_SECONDS, MAX_IN_ALL * own
     found: dict[int, MemoryReading] = {}
     failed: list[int] = []
     at = max(own // 2, 1)
@@ -112,7 +112,7 @@ def climb(
             at = (largest + failed[-1]) // 2
         else:
             at = own if largest < own else min(_aimed_at(found, vram_budget_bytes), most)
-        if at < LEAST_TIMES * largest or len(failed) == MOST_FAILED:
+        if at < MIN_TIMES * largest or len(failed) == MAX_FAILED:
             return found, largest < most
         if largest >= own and time.monotonic() > ends_at:
             return found, False
@@ -124,7 +124,7 @@ def _aimed_at(found: Mapping[int, MemoryReading], vram_budget_bytes: int) -> int
     Allocated bytes lie on a line; what is held for them keeps its ratio to these.
     """
     *before, (largest, seen) = sorted(found.items())
-    farthest = MOST_TIMES * largest
+    farthest = MAX_TIMES * largest
     if not before:
         return 2 * largest
     fewer, less = before[-1]

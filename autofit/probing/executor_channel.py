@@ -41,7 +41,7 @@ from autofit.units import format_seconds, kind_of
 IDLE_S = 60.0
 
 # Of one request, while none is answered: each is asked as late as an answer may take.
-MOST_COPIES = 8
+MAX_COPIES = 8
 
 # After the end of the search, for a process to say by itself that its time was over.
 _SLACK_S = 5.0
@@ -190,12 +190,12 @@ class ExecutorChannel:
         request stays in it beside the next.
 
         Raises:
-            WorkerFailed: not one of `MOST_COPIES` was answered.
+            WorkerFailed: not one of `MAX_COPIES` was answered.
         """
         ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
         longest_s = START_TIMEOUT_S + deadline.seconds + _SLACK_S
         try:
-            for _ in range(MOST_COPIES):
+            for _ in range(MAX_COPIES):
                 self._submit(opening, job).add_done_callback(ended.put)
                 left_s = max(0.0, deadline.ends_at + _SLACK_S - time.monotonic())
                 with suppress(queue.Empty):
@@ -203,7 +203,7 @@ class ExecutorChannel:
                 if left_s <= longest_s:
                     raise SearchTimedOut("the time of the search is over")
             raise WorkerFailed(
-                f"the executor has answered none of {MOST_COPIES} requests, one every "
+                f"the executor has answered none of {MAX_COPIES} requests, one every "
                 f"{format_seconds(longest_s)}: are its machines there?"
             )
         finally:

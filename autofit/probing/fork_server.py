@@ -53,7 +53,7 @@ _PRELOADED = (
     "autofit.probing.looks",
     "autofit.probing.prober",
 )
-_MOST_DESCRIPTORS, _MOST_NAME_BYTES = 16, 256  # of a request
+_MAX_DESCRIPTORS, _MAX_NAME_BYTES = 16, 256  # of a request
 # Else torch's profiler announces itself in a worker's output: it reads this when it is first used.
 QUIET = {"KINETO_LOG_LEVEL": "6"}
 _UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # as -u, where a worker is no fork
@@ -288,7 +288,7 @@ def serve(parent_pid: int) -> None:
     processes = processes_here()
     while True:
         try:
-            asked = socket.recv_fds(requests, _MOST_NAME_BYTES, _MOST_DESCRIPTORS)
+            asked = socket.recv_fds(requests, _MAX_NAME_BYTES, _MAX_DESCRIPTORS)
         except TimeoutError:
             if multiprocessing.active_children():
                 continue

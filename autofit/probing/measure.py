@@ -35,7 +35,7 @@ from autofit.units import counted, format_bytes
 
 WARM_UP_STEPS = 2
 # float16 starts with a loss scale of 2**16 and halves it at each step that overflows.
-MOST_WARM_UP_STEPS = 24
+MAX_WARM_UP_STEPS = 24
 # Steps between two looks at the clock: looking synchronizes the device.
 STEPS_PER_BLOCK = 3
 
@@ -434,7 +434,7 @@ def stands_for(plan: Plan, places: Sequence[int]) -> list[float]:
 def warm_up(training: Training) -> Iterator[None]:
     """Yield for each step until two have updated: one that overflows makes no optimizer state."""
     updates = 0
-    for _ in range(MOST_WARM_UP_STEPS):
+    for _ in range(MAX_WARM_UP_STEPS):
         scale_before = _scale(training)
         yield
         updates += _scale(training) >= scale_before
@@ -489,8 +489,8 @@ def _seconds(device: Device, marks: Sequence[Any], counts: Sequence[float]) -> f
 
 # How many optimizer steps are timed: the one rule, for real and simulated devices alike.
 
-FEWEST_TIMED_STEPS = 3
-MOST_TIMED_STEPS = 30
+MIN_TIMED_STEPS = 3
+MAX_TIMED_STEPS = 30
 # The fewest whose range holds their median with 95 %: 1 - 2 * 0.5**6 = 97 %, of 3 steps 75 %.
 SURE_TIMED_STEPS = 6
 # Until so many seconds were timed, other processes may have hit every step: their slices take some
@@ -520,9 +520,9 @@ def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
     if request.steps is not None:
         return count >= request.steps
     may_all_be_hit = count < SURE_TIMED_STEPS and sum(step_times_s) < SHORT_S
-    if count < FEWEST_TIMED_STEPS or may_all_be_hit:
+    if count < MIN_TIMED_STEPS or may_all_be_hit:
         return False
-    if count >= MOST_TIMED_STEPS or sum(step_times_s) >= request.most_timed_seconds:
+    if count >= MAX_TIMED_STEPS or sum(step_times_s) >= request.most_timed_seconds:
         return True
     seen = Measurement(Outcome.OK, step_times_s=step_times_s)
     interval, middle = seen.step_time_interval_s, seen.step_time_s
@@ -543,12 +543,12 @@ def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
 # statistics.
 
 LEAK_WINDOW_STEPS = 8
-FEWEST_ENDS = 3
+MIN_ENDS = 3
 # Growth may end: torch has 32 streams a device, and caches and queues of metrics often hold 64 or
 # 100. It is watched for so many more steps, or seconds, and for as long as half of what is left of
 # the budget lasts.
-MOST_STEPS_OF_GROWTH = 128
-MOST_SECONDS_OF_GROWTH = 30.0
+MAX_STEPS_OF_GROWTH = 128
+MAX_SECONDS_OF_GROWTH = 30.0
 # Growth that would not reach the budget within so many steps (a kept number) is not a leak.
 HORIZON_STEPS = 1_000_000
 
@@ -595,7 +595,7 @@ def bytes_per_step(end_bytes: Sequence[int]) -> int | None:
         end_bytes: allocated bytes at the end of each step; None is returned for fewer than three.
     """
     recent = end_bytes[-LEAK_WINDOW_STEPS - 1 :]
-    if len(recent) < FEWEST_ENDS:
+    if len(recent) < MIN_ENDS:
         return None
     added = [after - before for before, after in pairwise(recent)]
     return int(statistics.median(added)) if min(added) > 0 else None
@@ -644,8 +644,8 @@ def _unending(steps: _Steps, growth: Growth, vram_budget_bytes: int) -> Growth |
     while grown > 0:
         room = vram_budget_bytes - steps.device.read().peak_held_bytes
         is_over = (
-            growth.steps - seen >= MOST_STEPS_OF_GROWTH
-            or perf_counter() - began > MOST_SECONDS_OF_GROWTH
+            growth.steps - seen >= MAX_STEPS_OF_GROWTH
+            or perf_counter() - began > MAX_SECONDS_OF_GROWTH
             or growth.steps_until(room) < 2 * LEAK_WINDOW_STEPS
         )
         if any(steps.largest(is_over)):

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 # Times that a contended probe is run again; one whose size may not be to blame, once.
-MOST_REPEATS = 2
+MAX_REPEATS = 2
 # A look at the workload is expected to take as long as so many first forwards of a few samples.
 #
 # The longest of the built-in strategies took 24 of them, for a GPT-2 of 12 layers on a CPU.
@@ -70,7 +70,7 @@ FORWARDS_OF_A_LOOK = 50
 # Of the time that all looks have, where there is a timeout: after one that hangs there is as much
 # for those that follow, and for those before, which are taken again in a new worker.
 SHARE_OF_A_LOOK = 0.5
-LEAST_LOOK_S = 1.0  # of one that has begun
+MIN_LOOK_S = 1.0  # of one that has begun
 _LARGEST_SEED = 2**32 - 1
 _Result = TypeVar("_Result")
 
@@ -288,7 +288,7 @@ class Prober(AbstractContextManager["Prober"]):
         does not explain its end.
         """
         wait_s, may_repeat = self._deadlines.of(request.expected_seconds), True
-        for _ in range(1 + MOST_REPEATS):
+        for _ in range(1 + MAX_REPEATS):
             self._open(ends_at)
             deadline = Deadline.after(wait_s, ends_at)
             try:
@@ -459,7 +459,7 @@ class _Looks:
         self._share_s = None
         if self.now is None:
             return self._unknown_s
-        share_s = max(LEAST_LOOK_S, SHARE_OF_A_LOOK * (self.end_at - time.monotonic()))
+        share_s = max(MIN_LOOK_S, SHARE_OF_A_LOOK * (self.end_at - time.monotonic()))
         if share_s < self._look_s and self.now not in self._needed:
             self._share_s = share_s
         return self._look_s if self._share_s is None else share_s

@@ -54,7 +54,7 @@ _HOST = "127.0.0.1"
 # signals wait meanwhile, and its own default is five minutes.
 _CONNECT_S = 5.0
 # Ranks beyond the machine's cores and GPUs only take turns; so many may, for a trial.
-_MOST_TAKING_TURNS = 64
+_MAX_TAKING_TURNS = 64
 _Result = TypeVar("_Result")
 
 
@@ -248,7 +248,7 @@ def _check_number(ranks: int) -> None:
     """
     from torch.cuda import device_count
 
-    most = max(_MOST_TAKING_TURNS, os.cpu_count() or 1, device_count())
+    most = max(_MAX_TAKING_TURNS, os.cpu_count() or 1, device_count())
     if ranks > most:
         raise InvalidArgument(
             f"ranks={ranks}: each rank is a process on this machine, which has "

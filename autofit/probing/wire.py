@@ -24,7 +24,7 @@ from autofit.probing.requests import Call, Reply, Request
 from autofit.probing.serialization import dumps, unreachable_by_value
 from autofit.strategy import Strategy
 
-_MOST_PICKLED_BYTES = 2**20
+_MAX_PICKLED_BYTES = 2**20
 
 
 def message_of_request(request: Request, strategies: Sequence[Strategy]) -> bytes:
@@ -100,7 +100,7 @@ def _pickled(exception: BaseException) -> bytes | None:
     for contents in (exception, (kind, args, vars(exception)), (kind, args, {})):
         try:
             data = dumps(contents)
-            if len(data) <= _MOST_PICKLED_BYTES and type(_loads(data)) is kind:
+            if len(data) <= _MAX_PICKLED_BYTES and type(_loads(data)) is kind:
                 return data
         except Exception:  # an exception may hold anything
             continue

@@ -43,7 +43,7 @@ _BUDGET_SHARE = 0.9
 """Of the width: where the budget stands."""
 _TIMELINE_ROOM = 1.22
 """Height of a timeline over its peak: room for the label of the peak."""
-_LEAST_SHARE = 0.14
+_MIN_SHARE = 0.14
 """Of the width that a phase needs for its name."""
 
 
@@ -322,7 +322,7 @@ def _timeline(title: str, use: Mapping[str, Any], most: int, budget: int) -> str
     for phase, end in zip(use["phases"], ends, strict=True):
         place = plot.across(phase["first"])
         plot.upright(place, "phase")
-        if end - phase["first"] >= _LEAST_SHARE * moments:
+        if end - phase["first"] >= _MIN_SHARE * moments:
             plot.text(place, 12, phase["name"], "phase-words", dx=6)
     if budget <= _TIMELINE_ROOM * most:
         plot.level(budget / size, "budget")

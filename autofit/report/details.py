@@ -42,7 +42,7 @@ ABOUT_TRIALS = (
     "95% intervals. Memory is peak reserved plus non-torch bytes."
 )
 _SHORT_DETAIL = 60
-_MOST_MODULES = 6
+_MAX_MODULES = 6
 _ALWAYS_COMPARED = ("plan", "throughput", "memory")
 
 Table = Sequence[Sequence[str]]
@@ -119,7 +119,7 @@ def _findings(record: Record) -> Iterator[Section]:
     for key in PLANS:
         modules = record.memory.get(key, {}).get("modules", ())
         sizes = [(sum(part["bytes"].values()), part) for part in modules]
-        largest = sorted(sizes, key=lambda each: -each[0])[:_MOST_MODULES]
+        largest = sorted(sizes, key=lambda each: -each[0])[:_MAX_MODULES]
         rows = [
             (f"{_module_words(part)} x {part['count']}", format_bytes(total))
             for total, part in largest

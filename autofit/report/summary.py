@@ -23,7 +23,7 @@ from autofit.rounds import Estimate
 from autofit.space import Space
 from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded, shortened
 
-MOST_LINES = 15
+MAX_LINES = 15
 """Of the answer in a terminal: as many as are read before scrolling."""
 _OF_THE_CODE = (
     Outcome.UNSUPPORTED,
@@ -33,7 +33,7 @@ _OF_THE_CODE = (
 )
 _EQUAL = 1e-3
 """Roundings of float32 move gradients less; bfloat16 and ignored statistics move them more."""
-_MOST_SHAPES = 3
+_MAX_SHAPES = 3
 _ZEROS = re.compile(r"\.0+ ")
 
 Columns = tuple[str, str, str]
@@ -462,7 +462,7 @@ def validity(record: Record) -> Iterator[str]:
         shapes, size = made, record.recommended.plan.micro_batch
     whole = {name: f"{_shown_name(name)}{shape}" for name, shape in shapes.items()}
     if how := _BATCHES.get(record.workload.get("samples", "")):
-        shown = shortened(list(whole.values()), _MOST_SHAPES)
+        shown = shortened(list(whole.values()), _MAX_SHAPES)
         yield f"For batches as those of {size} samples: {shown}"
         yield how
     else:
@@ -473,8 +473,8 @@ def validity(record: Record) -> Iterator[str]:
             if name in batched
         ]
         constant = [words for name, words in whole.items() if name not in batched]
-        beside = f"; constant: {shortened(constant, _MOST_SHAPES)}" if constant else ""
-        yield f"For samples up to {shortened(held, _MOST_SHAPES)}{beside}"
+        beside = f"; constant: {shortened(constant, _MAX_SHAPES)}" if constant else ""
+        yield f"For samples up to {shortened(held, _MAX_SHAPES)}{beside}"
     if recommends_baseline(record):
         return
     if record.difference is None and record.baseline_beside_best.ok:
@@ -505,8 +505,8 @@ def samples_words(record: Record) -> str | None:
         return how
     constant = [_shown_name(name).strip() or name for name in shapes if name not in batched]
     held = [_shown_name(name).strip() or name for name in shapes if name in batched]
-    shown = shortened(held, _MOST_SHAPES)
-    return shown + f"; constant: {shortened(constant, _MOST_SHAPES)}" * bool(constant)
+    shown = shortened(held, _MAX_SHAPES)
+    return shown + f"; constant: {shortened(constant, _MAX_SHAPES)}" * bool(constant)
 
 
 def _shown_name(name: str) -> str:

@@ -21,15 +21,15 @@ from autofit.measurement import ACT
 from autofit.report.details import TRIAL_TITLES, Section, sections
 from autofit.report.place import IN_PYTHON, Place
 from autofit.report.record import Record
-from autofit.report.summary import MOST_LINES, is_sure, summary
+from autofit.report.summary import MAX_LINES, is_sure, summary
 
 WIDTH = 100
-_LEAST_WIDTH = 20  # a terminal may say that it has one column, which takes no words
+_MIN_WIDTH = 20  # a terminal may say that it has one column, which takes no words
 _INDENT = "    "
 _AT_END = re.compile(r"(?: |\x1b\[[0-9;]*m)+$")  # spaces, and what colours them
 _LEFT = frozenset((1, 2, 3, 4))
 """Columns of the trials that are words."""
-_LEAST_MESSAGES = 2
+_MIN_MESSAGES = 2
 """Lines for messages where a plan of many settings takes the rest of the screen."""
 _BETWEEN = 2
 """Spaces between columns."""
@@ -52,12 +52,12 @@ def render(
     Args:
         record: of the search.
         width: in columns; of fewer than 20 the text is as of 20.
-        verbose: everything; else the answer, in at most `MOST_LINES` lines, and as many more as
+        verbose: everything; else the answer, in at most `MAX_LINES` lines, and as many more as
             the settings of its plans take.
         color: the answer stands out in a terminal; without, there are no control characters.
         place: where it is shown.
     """
-    width = max(width, _LEAST_WIDTH)
+    width = max(width, _MIN_WIDTH)
     lines = _answer(record, width, color=color, place=place)
     if not verbose:
         return lines
@@ -164,8 +164,8 @@ def _answer(record: Record, width: int, *, color: bool, place: Place) -> str:
     title = Text(answer.title, style="bold")
     title.truncate(width, overflow="ellipsis")
     head = laid_out([title, "", figures, ""], width, color=color)
-    room = MOST_LINES - head.count("\n") - len(("", "Apply", "More"))
-    room = max(room, _LEAST_MESSAGES)
+    room = MAX_LINES - head.count("\n") - len(("", "Apply", "More"))
+    room = max(room, _MIN_MESSAGES)
     messages = [
         Text(line, style="yellow" if line.startswith(ACT) else "")
         for line in answer.messages(width, room)

@@ -44,7 +44,7 @@ from autofit.measurement import (
 from autofit.plan import Plan
 from autofit.planning import confirmation, planner
 from autofit.planning.beliefs import Beliefs
-from autofit.planning.constants import COMPARED_LONGER, MOST_TRANSIENT
+from autofit.planning.constants import COMPARED_LONGER, MAX_TRANSIENT
 from autofit.planning.planner import Forecast, Proposal, believing
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.prober import SupportsProbing
@@ -66,10 +66,10 @@ from autofit.units import format_rate
 _LOGGER = logging.getLogger("autofit")
 
 # Vetoed proposals in a row that end a search: its sampler has nothing else to offer.
-MOST_VETOES = 50
+MAX_VETOES = 50
 
 # From the comparison back to searching, each after a finalist that did not fit.
-MOST_RETURNS = 2
+MAX_RETURNS = 2
 
 
 def run_search(
@@ -145,7 +145,7 @@ def _ended(search: Search) -> Stop:
     """Search and confirm until there is a reason to stop, or an error that leaves an answer."""
     try:
         with interrupts_remembered() as search.interrupts:
-            stop, returns = search.explore(), MOST_RETURNS
+            stop, returns = search.explore(), MAX_RETURNS
             while not search.confirm(stop.because, may_return=returns > 0):
                 stop, returns = search.explore(), returns - 1
             search.mark_ended(stop)
@@ -421,7 +421,7 @@ class Search:
         """Return what to run next, or who proposes it; None: first what is pending ends."""
         if self._store.study.stopped:
             return Stop("the sampler has no more plans to offer")
-        if self._vetoes == MOST_VETOES:
+        if self._vetoes == MAX_VETOES:
             return Stop(self._why_vetoed())
         if (reason := self._spent()) is not None:
             return Stop(reason)
@@ -449,11 +449,11 @@ class Search:
     def _why_vetoed(self) -> str:
         """Return why the last proposals of a sampler were not run."""
         ran = {trial.plan for trial in self._beliefs.probes}
-        again = sum(trial.plan in ran for trial in self._trials[-MOST_VETOES:])
-        rest = MOST_VETOES - again
+        again = sum(trial.plan in ran for trial in self._trials[-MAX_VETOES:])
+        rest = MAX_VETOES - again
         whys = {"had run before": again, "were expected not to fit or not to work": rest}
         said = " and ".join(f"{count} {why}" for why, count in whys.items() if count)
-        return f"{MOST_VETOES} proposals in a row were not run: {said}"
+        return f"{MAX_VETOES} proposals in a row were not run: {said}"
 
     def _alone(self, plan: Plan, kind: TrialKind) -> Choice | None:
         """Return the choice of a plan that runs while nothing else does; None: something does."""
@@ -499,7 +499,7 @@ class Search:
         Raises:
             WorkerFailed: no plan has worked yet.
         """
-        if len(self._failures) < MOST_TRANSIENT or self._may_not_probe():
+        if len(self._failures) < MAX_TRANSIENT or self._may_not_probe():
             return None
         suspects = {pair for trial in self._failures for pair in trial.plan.variant}
         suspects -= set(self._spec.space.baseline.variant)
@@ -593,7 +593,7 @@ class Search:
             raise error
         ended_well = not trial.measurement.outcome.may_be_transient
         self._failures = [] if ended_well else [*self._failures, trial]
-        if len(self._failures) > MOST_TRANSIENT:  # the last is of a plan that ran before
+        if len(self._failures) > MAX_TRANSIENT:  # the last is of a plan that ran before
             raise WorkerFailed(_diagnosis(self._failures))
 
     def _stored(self, job: Job, measurement: Measurement) -> Trial:

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 # Gradients in bfloat16 were seen to differ by 2.5 to 3.3 %, where the tolerance is 3.1 %; a cast
 # that was out of date, by 24 %.
-MOST_OVER = 10.0  # times what roundings explain
+MAX_OVER = 10.0  # times what roundings explain
 # And relative to the gradients themselves, however far roundings move them: two of one size that
 # have nothing in common differ by 1.4 times that size.
-MOST_APART = 1.0
-MOST_LARGER = 1.5  # factor between the sizes of two updates: an optimizer may bound them
-_MOST_LEFT_OUT = 8  # values; then what is left is not trusted either
+MAX_APART = 1.0
+MAX_LARGER = 1.5  # factor between the sizes of two updates: an optimizer may bound them
+_MAX_LEFT_OUT = 8  # values; then what is left is not trusted either
 
 
 def judged(prober: Prober, spec: SearchSpec, record: Record) -> Record:
@@ -46,7 +46,7 @@ def judged(prober: Prober, spec: SearchSpec, record: Record) -> Record:
 
     It says how far the best plan's loss and gradients are from the baseline's, see `difference_of`.
     """
-    for _ in range(_MOST_LEFT_OUT):
+    for _ in range(_MAX_LEFT_OUT):
         difference = difference_of(prober, spec, record)
         found = list(_faults(prober, spec, record, difference))
         if not found:
@@ -107,7 +107,7 @@ def _faults(
 
 def _is_over(difference: Mapping[str, Any]) -> bool:
     explained: float = difference["tolerance"]
-    return bool(difference["gradient"] > max(explained, min(MOST_OVER * explained, MOST_APART)))
+    return bool(difference["gradient"] > max(explained, min(MAX_OVER * explained, MAX_APART)))
 
 
 def _fault_of(
@@ -163,7 +163,7 @@ def _by_updates(prober: Prober, pair: Pair, samples: int, budget_bytes: int) -> 
         return None
     if not sizes[1]:
         return "it never updates the parameters"
-    if not 1 / MOST_LARGER < sizes[1] / sizes[0] < MOST_LARGER:
+    if not 1 / MAX_LARGER < sizes[1] / sizes[0] < MAX_LARGER:
         return f"its updates are {sizes[1] / sizes[0]:.2g} times as large as plain training's"
     return None
 

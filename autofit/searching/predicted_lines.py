@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Enough for GPT-2 small, whose dry runs take about a second each. With 8 s some of its precisions
 # had lines and others none (benchmarks/results/gpu-h100-2026-11-27.md).
-MOST_SECONDS = 20.0
+MAX_SECONDS = 20.0
 SHARE_OF_TIME = 1 / 6  # of what is left of a search's timeout: probes need the rest
 
 # Variant -> what is fixed (bytes, or seconds of a micro-batch), and what each sample adds.
@@ -36,7 +36,7 @@ Predicted = tuple[Lines, Lines, tuple[str, ...]]
 
 def most_seconds(seconds_left: float | None) -> float:
     """Return how long a search may predict that has so many seconds left; None: no end."""
-    return MOST_SECONDS if seconds_left is None else min(MOST_SECONDS, SHARE_OF_TIME * seconds_left)
+    return MAX_SECONDS if seconds_left is None else min(MAX_SECONDS, SHARE_OF_TIME * seconds_left)
 
 
 def predicted_lines(
@@ -44,7 +44,7 @@ def predicted_lines(
     survey: Survey,
     space: Space,
     open_apart: Callable[[], AbstractContextManager[Prober]] | None = None,
-    timeout_s: float = MOST_SECONDS,
+    timeout_s: float = MAX_SECONDS,
 ) -> Predicted:
     """Return memory and time lines of the plain variant and of each setting's values, and notes.
 

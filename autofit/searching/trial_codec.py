@@ -43,7 +43,7 @@ MICRO_BATCH = "micro_batch"
 COMPARED_FROM = "autofit_compared_from"
 _RECORD = "autofit_trial"
 _CONSTRAINT = "vram"
-_LEAST_EXCESS = 0.01
+_MIN_EXCESS = 0.01
 
 
 def spec_of(study: optuna.Study) -> SearchSpec:
@@ -182,7 +182,7 @@ def _excess(trial: Trial, spec: SearchSpec) -> float:
     excess = 0.0 if held is None else held / spec.vram_budget_bytes - 1
     if trial.measurement.outcome is Outcome.OK:
         return min(excess, 0.0)
-    return max(excess, _LEAST_EXCESS)
+    return max(excess, _MIN_EXCESS)
 
 
 def trial_in(number: int, data: dict[str, Any]) -> Trial:

@@ -32,7 +32,7 @@ from autofit.strategy import Context, Numerics, Phase, TrainingView
 SETTING = "adam_state.format"
 _LIBRARIES = {"torchao_8bit": "torchao", "bitsandbytes_8bit": "bitsandbytes"}
 _FOLLOWED = ("lr", "betas", "eps", "weight_decay")
-_BLOCK, _LEAST_VALUES = 256, 4096
+_BLOCK, _MIN_VALUES = 256, 4096
 """Values that share a scale of four bytes, and the fewest of a tensor that is held in codes: the
 same in both libraries."""
 _COMPILED_SHAPE_S = 8.0
@@ -206,7 +206,7 @@ def _found(training: TrainingView, batch: Any) -> dict[str, Any]:
     for parameter in (p for g in _groups(optimizers, names) for p in g["params"]):
         kinds.add((parameter.shape, parameter.dtype))
         before_bytes += 4 * parameter.nbytes
-        if parameter.numel() >= _LEAST_VALUES:
+        if parameter.numel() >= _MIN_VALUES:
             codes = 2 * (1 + 4 / _BLOCK) * parameter.numel()
             saved_bytes += max(0.0, 2 * parameter.nbytes - codes)
     share = 1 - saved_bytes / before_bytes if before_bytes else 1.0

@@ -9,7 +9,7 @@ from autofit.plan import Scalar
 from benchmarks.compiled_models import BUDGET, REGION, Eager, space_of, trained
 
 SAMPLES, STEPS = 5, 20
-MOST_OF_SPREAD = 10.0  # as the benchmark's page judges
+MAX_OF_SPREAD = 10.0  # as the benchmark's page judges
 
 
 @pytest.mark.slow
@@ -27,5 +27,5 @@ def test_losses_are_those_of_eager_training(name: str, region: str, budget: floa
     eager = Eager.of(name, space, device, STEPS)
     found = trained(name, space, settings, device, STEPS)
     assert eager.plain.losses[-1] != eager.plain.losses[0]
-    assert eager.times_spread(found) <= MOST_OF_SPREAD
+    assert eager.times_spread(found) <= MAX_OF_SPREAD
     assert not any("run eagerly" in note or "ran eagerly" in note for note in found.notes)

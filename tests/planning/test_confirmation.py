@@ -18,7 +18,7 @@ from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import CostHint, Dimension, Plan, Scalar
 from autofit.planning.beliefs import Beliefs
 from autofit.planning.confirmation import answer_of, best_of, next_turn
-from autofit.planning.constants import MOST_ROUNDS
+from autofit.planning.constants import MAX_ROUNDS
 from autofit.searching.engine import run_search
 from autofit.testing import SimulatedProber
 from autofit.units import GIB
@@ -77,7 +77,7 @@ def _compared(
         turns[plan] += 1
         (trial,) = _trials((CONFIRMED, plan, milliseconds, held.get(plan, 2)))
         trials.append(replace(trial, number=len(trials)))
-        assert len(trials) <= began + 5 * MOST_ROUNDS
+        assert len(trials) <= began + 5 * MAX_ROUNDS
     return trials[began:]
 
 
@@ -259,7 +259,7 @@ def test_each_round_has_every_finalist_once_and_the_comparison_four_rounds(
         trials += [replace(t, number=len(trials)) for t in _trials((CONFIRMED, plan, ms, 1))]
         order.append(plan)
     rounds = [order[at : at + 2] for at in range(0, len(order), 2)]
-    assert len(rounds) == MOST_ROUNDS
+    assert len(rounds) == MAX_ROUNDS
     assert all(set(each) == {BASE, OTHER} for each in rounds)
     assert not _answer(device, trials).is_decided
 

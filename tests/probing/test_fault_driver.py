@@ -44,7 +44,7 @@ pytestmark = pytest.mark.cuda
 Model = Any
 FULL = "1GiB"
 """The budget of most tests: what takes it nearly all comes to the end of memory."""
-LEAST_SECONDS = 3.0
+MIN_SECONDS = 3.0
 """After so long, an impatient probe has hung."""
 
 
@@ -198,7 +198,7 @@ def shared(open_module_probing: Any) -> Iterator[tuple[Any, Machine]]:
     with machine_of_workers() as machine:
         yield (
             open_module_probing(
-                FaultyModel(faults), device="cuda", vram_budget=FULL, shortest_s=LEAST_SECONDS
+                FaultyModel(faults), device="cuda", vram_budget=FULL, shortest_s=MIN_SECONDS
             ),
             machine,
         )
@@ -324,7 +324,7 @@ def test_a_driver_that_hangs_at_first_is_ended_and_a_gpu_that_computes_wrong_ref
     monkeypatch.setenv(variable, value)
     WorkerProcess().kill()  # so that torch is imported in this environment, which takes longer
     if error is WorkerFailed:
-        monkeypatch.setattr(worker_channel, "START_TIMEOUT_S", LEAST_SECONDS)
+        monkeypatch.setattr(worker_channel, "START_TIMEOUT_S", MIN_SECONDS)
     with pytest.raises(error, match=words):
         open_probing(FaultyModel(), device="cuda")
     assert machine.held_bytes() == {}

@@ -16,8 +16,8 @@ from autofit.devices.cpu import CpuDevice
 from autofit.measurement import NEVER_UPDATED, Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.measure import (
-    FEWEST_TIMED_STEPS,
-    MOST_TIMED_STEPS,
+    MAX_TIMED_STEPS,
+    MIN_TIMED_STEPS,
     SURE_TIMED_STEPS,
     Growth,
     bytes_per_step,
@@ -68,7 +68,7 @@ def test_a_plan_that_runs_says_what_it_held_and_how_long_its_steps_took() -> Non
     assert measured.allocator_retries == 0
     assert measured.micro_batches_run == 1
     assert measured.loss is not None
-    assert FEWEST_TIMED_STEPS <= len(measured.step_times_s) <= MOST_TIMED_STEPS
+    assert MIN_TIMED_STEPS <= len(measured.step_times_s) <= MAX_TIMED_STEPS
     assert all(seconds > 0 for seconds in measured.step_times_s)
 
 
@@ -151,7 +151,7 @@ def test_a_train_step_always_gets_the_whole_global_batch() -> None:
 
 def test_timing_stops_as_soon_as_the_incumbent_is_out_of_reach() -> None:
     hopeless = _measured(_plain(), Plan(4), incumbent_samples_per_second=1e12)
-    assert FEWEST_TIMED_STEPS <= len(hopeless.step_times_s) <= SURE_TIMED_STEPS
+    assert MIN_TIMED_STEPS <= len(hopeless.step_times_s) <= SURE_TIMED_STEPS
 
 
 def test_more_than_the_budget_is_over_budget_with_both_numbers() -> None:
@@ -227,7 +227,7 @@ SCATTERED = [0.9, 1.0, 1.1]
 """Seconds; 10 samples each, so between 9.1 and 11.1 samples per second."""
 SHORT = [0.005, 0.0055, 0.006]
 """Slices of 5 ms that hit a third of all steps hit three in a row in one probe of thirty."""
-MANY = [0.05, 0.15] * MOST_TIMED_STEPS
+MANY = [0.05, 0.15] * MAX_TIMED_STEPS
 
 
 @pytest.mark.parametrize(
@@ -250,8 +250,8 @@ MANY = [0.05, 0.15] * MOST_TIMED_STEPS
         ([*SHORT, *SHORT], 1e9, {}, True),
         ([0.05, 0.055, 0.06], 1e9, {}, True),
         # there is an end by number and by seconds
-        (MANY[: MOST_TIMED_STEPS - 1], None, {}, False),
-        (MANY[:MOST_TIMED_STEPS], None, {}, True),
+        (MANY[: MAX_TIMED_STEPS - 1], None, {}, False),
+        (MANY[:MAX_TIMED_STEPS], None, {}, True),
         ([1.0, 2.0, 3.0], None, {}, True),
         ([0.2, 0.3, 0.5], None, {"most_timed_seconds": 1.0}, True),
         ([0.2, 0.3, 0.5], None, {}, False),
@@ -346,7 +346,7 @@ def test_growth_in_timed_steps_is_watched_until_it_ends(most: int | None) -> Non
         plain = _measured(_plain(loss_fn=lambda m, b: m(b).square().mean()), Plan(16))
         measured = _measured(_keeps(_a_kibibyte, most), Plan(16), device=device)
     assert measured.outcome is (Outcome.LEAK if most is None else Outcome.OK)
-    assert FEWEST_TIMED_STEPS <= len(measured.step_times_s) <= MOST_TIMED_STEPS
+    assert MIN_TIMED_STEPS <= len(measured.step_times_s) <= MAX_TIMED_STEPS
     assert measured.peak_allocated_bytes >= plain.peak_allocated_bytes + 1024 * (most or 0)
 
 

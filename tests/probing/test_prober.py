@@ -18,7 +18,7 @@ from torch import nn
 from autofit.errors import InvalidArgument, WorkerFailed
 from autofit.measurement import BOUNDS, Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.prober import MOST_REPEATS, Prober, Target, open_prober
+from autofit.probing.prober import MAX_REPEATS, Prober, Target, open_prober
 from autofit.probing.profile import StepProfile, look_at_step
 from autofit.probing.requests import DeviceFacts, NoReply, ProbeRequest, Reply
 from autofit.probing.session import Session
@@ -151,7 +151,7 @@ LOST = NoReply(Outcome.CRASHED, "killed by SIGSEGV")
     [
         ([FITS], Outcome.OK, False),
         ([CONTENDED, FITS], Outcome.OK, True),
-        ([CONTENDED] * (1 + MOST_REPEATS), Outcome.OK, True),
+        ([CONTENDED] * (1 + MAX_REPEATS), Outcome.OK, True),
         ([UNEXPLAINED, FITS], Outcome.OK, False),
         ([UNEXPLAINED, UNEXPLAINED], Outcome.OOM, False),
         ([CONTENDED, UNEXPLAINED, FULL], Outcome.OOM, True),

@@ -29,7 +29,7 @@ from autofit.errors import InvalidArgument, WorkerFailed
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing import executor_channel, worker_channel
-from autofit.probing.executor_channel import MOST_COPIES, ExecutorChannel
+from autofit.probing.executor_channel import MAX_COPIES, ExecutorChannel
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.requests import (
     Call,
@@ -585,7 +585,7 @@ def test_an_executor_that_never_answers_is_asked_a_few_times() -> None:
     executor = _Losing()
     with pytest.raises(WorkerFailed, match="executor"):
         executor.asked(0.01)
-    assert len(executor.submitted) == MOST_COPIES
+    assert len(executor.submitted) == MAX_COPIES
     assert all(future.cancelled() for future in executor.submitted)
 
 

@@ -22,7 +22,7 @@ from autofit.report.page import page
 from autofit.report.place import Place
 from autofit.report.record import Record, Undecided
 from autofit.report.report import Report
-from autofit.report.summary import MOST_LINES, pay_off, summary, validity
+from autofit.report.summary import MAX_LINES, pay_off, summary, validity
 from autofit.report.text import render
 from tests.report.conftest import compared
 
@@ -64,7 +64,7 @@ def test_the_answer_takes_one_screen(record: Record, width: int, make: Any) -> N
     lines = render(make(record), width).splitlines()
     table = lines[2 : lines.index("", 2)]
     warnings = [line for line in lines if line.startswith((ACT, "  "))] if width < 80 else []
-    room = max(MOST_LINES, len(table) + 8) + len(warnings)
+    room = max(MAX_LINES, len(table) + 8) + len(warnings)
     assert len(lines) <= room, "two messages beside a long plan, and all of the warnings"
     commands = [line for line in lines if line.startswith(("Apply:", "More:"))]
     assert len(commands) == 2

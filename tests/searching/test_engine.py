@@ -25,7 +25,7 @@ from autofit.errors import (
 from autofit.measurement import Measurement, Outcome, TrialKind
 from autofit.plan import Dimension, NoFeasiblePlan, Plan, ResolvedPlan
 from autofit.planning.constants import (
-    MOST_TRANSIENT,
+    MAX_TRANSIENT,
     USUAL_PROBES,
     USUAL_PROBES_OF_SIZES,
     USUAL_PROBES_WITH_LINES,
@@ -34,7 +34,7 @@ from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.requests import NoReply, ProbeRequest, Reply
 from autofit.report.record import INTERRUPTED, Record, Undecided
 from autofit.searching import events
-from autofit.searching.engine import MOST_VETOES, run_search
+from autofit.searching.engine import MAX_VETOES, run_search
 from autofit.searching.sampler import Sampler
 from autofit.searching.study import Store
 from autofit.space import Space
@@ -415,7 +415,7 @@ def test_a_machine_that_becomes_ill_ends_the_search_with_what_was_measured(
     assert "at fault" in result.search.stopped_because
     assert result.best.ok
     assert sum(trial.ok for trial in result.trials) == last
-    assert len(result.trials) <= last + MOST_TRANSIENT + 1
+    assert len(result.trials) <= last + MAX_TRANSIENT + 1
     fastest = max(trial.samples_per_second or 0 for trial in result.trials if trial.ok)
     assert result.best.samples_per_second == pytest.approx(fastest, rel=0.02)
 
@@ -544,8 +544,8 @@ class _Proposing(RandomSampler):
 def test_proposals_that_never_fit_end_the_search(device: SimulatedDevice) -> None:
     greedy = _Proposing(lambda name, of: of.high if name == "micro_batch" else of.choices[0])
     result = run_search(device.prober(), device.spec(), sampler=greedy, max_probes=20)
-    assert result.search.stopped_because.startswith(f"{MOST_VETOES} proposals in a row")
-    assert sum(trial.kind is TrialKind.VETOED for trial in result.trials) == MOST_VETOES
+    assert result.search.stopped_because.startswith(f"{MAX_VETOES} proposals in a row")
+    assert sum(trial.kind is TrialKind.VETOED for trial in result.trials) == MAX_VETOES
     assert result.search.probes == 2
 
 
@@ -560,7 +560,7 @@ def test_a_repeated_proposal_is_pruned_and_not_run(
         result = run_search(prober, device.spec(), store=store, sampler=stubborn, max_probes=20)
         states = {trial.number: trial.state for trial in store.study.trials}
     vetoed = [trial for trial in result.trials if trial.kind is TrialKind.VETOED]
-    assert len(vetoed) == MOST_VETOES
+    assert len(vetoed) == MAX_VETOES
     assert {trial.measurement.outcome for trial in vetoed} == {outcome}
     assert {states[trial.number] for trial in vetoed} == {TrialState.PRUNED}
     # The baseline twice, and the plan twice if it fits.

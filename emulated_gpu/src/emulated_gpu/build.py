@@ -56,7 +56,7 @@ _LOOKED_UP = re.compile(  # by name, in the driver and in NVML
     rb"|Link|Occupancy|Init|Driver)|nvml)[A-Za-z0-9]+(?:_v[0-9])?"
 )
 _ASKS_FOR_SCRATCH = re.compile("_bufferSize|^cufftXtMakePlanMany$")
-_MOST_ARGUMENTS = 19  # of those that `sources/driver/scratch_sizes.cpp` knows
+_MAX_ARGUMENTS = 19  # of those that `sources/driver/scratch_sizes.cpp` knows
 _NEEDED = re.compile(r"NEEDED.*\[(lib(?:cu[a-zA-Z]*|nv[a-zA-Z_-]*|nccl)\.so\.[0-9]+)\]")
 
 
@@ -188,7 +188,7 @@ def _build_driver(torch: CudaTorch, sources: Sequence[Path], out: Path) -> None:
 def _not_emulated(names: Sequence[str], out: Path) -> Path:
     """Compile the functions that no source defines; each hands its name to one that does."""
     generated, target = out / "generated.c", out / "generated.o"
-    slots = [f"a{place}" for place in range(_MOST_ARGUMENTS)]
+    slots = [f"a{place}" for place in range(_MAX_ARGUMENTS)]
     taken = ", ".join(f"unsigned long long {slot}" for slot in slots)
     given = f"(unsigned long long[]){{{', '.join(slots)}}}"
     lines = ["int emulated_gpu_not_emulated(const char*);"]
