@@ -367,6 +367,7 @@ def test_gradients_of_parameters_that_no_optimizer_has_are_compared_once() -> No
     """They stay as they are while the others are updated one by one."""
 
     def make() -> Workload:
+        torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         return Workload(
             model, torch.randn(8, 4), optimizer=lambda ps: torch.optim.SGD([*ps][:2], 0.1)
