@@ -15,9 +15,10 @@ It has one digest for each part, so that a difference can be named.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
@@ -35,8 +36,11 @@ from autofit.training.workload import Workload
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _NOT_ABOUT_COST = {"lr", "initial_lr"}
-_PLAIN = (bool, int, str, bytes, range, slice, type(None), Enum, torch.dtype, torch.device)
-_BY_VALUE = (*_PLAIN, float, tuple, frozenset)  # which of them is met again means nothing
+_SIMPLE = {bool, int, str, bytes, type(None)}
+_PLAIN = (*_SIMPLE, float, range, slice, Enum, torch.dtype, torch.device)
+# Objects opened for one set: a set of so many takes about a second, as when its elements reach each
+# other. Each element has an equal share, so that none depends on another.
+_OPENED_OF_A_SET = 100_000
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _ONLY_ON_THE_CPU = {"torch.num_threads"}
 # Environment variables that change how torch and CUDA allocate and compute.
@@ -96,7 +100,7 @@ def fingerprint(
             [os.environ.get(name) for name in _ABOUT_COST],
         ),
     }
-    return ";".join(f"{name}={_digest(part)}" for name, part in parts.items())
+    return ";".join(f"{name}={_Walk({}, math.inf).digest(part)}" for name, part in parts.items())
 
 
 def differing_parts(one: str, other: str) -> tuple[str, ...]:
@@ -118,26 +122,69 @@ def _sorted(values: Mapping[str, Any], *, but: Collection[str]) -> dict[str, Any
     return {name: values[name] for name in sorted(values) if name not in but}
 
 
-def _digest(value: Any) -> str:
-    """Return a digest of what a value is that is the same in every process.
+class _Walk:
+    """A walk over a value and its parts, which says what they are in every process alike.
 
     What was met before is told by its number: shared tensors, and code that reaches itself.
+
+    Args:
+        known: numbers of what an outer walk met, and the objects, by their ids.
+        limit: of the objects that are opened; values are opened beyond it.
     """
-    digest = hashlib.sha256()
-    met: dict[int, tuple[int, Any]] = {}
 
-    def add(value: Any) -> None:
-        text, parts = _text(value), list(_parts(value))
-        if not isinstance(value, _BY_VALUE):
-            parts = [] if id(value) in met else parts
-            number, _ = met.setdefault(id(value), (len(met), value))
-            text = f"{number} {text}"
-        digest.update(f"{text} {len(parts)}\n".encode(errors="backslashreplace"))
-        for part in parts:
-            add(part)
+    def __init__(self, known: Mapping[int, tuple[int, Any]], limit: float) -> None:
+        self._known, self._limit = known, limit
+        self._met: dict[int, tuple[int, Any]] = {}  # holds the objects, so that ids stay theirs
 
-    add(value)
-    return digest.hexdigest()[:12]
+    def digest(self, value: Any) -> str:
+        digest, left = hashlib.sha256(), [value]  # a list, since Python's stack is short
+        while left:
+            text, parts = self._described(left.pop())
+            lines = [f"{text} {len(parts)}"]
+            if _SIMPLE.issuperset(map(type, parts)):  # at once: a vocabulary has many thousands
+                lines += map(repr, parts)
+            else:
+                left += parts[::-1]
+            digest.update("".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+        return digest.hexdigest()[:12]
+
+    def _described(self, value: Any) -> tuple[str, Sequence[Any]]:
+        """Return the text of a value and its parts; those of an object only the first time."""
+        if type(value) is tuple:  # as there are in a vocabulary
+            return "builtins.tuple", value
+        text = _text(value)
+        if isinstance(value, _PLAIN):
+            return text, ()
+        if isinstance(value, tuple | frozenset):
+            return text, self._opened(value)
+        if found := self._known.get(id(value)) or self._met.get(id(value)):
+            return f"{found[0]} {text}", ()
+        is_opened, number = len(self._met) < self._limit, len(self._known) + len(self._met)
+        self._met[id(value)] = number, value
+        return f"{number} {text}", self._opened(value) if is_opened else ()
+
+    def _opened(self, value: Any) -> Sequence[Any]:
+        if isinstance(value, set | frozenset):
+            return self._elements(value)
+        return list(_parts(value))
+
+    def _elements(self, values: Collection[Any]) -> Sequence[str]:
+        """Return the plain elements as one text, and digests of the others, both sorted.
+
+        The order of a set changes from process to process, so each element is walked alone: it may
+        not depend on what came before it. An object in a set that such a walk meets is told by its
+        class, and a set in it not at all: blocks that hold sets of each other would be told in
+        every order there is.
+        """
+        if not self._limit:
+            return ()
+        plain = [each for each in values if isinstance(each, _PLAIN)]
+        others = [each for each in values if not isinstance(each, _PLAIN)]
+        is_outermost = self._limit == math.inf
+        known = self._met if is_outermost else self._known
+        limit = max(1, _OPENED_OF_A_SET // max(1, len(others))) if is_outermost else 0
+        digests = (_Walk(known, limit).digest(each) for each in others)
+        return ["\n".join(sorted(map(_text, plain))), *sorted(digests)]
 
 
 def _is_torchs(kind: Any) -> bool:
@@ -167,8 +214,6 @@ def _parts(value: Any) -> Iterable[Any]:
             return *value, *value.values()
         case tuple() | list():
             return value
-        case set() | frozenset():  # whose order changes from process to process
-            return sorted(map(_digest, value))
         case type():  # its code and that of its bases, but for torch's own
             bases = filterfalse(_is_torchs, value.__mro__)
             return [(each.__qualname__, _functions(each)) for each in bases]

@@ -6,6 +6,7 @@ import functools
 import os
 import runpy
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
@@ -238,6 +239,125 @@ def test_a_model_whose_own_code_reaches_it_and_what_holds_itself_is_described_al
         return model
 
     assert _digest(_workload(reaching())) == _digest(_workload(reaching()))
+
+
+def _with_peers(count: int, *, has_own_sets: bool, act: Callable[..., Any] = torch.relu) -> Net:
+    """Return a model whose parts hold one set of them all, or each a set of the others."""
+    model = Net()
+    model.parts = nn.ModuleList(Net() for _ in range(count))
+    peers = set(model.parts)
+    for part in model.parts:
+        vars(part)["peers"] = peers - {part} if has_own_sets else peers
+        vars(part)["act"] = act
+    return model
+
+
+def _in_a_set_that_it_closes_over(steps: int) -> Callable[..., torch.Tensor]:
+    handlers: set[Callable[..., torch.Tensor]] = set()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return torch.stack([model(batch).mean() for _ in range(steps + 0 * len(handlers))]).mean()
+
+    handlers.add(loss)
+    return loss
+
+
+@pytest.mark.parametrize(("count", "has_own_sets"), [(2, False), (2, True), (12, True)])
+def test_parts_that_hold_sets_of_each_other_are_described(count: int, has_own_sets: bool) -> None:
+    def digest(act: Callable[..., Any] = torch.relu) -> str:
+        return _digest(_workload(_with_peers(count, has_own_sets=has_own_sets, act=act)))
+
+    assert digest() == digest()
+    assert digest() != digest(torch.tanh)
+
+
+def test_a_function_in_a_set_that_it_closes_over_is_described() -> None:
+    one, same, other = (
+        _digest(_workload(loss_fn=_in_a_set_that_it_closes_over(n))) for n in (1, 1, 2)
+    )
+    assert one == same != other
+
+
+@dataclass(eq=False)
+class _Node:
+    links: Any
+
+
+def _chain(length: int, last: Any) -> Any:
+    for _ in range(length):
+        last = _Node(last)
+    return last
+
+
+def _nested_sets(length: int, last: Any) -> Any:
+    for _ in range(length):
+        last = frozenset([last])
+    return last
+
+
+def _held(value: Any) -> str:
+    return _digest(_workload(_prepared(lambda model: setattr(model, "held", value))))
+
+
+def test_a_chain_is_described_to_its_end_however_long() -> None:
+    assert _held(_chain(3000, 1)) == _held(_chain(3000, 1)) != _held(_chain(3000, 2))
+    assert _held(_nested_sets(3000, 1)) == _held(_nested_sets(3000, 1))
+
+
+def _ring(length: int) -> set[_Node]:
+    nodes = [_Node([]) for _ in range(length)]
+    for place, node in enumerate(nodes):
+        node.links += [nodes[place - 1], nodes[(place + 1) % length]]
+    return set(nodes)
+
+
+def test_elements_of_a_set_that_reach_each_other_are_described() -> None:
+    assert _held(_ring(20)) == _held(_ring(20)) != _held(_ring(21))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({1, "a"}, {2, "a"}),
+        ({(1, "a"), (2, "b")}, {(1, "b"), (2, "a")}),
+        ({torch.relu, 1}, {torch.tanh, 1}),
+        ({_Mode.FEW}, {_Mode.MANY}),
+        ({frozenset({(1, 2)})}, {frozenset({(1, 3)})}),
+        ({_chain(2, {(1, 2)})}, {_chain(2, {(1, 3)})}),
+        ({_chain(2, {torch.nn.ReLU()})}, {_chain(2, {torch.nn.GELU()})}),
+    ],
+)
+def test_sets_differ_by_their_elements(one: Any, other: Any) -> None:
+    assert _held(one) != _held(other)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: list(range(n)),
+        lambda n: {f"token {i}": i for i in range(n // 2)},
+        lambda n: {f"token {i}" for i in range(n)},
+    ],
+    ids=["list", "vocabulary", "set"],
+)
+def test_a_plain_value_costs_few_calls(make: Callable[[int], Any]) -> None:
+    """Counted in calls of Python functions: a vocabulary has 100,000 such values and more."""
+
+    def calls(value: Any) -> int:
+        counted = 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal counted
+            counted += event == "call"
+
+        sys.setprofile(count)
+        try:
+            _held(value)
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    assert calls(make(2000)) - calls(make(1000)) <= 1500
 
 
 def test_a_model_whose_own_text_raises_or_shows_its_state_is_described_all_the_same() -> None:

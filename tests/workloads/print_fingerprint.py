@@ -16,6 +16,10 @@ from autofit.training.workload import Workload
 
 net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 net.register_forward_hook(lambda m, i, o: o * 2)
+parts = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4), nn.BatchNorm1d(4)]
+for part in parts:  # each holds a set of the others, which hold it
+    part.peers = {other for other in parts if other is not part}  # type: ignore[assignment]
+net.held = {*parts, torch.relu, len, "one", 2, 0.5, None, ("a", 1), frozenset({("b", 2), 3})}  # type: ignore[assignment]
 
 
 def group(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
