@@ -71,15 +71,19 @@ def step(model: nn.Module) -> None:
     model(torch.ones(2, 4, 16)).square().mean().backward()
 
 
+# A unit that is compiled in place for a full graph cannot be traced by torch 2.8: none is offered.
+WAYS_WITH_LEVELS = [w for w in WAYS_TO_COMPILE if torch.__version__ >= "2.9" or w is not in_place]
+
+
 @pytest.mark.parametrize(
     ("name", "make"),
     [
         *((name, of_a_function) for name in installed_names() if name != "parallel"),
-        *(("checkpointing", partial(of_blocks, compiled=way)) for way in WAYS_TO_COMPILE),
+        *(("checkpointing", partial(of_blocks, compiled=way)) for way in WAYS_WITH_LEVELS),
     ],
 )
 # torch 2.8 compiles a block once more for each way of looking at it
-@torch._dynamo.config.patch(recompile_limit=64)
+@torch._dynamo.config.patch(recompile_limit=64)  # type: ignore[untyped-decorator]  # torch
 def test_a_look_leaves_what_is_compiled_compiled(
     name: str,
     make: Callable[[Any], nn.Module],

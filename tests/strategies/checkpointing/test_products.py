@@ -214,6 +214,10 @@ class Forwards(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:  # as torch 2.8 asks the same
+        return not hasattr(TorchDispatchMode, "ignore_compile_internals")
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = op.overloadpacket.__name__
         self.runs += name in ("addmm", "convolution")
