@@ -112,6 +112,17 @@ def test_an_evaluation_must_not_change_the_model(step: Any, words: str) -> None:
         autofit.probe(workload(step), **HERE)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_model_that_holds_a_quantized_buffer_is_evaluated() -> None:
+    def with_table() -> nn.Module:
+        model = build()
+        table = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
+        model.register_buffer("table", table)
+        return model
+
+    assert autofit.probe(replace(workload(), model=with_table), **HERE).measurement.ok
+
+
 def test_a_prediction_counts_the_evaluation() -> None:
     own = torch.randn(8192, 8), torch.arange(8192) % 4
     without = replace(workload(), eval_step=None, eval_batch=None)

@@ -98,7 +98,7 @@ def _starts_one(function: Callable[..., Any]) -> bool:
                 return True
             if inspect.ismodule(value) and value.__name__.startswith("autofit") and names & PUBLIC:
                 return True
-            if getattr(value, "__module__", "").split(".")[0] == "tests":
+            if str(getattr(value, "__module__", "")).split(".")[0] == "tests":
                 todo += vars(value).values() if isinstance(value, type) else [value]
     return False
 

@@ -45,6 +45,18 @@ ASK_FOR_SAMPLES = (
 )
 
 
+def flattened(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[str, Any]], Any]:
+    """Return the leaves of a pytree, each with where it stands, and torch's spec."""
+    try:
+        found, spec = pytree.tree_flatten_with_path(tree, is_leaf)
+    except ValueError:  # a container that tells torch its parts, and not their keys
+        parts, spec = pytree.tree_flatten(tree, is_leaf)
+        found = [((pytree.SequenceKey(at),), part) for at, part in enumerate(parts)]
+    return [(pytree.keystr(path), leaf) for path, leaf in found], spec
+
+
 @dataclass(frozen=True, eq=False)
 class FlatBatch:
     """A batch that torch's pytree has flattened, and likewise each object in it that holds tensors.
@@ -91,13 +103,8 @@ class FlatBatch:
             flat = cls._of(parts, leaf, inside if _is_record(leaf) else inside | {id(leaf)})
             return flat if _is_record(leaf) or flat.named else leaf
 
-        try:
-            found, spec = pytree.tree_flatten_with_path(tree)
-        except ValueError:  # a container that tells torch its parts, and not their keys
-            parts, spec = pytree.tree_flatten(tree)
-            found = [((pytree.SequenceKey(at),), part) for at, part in enumerate(parts)]
-        leaves = tuple((pytree.keystr(path), opened(leaf)) for path, leaf in found)
-        return cls(leaves, spec, owner)
+        found, spec = flattened(tree)
+        return cls(tuple((name, opened(leaf)) for name, leaf in found), spec, owner)
 
     @cached_property
     def named(self) -> list[tuple[str, torch.Tensor]]:

@@ -26,7 +26,7 @@ contradiction, but doubtful: class weights stay whole, nodes of a graph do not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,6 +38,7 @@ from autofit.training.batch import (
     ASK_FOR_SAMPLES,
     Batch,
     batch_size,
+    flattened,
     named_tensors,
     parts_of,
     shape_words,
@@ -93,7 +94,7 @@ def uncut(batch: Batch) -> list[str]:
         is_array = not isinstance(part, torch.Tensor)
         return is_array and tuple(getattr(part, "shape", ()))[:1] == (samples,)
 
-    parts = list(_parts_in(batch))[1:] if samples > 1 else []
+    parts = _parts_in(batch, is_per_sample) if samples > 1 else ()
     return [name for name, part in parts if is_per_sample(part)]
 
 
@@ -182,10 +183,9 @@ def _other_target(facts: _Facts) -> Iterator[str]:
 
 def _lists(facts: _Facts) -> Iterator[str]:
     """Entries of a list that are alike are its samples, unless each has n rows."""
-    for name, entries in _parts_in(facts.batch):
+    for name, entries in (("the batch", facts.batch), *_parts_in(facts.batch)):
         if not isinstance(entries, list | tuple) or len(entries) < 2:
             continue
-        name = name or "the batch"
         if _are_mappings(entries):
             tensors = [t for entry in entries for _, t in named_tensors(entry)]
             has_numbers = any(t.dim() == 0 for t in tensors)  # such as one target a sample
@@ -352,15 +352,34 @@ def _token_ids(facts: _Facts) -> Iterator[str]:
 
 
 def _parts_in(
-    part: Any, name: str = "", inside: frozenset[int] = frozenset()
+    part: Any,
+    is_whole: Callable[[Any], bool] = lambda part: False,
+    name: str = "",
+    inside: frozenset[int] = frozenset(),
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each part of a batch with its name, the outermost first, the batch itself too."""
-    yield name, part
+    """Yield each part of a batch with where it stands, the outermost first.
+
+    Args:
+        part: a batch, or a part of it, which is not yielded itself.
+        is_whole: a part that is not opened.
+        name: where it stands.
+        inside: what it lies in, by ids: an object that is met again there is not opened.
+    """
     if isinstance(part, torch.Tensor) or id(part) in inside:
         return
+    for key, each in _opened(part):
+        yield name + key, each
+        if not is_whole(each):
+            yield from _parts_in(each, is_whole, name + key, inside | {id(part)})
+
+
+def _opened(part: Any) -> list[tuple[str, Any]]:
+    """Return what lies directly in a part, named as in a flat batch."""
+    found, _ = flattened(part, lambda each: each is not part)
+    if not any(each is part for _, each in found):
+        return found
     parts = dict(enumerate(part)) if isinstance(part, list | tuple) else parts_of(part) or {}
-    for key, each in parts.items():
-        yield from _parts_in(each, f"{name}[{key!r}]", inside | {id(part)})
+    return [(f"[{key!r}]", each) for key, each in parts.items()]
 
 
 _RULES = (

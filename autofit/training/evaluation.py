@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 # (model, batch on the device) -> anything, which is dropped.
 EvalStep: TypeAlias = Callable[[torch.nn.Module, Batch], Any]
 
-# Bytes of an element -> the type of whole numbers of that size.
-_WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Bytes of an element -> the whole numbers that it is read as. A larger one is read as several of 4
+# bytes: the sum has 64 bits, which hold the high bits of such a number times its place.
+_NUMBERS = {1: torch.int8, 2: torch.int16}
 _SUMMED_AT_ONCE = 2**20  # elements: a checksum holds two 8-byte copies of so many
 
 
@@ -145,12 +146,16 @@ def _sum_of_bits(value: Any) -> int | None:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a sum of a tensor's bits by their places: it changes with values and their order."""
-    width = _WHOLE_NUMBERS[min(tensor.element_size(), 8)]
-    bits = tensor.detach().contiguous().reshape(-1).view(width)
-    total = 0
+    """Return a sum of a tensor's bits by their places: it changes with values and their order.
+
+    It is read from the device once, as a GPU finishes its work before the host reads.
+    """
+    # View of a quantized tensor as another type ends the process
+    values = tensor.detach().int_repr() if tensor.is_quantized else tensor.detach()
+    bits = values.contiguous().reshape(-1).view(_NUMBERS.get(values.element_size(), torch.int32))
+    # Odd weights lose no bit: each has an inverse modulo 2**64, at which the sums wrap.
+    weights = 2 * torch.arange(min(len(bits), _SUMMED_AT_ONCE), device=bits.device) + 1
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for piece in torch.split(bits, _SUMMED_AT_ONCE):
-        # Odd weights lose no bit: each has an inverse modulo 2**64, at which the sums wrap.
-        weights = 2 * torch.arange(len(piece), device=piece.device) + 1
-        total = (31 * total + int((piece.to(torch.int64) * weights).sum())) % 2**64
-    return total
+        total = 31 * total + (piece * weights[: len(piece)]).sum()
+    return int(total)

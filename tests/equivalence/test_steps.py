@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.equivalence.steps import StepComparer
 from autofit.errors import InvalidArgument
@@ -249,12 +250,53 @@ def test_values_that_change_places_are_seen(dtype: torch.dtype) -> None:
     assert len(sums) == 5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
+def test_a_value_that_moves_far_is_seen(dtype: torch.dtype) -> None:
+    """The low bits of 1.0 are zero: the more of them in a number, the fewer hold its place."""
+    one = torch.zeros(2**13, dtype=dtype)
+    one[0] = 1
+    assert len({checksum(one.roll(2**power)) for power in range(13)}) == 13
+
+
 def test_the_last_bit_of_one_value_is_seen() -> None:
     values = torch.randn(7, 9).t()
     changed = values.clone()
     changed[4, 3] = torch.nextafter(changed[4, 3], torch.tensor(10.0))
     assert checksum(values) == checksum(values.clone())
     assert checksum(values) != checksum(changed)
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Counts values that the host reads, for each of which it waits for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
+
+
+def test_the_host_reads_one_value_of_each_tensor() -> None:
+    with _Reads() as reads:  # type: ignore[no-untyped-call]  # torch's own hook
+        checksum(torch.zeros(2 * MANY, dtype=torch.int8))
+    assert reads.count == 1
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.complex128, torch.bfloat16])
+def test_each_type_and_shape_has_a_checksum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    values = torch.zeros(shape, dtype=dtype)
+    assert checksum(values) == checksum(values.clone()) != checksum(torch.ones_like(values))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("dtype", [torch.quint8, torch.qint8, torch.qint32])
+def test_quantized_values_are_seen(dtype: torch.dtype) -> None:
+    one, same, other = (
+        torch.quantize_per_tensor(torch.tensor(values), 1.0, 0, dtype)
+        for values in ([1.0, 2.0], [1.0, 2.0], [2.0, 1.0])
+    )
+    assert checksum(one) == checksum(same) != checksum(other)
 
 
 def test_scripted_parts_are_compared_too() -> None:

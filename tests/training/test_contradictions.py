@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -175,3 +175,41 @@ def test_what_has_an_entry_for_each_sample_and_is_not_cut_is_named(
     assert uncut(Named(X, part)) == (["['part']"] if is_named else [])
     assert uncut({"inner": UserDict(x=X, part=part)}) == (["['inner']['part']"] if is_named else [])
     assert uncut(X) == []
+
+
+class Fields(NamedTuple):
+    x: torch.Tensor
+    names: Any
+
+
+class Words(list[str]):
+    """A list that torch does not know."""
+
+
+class Shaped:
+    """A batch that has a shape, as an array does."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.shape = x, tuple(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("batch", "names"),
+    [
+        (Fields(X, ["a"] * 8), [".names"]),
+        ({"x": X, "inner": Fields(X, ["a"] * 8)}, ["['inner'].names"]),
+        ((X, ["a"] * 8), ["[1]"]),
+        ({"x": X, "words": Words(["a"] * 8)}, ["['words']"]),
+        ({"x": X, "meta": {"ids": [[0] * 8 for _ in range(8)]}}, ["['meta']['ids']"]),
+        ({"x": X, "meta": [["a"] * 8, ["b"] * 8]}, ["['meta'][0]", "['meta'][1]"]),
+        (Shaped(X), []),
+    ],
+)
+def test_what_is_not_cut_is_named_once_as_tensors_are(batch: Any, names: list[str]) -> None:
+    assert uncut(batch) == names
+
+
+def test_a_list_of_samples_in_a_named_tuple_is_named_by_its_field() -> None:
+    samples = [torch.zeros(3, 5), torch.zeros(3, 6), torch.zeros(3, 7)]
+    with pytest.raises(InvalidArgument, match=r"samples: \.names is a list of 3 tensors"):
+        check_rows(Fields(X, samples))
