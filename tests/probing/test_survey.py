@@ -25,6 +25,7 @@ from autofit.probing.session import Session
 from autofit.probing.survey import check_weights_fit
 from autofit.registry import load_strategies
 from autofit.strategy import Comparison
+from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
 from benchmarks.workloads import tiny_gpt
 from tests.classifier import CROSS_ENTROPY, classifier, labelled, session_of
@@ -411,6 +412,32 @@ def test_the_budget_is_in_force_from_the_first_look_on() -> None:
     assert limits == [64 * MIB]
     assert _probe(session, Plan(4), 32 * MIB).value.ok
     assert limits == [64 * MIB, 32 * MIB]
+
+
+def test_class_weights_follow_the_model_to_the_device() -> None:
+    weights = torch.rand(4)
+
+    def make() -> Workload:
+        return Workload(classifier(), labelled(), criterion=nn.CrossEntropyLoss(weight=weights))
+
+    device = CpuDevice()
+    with device.accounting():
+        training = TrainingBuilder(make, device, 0).training(make(), ResolvedPlan(Plan(4)))
+    criterion: Any = training.recipe.criterion
+    assert torch.equal(criterion.weight, weights)
+    assert criterion.weight.data_ptr() != weights.data_ptr()
+    assert _probe(session_of(make), Plan(4)).value.ok
+
+
+def test_probes_do_not_see_each_other() -> None:
+    session = session_of(
+        lambda: Workload(classifier(nn.Tanh()), labelled(), criterion=CROSS_ENTROPY)
+    )
+    first = _probe(session, Plan(64)).value
+    _probe(session, Plan(512))
+    again = _probe(session, Plan(64)).value
+    assert again.peak_allocated_bytes == first.peak_allocated_bytes
+    assert again.peak_reserved_bytes == first.peak_reserved_bytes
 
 
 @pytest.mark.parametrize(
