@@ -270,7 +270,7 @@ def test_only_the_plan_that_is_answered_is_looked_at_after_the_comparison(
     assert report.record.memory.keys() == report.record.findings["bounds"].keys() == kept
     assert report.record.findings["flops"]["per_sample"] == 2 * 2 * 8 * 4
     assert stages[-1] == "writing the report"
-    assert started[-1].progress.probes == report.record.search.probes == max_probes
+    assert started[-1].progress.probes == report.record.search.probes <= max_probes
     assert started[-1].progress.best is not None
     finished = [each.trial for each in of_kind(seen, events.ProbeFinished)]
     assert finished == list(report.trials)
