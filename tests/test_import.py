@@ -14,7 +14,6 @@ import torch, autofit
 autofit.search(torch.nn.Linear(8, 4), torch.randn(4, 8), device="cpu", vram_budget="8MiB",
     loss_fn=lambda model, batch: model(batch).square().mean(), max_probes=2, progress=False,
 ).save("report.json")
-print(autofit.load("report.json"))
 """
 MAX_MODULES = 75
 """Of autofit in the process that calls a search: each is read before the first probe runs."""
@@ -76,13 +75,8 @@ def test_a_search_loads_in_its_caller_little_that_only_its_worker_uses(tmp_path:
     assert "autofit.searching.engine" in loaded
     only_workers = {"session", "measure", "profile", "flops", "evaluation", "loader", "looks"}
     assert not loaded & {f"autofit.probing.{name}" for name in only_workers}
-    assert not loaded & {
-        "autofit.report.charts",
-        "autofit.cli.main",
-        "rich",
-        "sqlalchemy",
-        "pandas",
-    }
+    unused = {"autofit.report.charts", "autofit.cli.main", "rich", "sqlalchemy", "pandas"}
+    assert not loaded & unused
     assert not loaded & {"autofit.training.training", "torch._inductor"}
     own = [name for name in loaded if name.partition(".")[0] == "autofit"]
     rooms = {name.split(".")[1] for name in own if "." in name}
