@@ -191,13 +191,13 @@ FAULTS: dict[str, Callable[..., None]] = {
 SIZES = {name: size for size, name in enumerate(FAULTS, start=10)}
 
 
-@pytest.fixture(scope="module")
-def shared(open_module_probing: Any) -> Iterator[tuple[Any, Machine]]:
-    """One model for all faults, and one worker as long as they leave it alive."""
+@pytest.fixture
+def shared(open_probing: Any) -> Iterator[tuple[Any, Machine]]:
+    """One model for all faults, and its worker; a device has one prober at a time."""
     faults = {SIZES[name]: fault for name, fault in FAULTS.items()}
     with machine_of_workers() as machine:
         yield (
-            open_module_probing(
+            open_probing(
                 FaultyModel(faults), device="cuda", vram_budget=FULL, shortest_s=MIN_SECONDS
             ),
             machine,
