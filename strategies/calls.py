@@ -44,28 +44,38 @@ class Calls(TorchFunctionMode):
         return result
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Tells of every operator before it runs, while this is entered; compiled code stays compiled.
+class ModeBesideCompiledCode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """A mode that is left while code is compiled, and in force while that code runs.
 
-    Args:
-        on_operator: called with the operator and its arguments that have no name.
+    Else torch would run the user's compiled functions as they are written.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, on_operator: Callable[[Any, Any], object]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self._on_operator = on_operator
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: else torch would run the user's compiled functions as they are written."""
+        """Return True."""
         return True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Return the same for torch 2.8, which knows no other way to say so."""
         return not hasattr(TorchDispatchMode, "ignore_compile_internals")
+
+
+class Operators(ModeBesideCompiledCode):  # type: ignore[no-untyped-call]  # torch
+    """Tells of every operator before it runs, while this is entered; compiled code stays compiled.
+
+    Args:
+        on_operator: called with the operator and its arguments that have no name.
+    """
+
+    def __init__(self, on_operator: Callable[[Any, Any], object]) -> None:
+        super().__init__()
+        self._on_operator = on_operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._on_operator(func, args)

@@ -82,7 +82,7 @@ class Marks:
     def of(cls, record: Record, fits: Sequence[Trial]) -> Marks:
         """Return those of the lever whose values differ most in the speed of their best plan.
 
-        Of a record without levers any setting may be it that does not recompute.
+        A record without levers takes any setting that does not recompute.
         """
         plain = {n for n, d in record.dimensions.items() if not any(map(d.recomputes, d.values))}
         levers = {name for name in plain if record.dimensions[name].lever is not None} or plain
@@ -103,9 +103,9 @@ class Marks:
 
     def kind_of(self, plan: Plan) -> str:
         """Return the class of the plan's colour."""
-        value = plan.settings.get(self.setting) if self.setting else None
         if self.setting is None:
             return "value-0"
+        value = plan.settings.get(self.setting)
         return f"value-{self.values.index(value)}" if value in self.values else OTHER
 
     def names(self) -> dict[str, str]:

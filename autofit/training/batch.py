@@ -94,7 +94,7 @@ class FlatBatch:
 
     @classmethod
     def _of(cls, tree: Any, owner: Any, inside: frozenset[int]) -> FlatBatch:
-        """Flatten parts of an owner; an object that is met again inside itself is not opened."""
+        """Flatten parts of an owner; an object inside itself is not expanded again."""
 
         def opened(leaf: Any) -> Any:
             parts = None if isinstance(leaf, FlatBatch) or id(leaf) in inside else parts_of(leaf)

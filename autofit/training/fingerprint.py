@@ -125,7 +125,8 @@ def _sorted(values: Mapping[str, Any], *, but: Collection[str]) -> dict[str, Any
 class _Walk:
     """A walk over a value and its parts, which says what they are in every process alike.
 
-    What was met before is told by its number: shared tensors, and code that reaches itself.
+    An object that was met before is replaced by its number: a shared tensor, or code that reaches
+    itself.
 
     Args:
         known: numbers of what an outer walk met, and the objects, by their ids.

@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..calls import ModeBesideCompiledCode
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "convolution"})
 ATTENTION = "_scaled_dot_product_"
@@ -37,7 +38,7 @@ def is_product(op: Any, args: Any, kwargs: Any) -> bool:
     return not _named(op, args, kwargs).get("dropout_p")
 
 
-class ProductsWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+class ProductsWatch(ModeBesideCompiledCode):  # type: ignore[no-untyped-call]  # torch
     """Have `on_product(operator, call)` in place of each product, for as long as entered.
 
     Not of those in a backward pass that begins meanwhile, nor of those that are run without
@@ -48,26 +49,14 @@ class ProductsWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         on_other: called with each other call, and what it returned.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(
         self,
         on_product: Callable[[Any, OperatorCall], Any],
         on_other: Callable[[OperatorCall, Any], object] = lambda call, made: None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        super().__init__()
         self._on_product, self._on_other = on_product, on_other
         self._pass_under_way = torch._C._current_graph_task_id()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: it is left while code is compiled, and in force while that runs."""
-        return True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return the same for torch 2.8, which knows no other way to say so."""
-        return not hasattr(TorchDispatchMode, "ignore_compile_internals")
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = partial(op, *args, **(kwargs or {}))
