@@ -47,26 +47,26 @@ def settings_of(strategy: str, by_setting: Mapping[str, _Value]) -> dict[str, _V
     return {name: value for name, value in by_setting.items() if name.startswith(prefix)}
 
 
-def steps_for(global_batch: int, micro_batch: int, world_size: int = 1) -> int:
-    """Return the smallest k with ceil(global_batch / (world_size * k)) <= micro_batch."""
-    return -(-global_batch // (micro_batch * world_size))
+def steps_for(global_batch: int, micro_batch: int, ranks: int = 1) -> int:
+    """Return the smallest k with ceil(global_batch / (ranks * k)) <= micro_batch."""
+    return -(-global_batch // (micro_batch * ranks))
 
 
-def _check_shared(global_batch: int, world_size: int) -> None:
-    if global_batch < world_size:
+def _check_shared(global_batch: int, ranks: int) -> None:
+    if global_batch < ranks:
         raise InvalidArgument(
-            f"a global batch of {global_batch} samples is too small for {world_size} "
+            f"a global batch of {global_batch} samples is too small for {ranks} "
             "ranks: use a larger global_batch or fewer ranks"
         )
 
 
-def _even_share(global_batch: int, world_size: int) -> int:
-    if global_batch % world_size:
+def _even_share(global_batch: int, ranks: int) -> int:
+    if global_batch % ranks:
         raise InvalidArgument(
             f"a global batch of {global_batch} samples cannot be split evenly over "
-            f"{world_size} ranks: use a multiple of {world_size}"
+            f"{ranks} ranks: use a multiple of {ranks}"
         )
-    return global_batch // world_size
+    return global_batch // ranks
 
 
 def split_evenly(samples: int, parts: int) -> tuple[int, ...]:
@@ -115,9 +115,9 @@ class Plan:
         micro_batch: samples in one forward and backward pass; the largest, if sizes differ.
         accumulation_steps: micro-batches in one optimizer step, on one device.
         global_batch: samples in one optimizer step, over all devices; None: micro_batch *
-            accumulation_steps * world_size.
+            accumulation_steps * ranks.
         settings: values by setting; a missing setting has its first value.
-        world_size: devices that train together, N; each is a rank.
+        ranks: devices that train together, N; each is a rank.
 
     Raises:
         InvalidArgument: a count is below one, there are more than `MAX_RANKS` ranks or
@@ -129,13 +129,13 @@ class Plan:
     accumulation_steps: Count = field(default=1, kw_only=True)
     global_batch: Count | None = field(default=None, kw_only=True)
     settings: Settings = field(default_factory=dict, kw_only=True)
-    world_size: Count = field(default=1, kw_only=True)
+    ranks: Count = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "accumulation_steps", "world_size"):
+        for name in ("micro_batch", "accumulation_steps", "ranks"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
-        if self.world_size > MAX_RANKS:
-            raise InvalidArgument(f"world_size can be at most {MAX_RANKS}, got {self.world_size}")
+        if self.ranks > MAX_RANKS:
+            raise InvalidArgument(f"ranks can be at most {MAX_RANKS}, got {self.ranks}")
         if self.accumulation_steps > MAX_ACCUMULATION_STEPS:
             raise InvalidArgument(
                 f"accumulation_steps can be at most {MAX_ACCUMULATION_STEPS}, got "
@@ -153,11 +153,11 @@ class Plan:
             self._check_global_batch(self.global_batch)
 
     def _check_global_batch(self, global_batch: int) -> None:
-        _check_shared(global_batch, self.world_size)
-        steps, share = self.accumulation_steps, -(-global_batch // self.world_size)
+        _check_shared(global_batch, self.ranks)
+        steps, share = self.accumulation_steps, -(-global_batch // self.ranks)
         largest = -(-share // steps)
         if share < steps or largest != self.micro_batch:
-            ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
+            ranks = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
             raise InvalidArgument(
                 f"a global batch of {global_batch} in {steps} micro-batches{ranks} means "
                 f"micro-batches of {largest}, not {self.micro_batch}: use micro_batch={largest}, "
@@ -172,7 +172,7 @@ class Plan:
         settings: Settings | None = None,
         *,
         even: bool = False,
-        world_size: int = 1,
+        ranks: int = 1,
     ) -> Plan:
         """Return the plan for `global_batch` samples in micro-batches of at most `micro_batch`.
 
@@ -181,7 +181,7 @@ class Plan:
             micro_batch: samples in one forward and backward on one device.
             settings: those that are not at their first value.
             even: all micro-batches have one size, a divisor of the global batch.
-            world_size: devices that train together.
+            ranks: devices that train together.
 
         Raises:
             InvalidArgument: one of the counts is below one, or the samples do not suffice for the
@@ -190,24 +190,24 @@ class Plan:
         steps = steps_for(
             check_count("global_batch", global_batch),
             check_count("micro_batch", micro_batch),
-            check_count("world_size", world_size),
+            check_count("ranks", ranks),
         )
-        _check_shared(global_batch, world_size)
+        _check_shared(global_batch, ranks)
         if even:
-            share = _even_share(global_batch, world_size)
+            share = _even_share(global_batch, ranks)
             steps = next(k for k in range(steps, share + 1) if share % k == 0)
         return cls(
-            -(-global_batch // (steps * world_size)),
+            -(-global_batch // (steps * ranks)),
             accumulation_steps=steps,
             global_batch=global_batch,
             settings=settings or {},
-            world_size=world_size,
+            ranks=ranks,
         )
 
     @property
     def samples_per_step(self) -> int:
         """Samples in one optimizer step."""
-        return self.global_batch or self.micro_batch * self.accumulation_steps * self.world_size
+        return self.global_batch or self.micro_batch * self.accumulation_steps * self.ranks
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
@@ -217,11 +217,11 @@ class Plan:
     @property
     def mean_micro_batch(self) -> float:
         """Samples of a micro-batch, on average, on the rank with most, for which others wait."""
-        return -(-self.samples_per_step // self.world_size) / self.accumulation_steps
+        return -(-self.samples_per_step // self.ranks) / self.accumulation_steps
 
     def micro_batch_sizes_of(self, rank: int) -> tuple[int, ...]:
         """Samples of each of a rank's micro-batches of one optimizer step, in order."""
-        share = split_evenly(self.samples_per_step, self.world_size)[rank]
+        share = split_evenly(self.samples_per_step, self.ranks)[rank]
         return split_evenly(share, self.accumulation_steps)
 
     @cached_property
@@ -229,21 +229,21 @@ class Plan:
         """The settings as a hashable key."""
         return variant_key(self.settings)
 
-    def on(self, world_size: int) -> Plan:
+    def on(self, ranks: int) -> Plan:
         """Return the plan of so many ranks: of the same global batch, where one was given.
 
         Raises:
             InvalidArgument: that cannot be shared by so many.
         """
-        if self.world_size == world_size:
+        if self.ranks == ranks:
             return self
         if self.global_batch is None:
-            return replace(self, world_size=world_size)
-        return Plan.split(self.global_batch, self.micro_batch, self.settings, world_size=world_size)
+            return replace(self, ranks=ranks)
+        return Plan.split(self.global_batch, self.micro_batch, self.settings, ranks=ranks)
 
     def of_rank(self, rank: int) -> Plan:
         """Return the plan of one rank's share of the samples."""
-        if self.world_size == 1:
+        if self.ranks == 1:
             return self
         share = sum(self.micro_batch_sizes_of(rank))
         return Plan.split(share, self.micro_batch, self.settings)
@@ -253,7 +253,7 @@ class Plan:
         return replace(self, settings=unlike(self.settings, settings))
 
     def __hash__(self) -> int:
-        counts = (self.micro_batch, self.accumulation_steps, self.global_batch, self.world_size)
+        counts = (self.micro_batch, self.accumulation_steps, self.global_batch, self.ranks)
         return hash((counts, self.variant))
 
     def __reduce__(self) -> tuple[Callable[..., Plan], tuple[()]]:
@@ -261,9 +261,9 @@ class Plan:
 
     def __str__(self) -> str:
         split = f"{self.micro_batch} x {self.accumulation_steps}"
-        if self.world_size > 1:
-            split += f" on each of {self.world_size} ranks"
-            if self.samples_per_step % (self.accumulation_steps * self.world_size):
+        if self.ranks > 1:
+            split += f" on each of {self.ranks} ranks"
+            if self.samples_per_step % (self.accumulation_steps * self.ranks):
                 split += f" ({self.samples_per_step} samples in all)"
         return ", ".join([split, *(f"{name}={value}" for name, value in self.settings.items())])
 

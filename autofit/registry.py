@@ -74,7 +74,7 @@ def load_strategies(
     *,
     numerics: Numerics | str = Numerics.REDUCED_PRECISION,
     plan: Plan | None = None,
-    world_size: int = 1,
+    ranks: int = 1,
 ) -> tuple[Strategy, ...]:
     """Return the strategies that a search may use.
 
@@ -83,7 +83,7 @@ def load_strategies(
             that `numerics` allows, but for those that are used by name only.
         numerics: how far a plan may change the arithmetic, as a level or its name.
         plan: to run, whose settings name strategies too.
-        world_size: how many ranks train; from two on, strategies of `GROUP_OF_RANKS` join.
+        ranks: how many ranks train; from two on, strategies of `GROUP_OF_RANKS` join.
 
     Returns:
         Strategies ordered by phase, and by name within a phase.
@@ -94,7 +94,7 @@ def load_strategies(
     """
     allowed = numerics_level(numerics)
     if strategies is None:
-        groups = (GROUP, GROUP_OF_RANKS) if world_size > 1 else (GROUP,)
+        groups = (GROUP, GROUP_OF_RANKS) if ranks > 1 else (GROUP,)
         loaded = [_load(entry) for entry in _installed(*groups).values()]
         named = {setting.partition(".")[0] for setting in (plan.settings if plan else ())}
         return _in_order(
@@ -139,7 +139,7 @@ def strategies_of(
     known = {strategy.name: strategy for strategy in remembered}
     named = {one if isinstance(one, str) else getattr(one, "name", "") for one in chosen}
     needed = {setting.partition(".")[0] for setting in plan.settings}
-    if plan.world_size > 1:
+    if plan.ranks > 1:
         needed |= {*names_of_ranks()}
     return load_strategies([*chosen, *(known.get(name, name) for name in sorted(needed - named))])
 

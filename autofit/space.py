@@ -37,7 +37,7 @@ class Space:
         max_micro_batch: largest micro-batch to try; None: bounded by the device alone.
         even_split: whether all micro-batches have one size, a divisor of the global batch.
         fixed: settings with a single value, which a plan may name but need not.
-        world_size: devices that train together, each with its own micro-batches.
+        ranks: devices that train together, each with its own micro-batches.
 
     Raises:
         InvalidArgument: a count is below one, the global batch cannot be shared by the ranks, or
@@ -51,13 +51,13 @@ class Space:
     max_micro_batch: Count | None = None
     even_split: bool = False
     fixed: Settings = field(default_factory=dict)
-    world_size: Count = 1
+    ranks: Count = 1
 
     def __post_init__(self) -> None:
-        for name in ("global_batch", "max_micro_batch", "world_size"):
+        for name in ("global_batch", "max_micro_batch", "ranks"):
             if (count := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_count(name, count))
-        if self.global_batch is not None and self.world_size > 1:
+        if self.global_batch is not None and self.ranks > 1:
             self._split(self.global_batch, 1, {})  # refuses what cannot be shared
         largest, baseline = self.max_micro_batch, self._baseline_micro_batch()
         if largest is not None and baseline > largest:
@@ -83,7 +83,7 @@ class Space:
     @property
     def samples_per_rank(self) -> int | None:
         """The most samples of the global batch on one device; None: free."""
-        return None if self.global_batch is None else -(-self.global_batch // self.world_size)
+        return None if self.global_batch is None else -(-self.global_batch // self.ranks)
 
     @property
     def largest_micro_batch(self) -> int:
@@ -155,7 +155,7 @@ class Space:
         if self.max_micro_batch is not None:
             wanted = min(wanted, self.max_micro_batch)
         if self.global_batch is None:
-            return Plan(wanted, settings=settings, world_size=self.world_size)
+            return Plan(wanted, settings=settings, ranks=self.ranks)
         if self.only_micro_batch is not None:
             wanted = self.only_micro_batch
         return self._split(self.global_batch, wanted, settings)
@@ -259,6 +259,4 @@ class Space:
 
     def _split(self, global_batch: int, micro_batch: int, settings: Settings) -> Plan:
         size = min(micro_batch, self.samples_per_rank or micro_batch)
-        return Plan.split(
-            global_batch, size, settings, even=self.even_split, world_size=self.world_size
-        )
+        return Plan.split(global_batch, size, settings, even=self.even_split, ranks=self.ranks)

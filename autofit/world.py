@@ -38,17 +38,17 @@ def world_of_environment(environment: Mapping[str, str] = os.environ) -> World:
     return World(rank, local_rank, size)
 
 
-def check_ranks(world_size: int, world: World) -> None:
+def check_ranks(ranks: int, world: World) -> None:
     """Refuse the plan of another number of ranks than there are here.
 
     Raises:
         InvalidArgument: they differ.
     """
-    if world_size == world.size:
+    if ranks == world.size:
         return
-    whose = f"{world_size} ranks" if world_size > 1 else "a single device"
+    whose = f"{ranks} ranks" if ranks > 1 else "a single device"
     here = f"{world.size} ranks" if world.size > 1 else "a single device"
-    start = "start that many with torchrun" if world_size > 1 else "run it without torchrun"
+    start = "start that many with torchrun" if ranks > 1 else "run it without torchrun"
     raise InvalidArgument(
         f"the plan is for {whose}, but this is {here}: {start}, or search again here"
     )

@@ -42,9 +42,9 @@ def test_every_split_keeps_all_samples_in_sizes_that_differ_by_at_most_one(sampl
         (Plan.split(10, 4), (4, 3, 3), "4 x 3"),
         (Plan.split(10, 9), (5, 5), "5 x 2"),
         (Plan.split(3, 8), (3,), "3 x 1"),
-        (Plan.split(8, 2, world_size=4), (2,), "2 x 1 on each of 4 ranks"),
-        (Plan.split(6, 2, world_size=4), (2,), "2 x 1 on each of 4 ranks (6 samples in all)"),
-        (Plan(4, world_size=MAX_RANKS), (4,), f"4 x 1 on each of {MAX_RANKS} ranks"),
+        (Plan.split(8, 2, ranks=4), (2,), "2 x 1 on each of 4 ranks"),
+        (Plan.split(6, 2, ranks=4), (2,), "2 x 1 on each of 4 ranks (6 samples in all)"),
+        (Plan(4, ranks=MAX_RANKS), (4,), f"4 x 1 on each of {MAX_RANKS} ranks"),
         (Plan(4, settings={"b.x": 1, "a.y": "z"}), (4,), "4 x 1, a.y=z, b.x=1"),
     ],
 )
@@ -71,11 +71,11 @@ def test_counts_are_whole_numbers_from_one(count: str, value: Any) -> None:
         (lambda: Plan.split(4, -1), "micro_batch"),
         (lambda: Plan(5, accumulation_steps=3, global_batch=10), "micro_batch=4"),
         (lambda: Plan(1, accumulation_steps=3, global_batch=2), r"\b2\b.*\b3\b"),
-        (lambda: Plan(4, world_size=10**9), r"world_size.*1000000000"),
+        (lambda: Plan(4, ranks=10**9), r"ranks.*1000000000"),
         (lambda: Plan(1, accumulation_steps=10**18), r"accumulation_steps.*1000000000000000000"),
         (lambda: Plan.split(10**18, 1), "accumulation_steps"),
-        (lambda: Plan.split(6, 1, world_size=8), r"6 samples .* 8 ranks"),
-        (lambda: Plan.split(7, 1, world_size=2, even=True), r"7 samples .* 2 ranks"),
+        (lambda: Plan.split(6, 1, ranks=8), r"6 samples .* 8 ranks"),
+        (lambda: Plan.split(7, 1, ranks=2, even=True), r"7 samples .* 2 ranks"),
         (lambda: Plan(6, global_batch=6).on(8), r"6 samples .* 8 ranks"),
         (lambda: Dimension([]), "value"),
         (lambda: Dimension(["a", "a"]), "distinct"),
@@ -147,7 +147,7 @@ def test_when_limits_a_dimension_to_settings_of_others(
 def test_ranks_share_all_samples_in_sizes_that_differ_by_at_most_one(
     samples: int, ranks: int, micro_batch: int
 ) -> None:
-    plan = Plan.split(samples, micro_batch, world_size=ranks)
+    plan = Plan.split(samples, micro_batch, ranks=ranks)
     by_rank = [plan.micro_batch_sizes_of(rank) for rank in range(ranks)]
     sizes = [size for own in by_rank for size in own]
     assert {len(own) for own in by_rank} == {plan.accumulation_steps}

@@ -148,11 +148,11 @@ def test_costs_and_payloads_belong_to_values_that_are_not_plain() -> None:
 def test_the_planner_of_several_ranks_proposes_what_plans_can_be_split_into(
     samples: int, ranks: int
 ) -> None:
-    space = Space({}, 8, global_batch=samples, world_size=ranks)
+    space = Space({}, 8, global_batch=samples, ranks=ranks)
     sizes = Sizes(space, [1])
     for wanted in range(1, space.largest_micro_batch + 1):
         assert int(sizes.down(np.array([float(wanted)]))[0]) == space.plan(wanted, {}).micro_batch
-    assert space.baseline.world_size == ranks
+    assert space.baseline.ranks == ranks
     assert space.largest_micro_batch == -(-samples // ranks)
 
 
@@ -161,8 +161,8 @@ def test_the_planner_of_several_ranks_proposes_what_plans_can_be_split_into(
     [
         ({}, 0),
         ({"global_batch": 13}, 7),
-        ({"global_batch": 13, "world_size": 2}, 4),
-        ({"global_batch": 2, "world_size": 2}, 0),
+        ({"global_batch": 13, "ranks": 2}, 4),
+        ({"global_batch": 2, "ranks": 2}, 0),
         ({"global_batch": 15, "even_split": True}, 5),
         ({"global_batch": 13, "max_micro_batch": 5}, 5),
         ({"global_batch": 12, "may_change_accumulation": False}, 4),
@@ -190,8 +190,8 @@ def test_what_needs_accumulation_is_tried_where_there_is_some(
     ("geometry", "size"),
     [
         ({"global_batch": 13}, 13),
-        ({"global_batch": 13, "world_size": 2}, 7),
-        ({"global_batch": 2, "world_size": 2}, 1),
+        ({"global_batch": 13, "ranks": 2}, 7),
+        ({"global_batch": 2, "ranks": 2}, 1),
         ({"global_batch": 13, "max_micro_batch": 5}, 0),
         ({"global_batch": 12, "may_change_accumulation": False}, 0),
         ({"global_batch": 4, "may_change_accumulation": False}, 4),

@@ -47,7 +47,7 @@ def check(
     gpu: str | int | Gpu | None = None,
     device: str | None = None,
     strategies: Iterable[str | Strategy] | None = None,
-    world_size: int | None = None,
+    ranks: int | None = None,
     allow_stand_in_loss: bool = False,
 ) -> Verdict:
     """Check whether a plan trains within a VRAM budget.
@@ -65,7 +65,7 @@ def check(
             ranks are probed by those that torchrun started, and else predicted.
         device: where to probe, "cpu" included; None: cuda if there is one.
         strategies: as for `predict`.
-        world_size: as for `predict`; None under torchrun: its ranks.
+        ranks: as for `predict`; None under torchrun: as many as it started.
         allow_stand_in_loss: answer for a workload without a loss too, with the mean of the model's
             outputs in its place; else `fits` is None, since a real loss takes more memory.
 
@@ -79,7 +79,7 @@ def check(
     tuned = AskedPlan.read(workload, plan)
     calibration = tuned.calibration_for(gpu)
     if tuned.plan is not None and tuned.record is not None and world_of_environment().size > 1:
-        world_size = tuned.plan.world_size  # torchrun may have started others
+        ranks = tuned.plan.ranks  # torchrun may have started others
     vram_budget, gpu, device = _as_tuned(tuned, vram_budget, gpu, device)
     verdict = _check(
         workload,
@@ -90,7 +90,7 @@ def check(
         strategies,
         tuned.payloads,
         calibration,
-        world_size,
+        ranks,
         allow_stand_in_loss=allow_stand_in_loss,
     )
     tuned.check_same_model(verdict.parameters, workload)
@@ -134,15 +134,15 @@ def _check(
     strategies: Iterable[str | Strategy] | None,
     payloads: Mapping[str, Any] | None,
     calibration: Mapping[str, Any] | None,
-    world_size: int | None,
+    ranks: int | None,
     *,
     allow_stand_in_loss: bool,
 ) -> Verdict:
     """Check a plan as `check` does, by a probe or a prediction."""
     world = world_of_environment()
-    ranks = None if world_size is None else check_count("world_size", world_size)
-    if ranks is None and plan is not None and plan.world_size > 1:
-        ranks = plan.world_size
+    ranks = None if ranks is None else check_count("ranks", ranks)
+    if ranks is None and plan is not None and plan.ranks > 1:
+        ranks = plan.ranks
     probes = will_probe(gpu, device)
     if world.size == 1 and ranks not in (None, 1):  # there are no others here to probe with
         probes = False
@@ -151,7 +151,7 @@ def _check(
             'there is nothing to check against: give vram_budget="24GiB" or gpu="L4", or '
             'device="cpu" to run the plan here'
         )
-    chosen = load_strategies(strategies, plan=plan, world_size=world.size) if probes else ()
+    chosen = load_strategies(strategies, plan=plan, ranks=world.size) if probes else ()
 
     def lead(owned: int) -> Verdict:
         asked, size = plan, owned if owned > 1 else ranks

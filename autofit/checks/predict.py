@@ -28,7 +28,7 @@ def predict(
     *,
     plan: Plan | Report | None = None,
     gpu: str | int | Gpu | None = None,
-    world_size: int | None = None,
+    ranks: int | None = None,
     strategies: Iterable[str | Strategy] | None = None,
 ) -> Prediction: ...
 
@@ -39,7 +39,7 @@ def predict(
     *,
     plan: Plan | Report | None = None,
     gpu: list[Any] | tuple[Any, ...],
-    world_size: int | None = None,
+    ranks: int | None = None,
     strategies: Iterable[str | Strategy] | None = None,
     progress: Callable[[str], object] | None = None,
 ) -> GpuTable: ...
@@ -51,7 +51,7 @@ def predict(
     *,
     plan: Plan | Report | None = None,
     gpu: str | int | Gpu | list[Any] | tuple[Any, ...] | None = None,
-    world_size: int | None = None,
+    ranks: int | None = None,
     strategies: Iterable[str | Strategy] | None = None,
     progress: Callable[[str], object] | None = None,
 ) -> Prediction | GpuTable:
@@ -69,7 +69,7 @@ def predict(
             measured; None: the baseline.
         gpu: a name such as "L4" or "A100-80GB", a size such as "24GiB", or bytes; None: the
             report's, else H200. Several: a list of these, or ["all"] for all that are known.
-        world_size: how many GPUs train together, each with its share of the global batch; None:
+        ranks: how many GPUs train together, each with its share of the global batch; None:
             the plan's number, else one. The GPU that needs most is predicted, without NCCL.
         strategies: names or Strategy objects that may have settings in the plan; None: those whose
             settings the plan has.
@@ -87,7 +87,7 @@ def predict(
         "plan": asked.plan,
         "strategies": strategies,
         "payloads": asked.payloads,
-        "world_size": world_size,
+        "ranks": ranks,
     }
     if not isinstance(gpu, (list, tuple)):
         measured, name = asked.calibration_for(gpu), asked.gpu if gpu is None else gpu
@@ -113,7 +113,7 @@ def largest_words(largest: int | None, plan: Plan) -> str:
     """Return the largest micro-batch that fits, and whether the global batch allows no larger."""
     if largest is None:
         return "none"
-    is_all = plan.global_batch is not None and largest * plan.world_size >= plan.global_batch
+    is_all = plan.global_batch is not None and largest * plan.ranks >= plan.global_batch
     return f"{largest}, the whole global batch" if is_all else str(largest)
 
 

@@ -238,7 +238,7 @@ def soak(
     resolved = record.resolve_plan(remembered=strategies)
     step_time_s = record.recommended.measurement.step_time_s
     trained = replace(workload, global_batch=record.workload["global_batch"])
-    ranks = record.recommended.plan.world_size
+    ranks = record.recommended.plan.ranks
     own = record.environment["device"]  # of several ranks that of rank 0
     where = device or (own if ranks == 1 else own.partition(":")[0])
     budget = record.vram_budget_bytes if vram_budget is None else vram_budget

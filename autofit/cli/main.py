@@ -236,7 +236,7 @@ def probe(
     if leads():
         plan = asked or workload.plan()
         plan = plan if isinstance(plan, Plan) else plan.record.plan_to_rerun
-        shown = replace(trial, plan=plan.on(trial.plan.world_size))  # without default settings
+        shown = replace(trial, plan=plan.on(trial.plan.ranks))  # without default settings
         facts = {"plan": trial.plan, "samples_per_second": trial.samples_per_second}
         written = to_json({**facts, **to_json(trial.measurement)})
         print_result(json.dumps(written, indent=1) if as_json else str(shown))

@@ -188,7 +188,7 @@ GlobalBatch = Annotated[
 ]
 Ranks = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="workers that train one model together"),
+    typer.Option(metavar="N", min=1, help="GPUs that train one model together"),
 ]
 SettingsGiven = Annotated[
     list[str] | None,
@@ -254,9 +254,6 @@ PricePerHour = Annotated[
         callback=checked("autofit.report.report:check_price"),
     ),
 ]
-WorldSize = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="GPUs that train one model together")
-]
 EvalBatch = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="samples of an evaluation, in place of the workload's"),
@@ -277,7 +274,7 @@ def given_plan(
     global_batch: int | None,
     settings: Sequence[str] | None,
     plan_from: Path | None,
-    world_size: int | None = None,
+    ranks: int | None = None,
 ) -> Plan | Report | None:
     """Return `plan=` for `probe`, `predict` and `check`; None: no option was given.
 
@@ -296,7 +293,7 @@ def given_plan(
     if not has_any:
         return None
     read = dict(map(_read_setting, settings or ()))
-    return workload.plan(micro_batch, None, global_batch, read, world_size or 1)
+    return workload.plan(micro_batch, None, global_batch, read, ranks or 1)
 
 
 def with_eval_batch(workload: Workload, samples: int | None) -> Workload:

@@ -31,9 +31,9 @@ from autofit.cli.options import (
     GlobalBatch,
     MicroBatch,
     PlanFrom,
+    Ranks,
     SettingsGiven,
     Target,
-    WorldSize,
     by_commas,
     checked,
     given_plan,
@@ -89,7 +89,7 @@ def predict(
     setting: SettingsGiven = None,
     eval_batch: EvalBatch = None,
     plan_from: PlanFrom = None,
-    world_size: WorldSize = None,
+    ranks: Ranks = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict the memory that a plan needs on a GPU (exit code 0: it fits, 1: not, 5: unknown).
@@ -102,7 +102,7 @@ def predict(
         workload = with_eval_batch(load_target(target), eval_batch)
         from autofit.checks.predict import predict as run
 
-        plan = given_plan(workload, micro_batch, global_batch, setting, plan_from, world_size)
+        plan = given_plan(workload, micro_batch, global_batch, setting, plan_from, ranks)
         is_table = gpu is not None and (len(gpu) > 1 or gpu == ["all"])
         with users_code():
             if is_table:
@@ -110,12 +110,12 @@ def predict(
                     workload,
                     plan=plan,
                     gpu=gpu or (),
-                    world_size=world_size,
+                    ranks=ranks,
                     progress=lambda line: say(f"predicting {line}"),
                 )
             else:
                 name = gpu[0] if gpu else None
-                prediction = run(workload, plan=plan, gpu=name, world_size=world_size)
+                prediction = run(workload, plan=plan, gpu=name, ranks=ranks)
                 largest, told = _largest_of(prediction)
     if is_table:
         print_result(json.dumps(table.to_dict(), indent=1) if as_json else str(table))
@@ -150,7 +150,7 @@ def check(
     setting: SettingsGiven = None,
     eval_batch: EvalBatch = None,
     plan_from: PlanFrom = None,
-    world_size: WorldSize = None,
+    ranks: Ranks = None,
     allow_stand_in_loss: Annotated[
         bool, typer.Option("--allow-stand-in-loss", help="answer for a workload without a loss")
     ] = False,
@@ -177,7 +177,8 @@ def check(
     table is added to the job's summary.
     """
     here = world_of_environment().size
-    ranks = world_size if world_size is not None or here == 1 or plan_from else here
+    if ranks is None and here > 1 and not plan_from:
+        ranks = here
     allowed = read_fraction(MAX_REGRESSION if max_regression is None else max_regression)
     if max_regression is not None and baseline is None:
         raise InvalidArgument("--max-regression compares with an earlier file: give --baseline too")
@@ -194,7 +195,7 @@ def check(
                 vram_budget=read_budget(vram_budget),
                 gpu=gpu,
                 device=device,
-                world_size=world_size,
+                ranks=ranks,
                 allow_stand_in_loss=allow_stand_in_loss,
             )
         has_figure = verdict.required_bytes is not None  # else the verdict gives the reason

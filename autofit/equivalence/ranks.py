@@ -124,7 +124,7 @@ def compare_ranks(
     """
     world, workload = builder.world, builder.fresh_workload()
     samples = shared_evenly_or_not(world.size)
-    plan = Plan.split(samples, _EACH - 1, settings, world_size=world.size)
+    plan = Plan.split(samples, _EACH - 1, settings, ranks=world.size)
     together = ResolvedPlan(plan, payloads, (strategy,))
     ranks = Ranks(world, builder.device.torch_device)
     batch, missing = _batch_of_first(ranks, workload, samples)

@@ -131,7 +131,7 @@ def predict(
         trainer: see `workload`.
         sample_batch: see `workload`.
         examine: see `workload`.
-        more: further arguments of `autofit.predict` (gpu, plan, world_size, strategies).
+        more: further arguments of `autofit.predict` (gpu, plan, ranks, strategies).
 
     Raises:
         InvalidArgument: see `workload`, and what `autofit.predict` raises.

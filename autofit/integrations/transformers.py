@@ -120,7 +120,7 @@ def predict(
         trainer: see `workload`.
         sample_batch: see `workload`.
         examine: see `workload`.
-        more: further arguments of `autofit.predict` (gpu, plan, world_size, strategies). A report
+        more: further arguments of `autofit.predict` (gpu, plan, ranks, strategies). A report
             as plan replaces the Trainer's own checkpointing, as `apply` does.
 
     Raises:

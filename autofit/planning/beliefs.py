@@ -454,7 +454,7 @@ class Beliefs:
         share = space.samples_per_rank or size  # of the rank with most, whose time counts
         steps = 1 if space.samples_per_rank is None else np.ceil(share / size)
         times = self.time.at(variants, np.broadcast_to(share / steps, size.shape))
-        log_samples = np.log((space.global_batch or size * space.world_size) / steps)
+        log_samples = np.log((space.global_batch or size * space.ranks) / steps)
         return self.over_training(log_samples - times.mean, self.start_up_s[variants]), times
 
     def mean_log_speed(self, plan: Plan) -> float:

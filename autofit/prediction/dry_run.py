@@ -140,7 +140,7 @@ def dry_run(
         PredictionUnavailable: the user's step needs values; the message names the line.
         Exception: raised by the user's own code.
     """
-    size = resolved.plan.world_size
+    size = resolved.plan.ranks
     run = partial(_run, workload, resolved, gpu, by_module)
     first, others = run(World(size=size))
     runs = [first, *(run(World(rank=rank, size=size))[0] for rank in dict.fromkeys(others))]
@@ -477,7 +477,7 @@ def _stateful_parts(workload: Workload) -> dict[str, Any]:
 
 
 def meta_dimensions(
-    strategy: Strategy, settings: Settings, workload: Workload, gpu: Gpu, world_size: int = 1
+    strategy: Strategy, settings: Settings, workload: Workload, gpu: Gpu, ranks: int = 1
 ) -> Mapping[str, Dimension]:
     """Return the dimensions that a strategy offers on that many GPUs, among them these settings.
 
@@ -487,7 +487,7 @@ def meta_dimensions(
         InvalidArgument: the strategy has no such setting or value on that GPU.
         PredictionUnavailable: the setting or the value can only be found by running the model.
     """
-    dimensions, notes = _offered(strategy, workload, gpu, world_size)
+    dimensions, notes = _offered(strategy, workload, gpu, ranks)
     try:
         Space(dimensions, sample_batch_size=1).complete(settings)
     except InvalidArgument as error:
@@ -498,11 +498,11 @@ def meta_dimensions(
 
 
 def _offered(
-    strategy: Strategy, workload: Workload, gpu: Gpu, world_size: int
+    strategy: Strategy, workload: Workload, gpu: Gpu, ranks: int
 ) -> tuple[Mapping[str, Dimension], Sequence[str]]:
     """Return the dimensions of a strategy on the meta device, and its notes."""
     tracer = CudaTracer(gpu)
-    world, device = World(size=world_size), MetaDevice(tracer)
+    world, device = World(size=ranks), MetaDevice(tracer)
     builder = TrainingBuilder(lambda: meta_copy(workload, tracer), device, seed=0, world=world)
     context = StrategyContext(builder, [])
     try:

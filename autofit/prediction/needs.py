@@ -51,7 +51,7 @@ class Need:
 
 
 def need_of(
-    recording: Recording, gpu: Gpu, world_size: int = 1, evaluation: Recording | None = None
+    recording: Recording, gpu: Gpu, ranks: int = 1, evaluation: Recording | None = None
 ) -> Need:
     """Return what a recorded dry run needs on its GPU, as one of so many ranks.
 
@@ -65,7 +65,7 @@ def need_of(
         evaluation_bytes = peak_after(evaluation, expandable_segments=expandable)
         required = max(required, evaluation_bytes)
         evaluation_bytes += gpu.context_bytes
-    unknown = NCCL_BYTES if world_size > 1 else 0
+    unknown = NCCL_BYTES if ranks > 1 else 0
     margin = round(margin_bytes(recording, required, gpu)) + gpu.context_margin_bytes
     return Need(required + gpu.context_bytes, margin, unknown, evaluation_bytes)
 
@@ -119,7 +119,7 @@ class SharedRuns:
         plan = resolved.plan
         sizes = traced_sizes(plan, self._workload)
         is_even = len(set(sizes)) == 1
-        group: Hashable = (plan.variant, plan.world_size, len(sizes) if is_even else sizes)
+        group: Hashable = (plan.variant, plan.ranks, len(sizes) if is_even else sizes)
         runs = self._runs.setdefault(group, [])
         by_size = {run.micro_batch: run for run in runs if answers_alike(gpu, run.answers)}
         if sizes[0] in by_size:
@@ -144,7 +144,7 @@ class SharedRuns:
         """Return what a plan needs on a GPU; raises as `run` does."""
         run = self.run(resolved, gpu)
         sizes = tuple(size.bytes_on(gpu) for size in run.gpu_sized.values())
-        ranks = resolved.plan.world_size
+        ranks = resolved.plan.ranks
         key = id(run), sizes, gpu.context_bytes, gpu.context_margin_bytes, gpu.recorded, ranks
         if key not in self._needs:
             self._needs[key] = need_of(run.recording_on(gpu), gpu, ranks, run.evaluation_on(gpu))

@@ -44,7 +44,7 @@ def predict(
     strategies: Iterable[str | Strategy] | None = None,
     payloads: Mapping[str, Any] | None = None,
     calibration: Mapping[str, Any] | None = None,
-    world_size: int | None = None,
+    ranks: int | None = None,
     cache: MutableMapping[bytes, Any] | None = None,
 ) -> Prediction:
     """Predict the memory of a plan on a GPU, without a GPU.
@@ -63,7 +63,7 @@ def predict(
         payloads: by setting, as in a report's dimensions; None: as the strategies say.
         calibration: measured constants of the GPU, its driver and torch, from `Report.calibration`;
             an empty one has no effect.
-        world_size: how many GPUs train together, each with its share of the global batch; None:
+        ranks: how many GPUs train together, each with its share of the global batch; None:
             as many as the plan says, else one. The prediction is that of the GPU which needs most,
             without what NCCL holds.
         cache: earlier predictions, as for `in_worker`.
@@ -75,7 +75,7 @@ def predict(
         WorkerFailed: the worker died, twice.
         Exception: raised by the user's own code.
     """
-    request = _request(workload, plan, strategies, payloads, world_size)
+    request = _request(workload, plan, strategies, payloads, ranks)
     answer = in_worker(
         _predict, workload, calibrated(find_gpu(gpu), calibration), *request, cache=cache
     )
@@ -89,13 +89,13 @@ def predict_each(
     plan: Plan | None = None,
     strategies: Iterable[str | Strategy] | None = None,
     payloads: Mapping[str, Any] | None = None,
-    world_size: int | None = None,
+    ranks: int | None = None,
     progress: Progress,
 ) -> tuple[dict[str, Prediction], dict[str, str]]:
     """Predict a plan on each GPU, and the largest micro-batch there, from dry runs they share.
 
     Args:
-        workload, plan, strategies, payloads, world_size: as for `predict`.
+        workload, plan, strategies, payloads, ranks: as for `predict`.
         gpus: those of one name count once.
         progress: called with a line about each GPU.
 
@@ -106,7 +106,7 @@ def predict_each(
         InvalidArgument: an argument is not valid, or the plan can run on none of them.
         Exception: as of `predict`.
     """
-    request = _request(workload, plan, strategies, payloads, world_size)
+    request = _request(workload, plan, strategies, payloads, ranks)
     answers, refusals = in_worker(_predict_each, workload, gpus, *request, progress=progress)
     predictions = {}
     for name, (prediction, largest) in answers.items():
@@ -132,34 +132,32 @@ def _request(
     plan: Plan | None,
     strategies: Iterable[str | Strategy] | None,
     payloads: Mapping[str, Any] | None,
-    world_size: int | None,
+    ranks: int | None,
 ) -> tuple[Plan, Sequence[Strategy], Mapping[str, Any]]:
     """Return the plan, its strategies and payloads, as `_predict` takes them."""
     check_arguments(workload, plan)
     if (ignored := ignored_options()) is not None:
         warnings.warn(ignored, stacklevel=3)
-    chosen = plan_of_ranks(workload, plan, world_size)
+    chosen = plan_of_ranks(workload, plan, ranks)
     used = strategies_of(chosen) if strategies is None else load_strategies(strategies)
     return chosen, used, payloads or {}
 
 
-def plan_of_ranks(workload: Workload, plan: Plan | None, world_size: int | None) -> Plan:
+def plan_of_ranks(workload: Workload, plan: Plan | None, ranks: int | None) -> Plan:
     """Return the plan for so many ranks; None: the baseline, and as many as the plan says.
 
     Raises:
         InvalidArgument: the plan says another number, or its samples cannot be shared by so many.
     """
     if plan is None:
-        return workload.plan(
-            world_size=1 if world_size is None else check_count("world_size", world_size)
-        )
-    if world_size is None or check_count("world_size", world_size) == plan.world_size:
+        return workload.plan(ranks=1 if ranks is None else check_count("ranks", ranks))
+    if ranks is None or check_count("ranks", ranks) == plan.ranks:
         return plan
-    if plan.world_size > 1:
+    if plan.ranks > 1:
         raise InvalidArgument(
-            f"world_size={world_size}, but the plan is of {plan.world_size} ranks: leave one out"
+            f"ranks={ranks}, but the plan is of {plan.ranks} ranks: leave one out"
         )
-    return plan.on(world_size)
+    return plan.on(ranks)
 
 
 @dataclass(frozen=True)
@@ -341,13 +339,13 @@ def predict_resolved(
     recording, expandable = run.recording_on(gpu), expandable_segments()
     breakdown = run.labels.at_peak(recording)
     ample = replay(recording, expandable_segments=expandable)
-    need = need_of(recording, gpu, resolved.plan.world_size, run.evaluation_on(gpu))
+    need = need_of(recording, gpu, resolved.plan.ranks, run.evaluation_on(gpu))
     plain = (
         f"not compiled in the prediction, and may need less where it is: {line}"
         for line in run.uncompiled
     )
     reserved = ample.peak_reserved_bytes
-    if resolved.plan.world_size > 1:
+    if resolved.plan.ranks > 1:
         reserved = min(reserved, need.required_bytes - gpu.context_bytes)
     return Prediction(
         plan=resolved.plan,
@@ -421,8 +419,8 @@ def _predict(
         settings = settings_of(strategy.name, plan.settings)
         if settings_of(strategy.name, payloads):
             dimensions |= {name: Dimension([value]) for name, value in settings.items()}
-        elif settings or (plan.world_size > 1 and strategy.phase is Phase.PARALLEL):
-            dimensions |= meta_dimensions(strategy, settings, workload, gpu, plan.world_size)
+        elif settings or (plan.ranks > 1 and strategy.phase is Phase.PARALLEL):
+            dimensions |= meta_dimensions(strategy, settings, workload, gpu, plan.ranks)
     space = Space(dimensions, workload.sample_batch_size)
     resolved = resolve(plan, space, strategies, payloads)
     return predict_resolved(workload, resolved, gpu, runs)
@@ -438,7 +436,7 @@ def _largest_micro_batch(
     if (prediction.evaluation_bytes or 0) > vram_budget_bytes:
         return None  # whatever the micro-batch
     plan = prediction.plan
-    space = Space({}, 1, plan.global_batch, world_size=plan.world_size)
+    space = Space({}, 1, plan.global_batch, ranks=plan.ranks)
 
     def at(micro_batch: int) -> Plan:
         if micro_batch == plan.micro_batch:

@@ -84,7 +84,7 @@ def prior_lines(
         memory |= {
             variant: _memory_line(predictions) for variant, predictions in predictions_of.items()
         }
-        if space.world_size == 1:  # what ranks send to one another takes time that no rate tells
+        if space.ranks == 1:  # what ranks send to one another takes time that no rate tells
             lines = {
                 variant: time_line(predictions) for variant, predictions in predictions_of.items()
             }
@@ -213,7 +213,7 @@ def _dry_runs(
                 micro_batch,
                 accumulation_steps=steps if space.smallest_micro_batch_of(settings) == 1 else 1,
                 settings=settings,
-                world_size=space.world_size,
+                ranks=space.ranks,
             )
             cache[key] = predict_resolved(workload, resolve(plan, space, strategies), gpu)
             longest = max(longest, time.monotonic() - start)

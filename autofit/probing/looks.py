@@ -202,7 +202,7 @@ def _first_survey(session: Workplace, builder: TrainingBuilder, model: torch.nn.
         may_change_accumulation=False,
         dimensions={},
         notes=tuple(_notes_on(session, workload, model, compiled)),
-        world_size=builder.world.size,
+        ranks=builder.world.size,
         tokens=_tokens(workload),
         chose_size=workload.chose_size,
     )

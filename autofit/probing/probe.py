@@ -46,7 +46,7 @@ def probe_if(
     check_arguments(workload, plan)
     size = ranks_meant(ranks, plan)
     asked, kind = (plan.on(size), TrialKind.SEARCH) if plan else (None, TrialKind.BASELINE)
-    chosen = load_strategies(strategies, plan=asked, world_size=size)
+    chosen = load_strategies(strategies, plan=asked, ranks=size)
 
     def resolved(survey: Survey) -> ResolvedPlan:
         check(survey)

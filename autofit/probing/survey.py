@@ -44,7 +44,7 @@ class Survey:
         dimensions: setting -> its values.
         notes: what a reader of the report should know.
         busy: what others did on the device before this search computed there; None: not much.
-        world_size: ranks that train together.
+        ranks: how many train together.
         accumulation_kept: why the accumulation steps are kept, with which a note begins; None: they
             may change.
         allow_accumulation_change: whether they may change all the same, since the user said so.
@@ -68,7 +68,7 @@ class Survey:
     dimensions: Mapping[str, Dimension]
     notes: tuple[str, ...] = ()
     busy: str | None = None
-    world_size: int = 1
+    ranks: int = 1
     accumulation_kept: str | None = None
     allow_accumulation_change: bool = False
     tokens: Tokens | None = None
@@ -77,7 +77,7 @@ class Survey:
     def space(self, max_micro_batch: int | None = None, *, even: bool = False) -> Space:
         """Return the search space that these facts leave."""
         # A plan of several ranks names how these share the work, also where there is one way
-        fewest = 2 if self.world_size == 1 else 1
+        fewest = 2 if self.ranks == 1 else 1
         choices = {name: d for name, d in self.dimensions.items() if len(d.values) >= fewest}
         fixed = {name: d.values[0] for name, d in self.dimensions.items() if name not in choices}
         return Space(
@@ -88,7 +88,7 @@ class Survey:
             max_micro_batch=max_micro_batch,
             even_split=even,
             fixed=fixed,
-            world_size=self.world_size,
+            ranks=self.ranks,
         )
 
     def space_for(self, plan: Plan | None) -> Space:

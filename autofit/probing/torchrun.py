@@ -42,8 +42,8 @@ def ranks_meant(asked: Any, plan: Plan | None = None) -> int:
     Raises:
         InvalidArgument: what was asked is no whole number above zero.
     """
-    if asked is None and plan is not None and plan.world_size > 1:
-        return plan.world_size
+    if asked is None and plan is not None and plan.ranks > 1:
+        return plan.ranks
     return world_of_environment().size if asked is None else check_count("ranks", asked)
 
 
@@ -97,7 +97,7 @@ def _check_one_machine(world: World, environment: Mapping[str, str] = os.environ
         raise InvalidArgument(
             f"{here} of {world.size} ranks are on this machine, but a search runs on one machine: "
             "start as many ranks as it has GPUs. predict and check answer for any number "
-            "(--world-size)"
+            "(--ranks)"
         )
 
 

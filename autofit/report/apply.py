@@ -167,9 +167,9 @@ def _world_of(plan: Plan) -> World:
             group.
     """
     world = world_of_environment()
-    if plan.world_size == 1:
+    if plan.ranks == 1:
         return ALONE
-    check_ranks(plan.world_size, world)
+    check_ranks(plan.ranks, world)
     import torch.distributed as dist
 
     if not dist.is_initialized():

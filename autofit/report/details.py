@@ -191,7 +191,7 @@ def training_lines(record: Record, place: Place) -> Iterator[str]:
             yield f"report = {place.report}"
         yield from by_trainer
         return
-    ranks = record.recommended.plan.world_size
+    ranks = record.recommended.plan.ranks
     share = "this rank's share of " if ranks > 1 else ""
     samples = counted(record.recommended.plan.samples_per_step, "sample")
     yield f"with {apply_line(record, place)} as training:"

@@ -73,7 +73,7 @@ def paste_lines(resolved: ResolvedPlan, *, has_loss_weight: bool = False) -> lis
     """
     plan = resolved.plan
     code = [f"micro_batch = {plan.micro_batch}  # samples in one forward and backward"]
-    if plan.world_size > 1:
+    if plan.ranks > 1:
         code += _lines_of_ranks(plan, has_loss_weight=has_loss_weight)
     elif plan.accumulation_steps > 1:
         factor = "its share of the samples"
@@ -103,7 +103,7 @@ def _lines_of_ranks(plan: Plan, *, has_loss_weight: bool) -> list[str]:
     Both `DistributedDataParallel` and `fully_shard` divide the sum of gradients by the ranks, so
     each loss takes a weight whose mean over the ranks adds up to one, as in `Training`.
     """
-    ranks, samples, steps = plan.world_size, plan.samples_per_step, plan.accumulation_steps
+    ranks, samples, steps = plan.ranks, plan.samples_per_step, plan.accumulation_steps
     shares = [sum(plan.micro_batch_sizes_of(rank)) for rank in (0, ranks - 1)]
     share = " or ".join(map(str, dict.fromkeys(shares)))
     geometry = (

@@ -300,7 +300,7 @@ class Record:
                 payload of it.
         """
         whole = self.recommended.plan
-        plan = whole if whole.world_size > 1 else self.plan_to_rerun
+        plan = whole if whole.ranks > 1 else self.plan_to_rerun
         needed = strategies_of(plan, strategies, remembered)
         return resolve(whole, Space(self.dimensions, 1), needed, self.payloads(whole.settings))
 

@@ -233,7 +233,7 @@ def apply_line(record: Record, place: Place) -> str:
     if by_trainer := lines_of_trainer(record):
         lines = "; ".join(line.partition("  #")[0] for line in by_trainer)
         return lines if place.report == "report" else f"report = {place.report}; {lines}"
-    optimizer = "optimizer" if record.recommended.plan.world_size == 1 else "make_optimizer"
+    optimizer = "optimizer" if record.recommended.plan.ranks == 1 else "make_optimizer"
     needed = [] if place.has_functions else list(record.functions_given)
     if record.lacks_loss:
         needed = ["loss_fn", *needed]
@@ -246,7 +246,7 @@ def _title(record: Record) -> str:
     target = str(workload.get("target") or workload.get("model") or "")
     name = target.rpartition(":")[2] or f"{workload['parameters']:,} parameters"
     where = environment.get("gpu") or environment["device"]
-    ranks = record.recommended.plan.world_size
+    ranks = record.recommended.plan.ranks
     version = ".".join(str(environment["torch"]).split(".")[:2])
     oom = f" ({search.oom_probes} out of memory)" if search.oom_probes else ""
     return (

@@ -84,7 +84,7 @@ def _faults(
     if best == record.baseline.plan or not (record.baseline.ok and record.may_probe):
         return
     is_equal = difference is not None and not _is_over(difference)
-    if best.world_size > 1 or (is_equal and space.is_costly(best.settings)):
+    if best.ranks > 1 or (is_equal and space.is_costly(best.settings)):
         return
     plain = space.plan(best.micro_batch, space.default_settings)
     if best == plain:  # it has other sizes alone

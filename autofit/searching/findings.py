@@ -59,8 +59,8 @@ def described(
         largest: see `largest_micro_batch`.
     """
     environment = asdict(survey.environment)
-    if survey.world_size > 1:
-        environment["world_size"] = survey.world_size
+    if survey.ranks > 1:
+        environment["ranks"] = survey.ranks
     non_torch_bytes = record.baseline.measurement.non_torch_bytes
     teaches = survey.environment.gpu is not None and non_torch_bytes is not None
     has_loss_weight = workload.loss_weight is not None

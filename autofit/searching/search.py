@@ -129,7 +129,7 @@ def search_as_asked(asked: SearchArguments, workload: Workload) -> Report:
     """Search with these arguments; for the errors see `search`."""
     options, level = asked.options, numerics_level(asked.numerics)
     size = ranks_meant(options.ranks)
-    chosen = load_strategies(asked.strategies, numerics=level, world_size=size)
+    chosen = load_strategies(asked.strategies, numerics=level, ranks=size)
     Space(  # refuses what leaves no baseline, before anything is started
         {},
         first_size(
@@ -138,7 +138,7 @@ def search_as_asked(asked: SearchArguments, workload: Workload) -> Report:
         global_batch=workload.global_batch,
         max_micro_batch=options.max_micro_batch,
         even_split=options.even_split,
-        world_size=size,
+        ranks=size,
     )
     places = Places.asked(asked.device, options, ranks=size)
     run = _SearchRun(workload, asked, chosen, level, places)
@@ -343,7 +343,7 @@ class _SearchRun:
         if self.asked.options.allow_accumulation_change:
             survey = survey.with_accumulation_free()
         check_weights_fit(survey)
-        if survey.world_size > 1:
+        if survey.ranks > 1:
             survey = replace(survey, notes=(*survey.notes, _OF_RANKS))
         if survey.busy is not None:
             self.on_event(events.MachineBusy(survey.busy, self.asked.allowance.progress()))
@@ -361,7 +361,7 @@ class _SearchRun:
             "numerics": self.level.name.lower(),
             "vram_budget": "free" if is_free else str(survey.vram_budget_bytes),
             "max_micro_batch": str(self.asked.options.max_micro_batch),
-            **({"ranks": str(survey.world_size)} if survey.world_size > 1 else {}),
+            **({"ranks": str(survey.ranks)} if survey.ranks > 1 else {}),
             **({COSTLY: ",".join(costly)} if costly else {}),
         }
 
@@ -413,7 +413,7 @@ class _SearchRun:
             prober,
             survey,
             space,
-            apart if survey.world_size > 1 else None,
+            apart if survey.ranks > 1 else None,
             most_seconds(self.asked.allowance.seconds_left),
         )
 

@@ -352,7 +352,7 @@ class Workload:
         accumulation_steps: int | None = None,
         global_batch: int | None = None,
         settings: Settings | None = None,
-        world_size: int = 1,
+        ranks: int = 1,
     ) -> Plan:
         """Return a plan of these counts and settings; what is left out is the workload's own.
 
@@ -361,7 +361,7 @@ class Workload:
             accumulation_steps: None: as many as the global batch asks for, else one.
             global_batch: None: the workload's, unless accumulation steps say how many samples.
             settings: those that are not at their first value.
-            world_size: ranks that train together, and share the global batch.
+            ranks: how many train together, and share the global batch.
 
         Returns:
             The baseline, where nothing is said.
@@ -377,25 +377,25 @@ class Workload:
                 accumulation_steps=accumulation_steps,
                 global_batch=global_batch,
                 settings=settings or {},
-                world_size=world_size,
+                ranks=ranks,
             )
         samples = global_batch or self.global_batch
         if samples is None:
-            return Plan(size, settings=settings or {}, world_size=world_size)
+            return Plan(size, settings=settings or {}, ranks=ranks)
         if micro_batch is not None and micro_batch > samples:
             raise InvalidArgument(
                 f"a micro-batch of {micro_batch} is larger than the global batch of "
                 f"{samples}: use a smaller micro_batch or a larger global_batch"
             )
-        size = min(size, -(-samples // world_size))
-        plan = Plan.split(samples, size, settings, world_size=world_size)
+        size = min(size, -(-samples // ranks))
+        plan = Plan.split(samples, size, settings, ranks=ranks)
         if micro_batch is not None and plan.micro_batch != micro_batch:
             steps = plan.accumulation_steps
             raise InvalidArgument(
                 f"a global batch of {samples} cannot be split evenly into micro-batches of "
                 f"{micro_batch}: {steps} micro-batches have {plan.micro_batch} samples. "
                 f"Use micro_batch={plan.micro_batch}, or "
-                f"global_batch={steps * world_size * micro_batch}"
+                f"global_batch={steps * ranks * micro_batch}"
             )
         return plan
 

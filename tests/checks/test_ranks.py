@@ -62,7 +62,7 @@ def test_a_soak_is_trained_by_all_ranks_and_holds_each_to_the_report(
     [
         ["probe", TARGET, *FOR_LONGER, "8"],
         ["check", TARGET, "--plan-from", "r.json"],
-        ["check", TARGET, "--world-size", "2", "--gpu", "L4"],
+        ["check", TARGET, "--ranks", "2", "--gpu", "L4"],
     ],
     ids=["probe", "check", "asked"],
 )
@@ -89,7 +89,7 @@ def test_a_check_probes_all_ranks(folder: Path, run: Any) -> None:
     verdict = json.loads(output)
     assert codes == {0}, errors
     assert (verdict["fits"], verdict["method"], verdict["device"]) == (True, "probe", "cpu")
-    assert (verdict["plan"]["world_size"], verdict["plan"]["global_batch"]) == (2, 8)
+    assert (verdict["plan"]["ranks"], verdict["plan"]["global_batch"]) == (2, 8)
     assert verdict["plan"]["settings"] == {"parallel.mode": "fsdp2"}
     junit = folder / "capacity.xml"
     page = ["--junit-xml", str(junit), "--vram-budget", "1MiB"]
@@ -105,4 +105,4 @@ def test_a_check_without_a_device_predicts_one_of_the_ranks(run: Any) -> None:
     verdict = json.loads(output)
     assert codes == {0}, errors
     assert (verdict["fits"], verdict["method"], verdict["gpu"]) == (True, "predict", "H100")
-    assert (verdict["plan"]["world_size"], verdict["plan"]["global_batch"]) == (2, 8)
+    assert (verdict["plan"]["ranks"], verdict["plan"]["global_batch"]) == (2, 8)

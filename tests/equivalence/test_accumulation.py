@@ -220,8 +220,8 @@ torch.distributed.init_process_group("gloo")
 found = {}
 for mode, sharing in (("ddp", "once"), ("ddp", "each"), ("zero1", "once"), ("fsdp2", "once")):
     settings = {"parallel.mode": mode, "parallel.accumulation": sharing}
-    plan = Plan(2, accumulation_steps=2, settings=settings, world_size=2)
-    resolved = ResolvedPlan(plan, PAYLOADS, load_strategies(["parallel"], world_size=2))
+    plan = Plan(2, accumulation_steps=2, settings=settings, ranks=2)
+    resolved = ResolvedPlan(plan, PAYLOADS, load_strategies(["parallel"], ranks=2))
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(4)
     seen = []

@@ -347,7 +347,7 @@ def test_what_runs_out_of_memory_beside_gradients_bounds_no_step_without(
 
 def test_a_whole_batch_that_ran_out_of_memory_tells_no_more_than_the_budget() -> None:
     """Its gradients may be there while most activations are, as where late layers are wide."""
-    spec = SearchSpec(Space({}, 20, global_batch=60, world_size=3), round(8.7 * GIB))
+    spec = SearchSpec(Space({}, 20, global_batch=60, ranks=3), round(8.7 * GIB))
     failed = make_trial(0, spec.space.plan(20, {}), Outcome.OOM)
     known, unknown = (
         Beliefs(

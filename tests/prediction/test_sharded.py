@@ -32,7 +32,7 @@ WORKSPACES_BYTES = 65 * MIB
 
 def predict(given: Workload, mode: str, ranks: int = 2, **more: Any) -> Prediction:
     settings: dict[str, Scalar] = {"parallel.mode": mode, **more.pop("settings", {})}
-    counts = {"accumulation_steps": more.pop("steps", 1), "world_size": ranks}
+    counts = {"accumulation_steps": more.pop("steps", 1), "ranks": ranks}
     plan = Plan(more.pop("micro_batch", 4), settings=settings, **counts)
     return prediction_of(given, plan=plan, gpu="H100", **more)
 
@@ -70,7 +70,7 @@ def test_a_prediction_holds_what_two_ranks_hold(
     name: str, plan: Plan, on_two_ranks: dict[str, int]
 ) -> None:
     """On the meta device in place of a GPU, less what its libraries take there."""
-    found = autofit.predict(workload(), plan=replace(plan, world_size=2), gpu="H100")
+    found = autofit.predict(workload(), plan=replace(plan, ranks=2), gpu="H100")
     assert found.peak_allocated_bytes - WORKSPACES_BYTES == pytest.approx(
         on_two_ranks[name], rel=1e-2
     )
@@ -149,11 +149,11 @@ def test_what_is_checkpointed_is_gathered_again(mode: str) -> None:
 
 def test_a_rank_is_one_of_the_plans_ranks_and_shares_its_batch() -> None:
     found = autofit.predict(
-        workload(), plan=Plan(4, accumulation_steps=2, global_batch=512, world_size=64), gpu="L4"
+        workload(), plan=Plan(4, accumulation_steps=2, global_batch=512, ranks=64), gpu="L4"
     )
     assert str(found).startswith("4 x 2 on each of 64 ranks, ")
     assert found.plan.settings["parallel.mode"] == "ddp"
-    assert autofit.predict(workload(), gpu="L4", world_size=2).plan.samples_per_step == 8
+    assert autofit.predict(workload(), gpu="L4", ranks=2).plan.samples_per_step == 8
 
 
 def test_nccl_is_said_to_be_unknown_and_leaves_room() -> None:
@@ -170,7 +170,7 @@ def test_nccl_is_said_to_be_unknown_and_leaves_room() -> None:
 
 
 def test_a_verdict_says_what_decides() -> None:
-    checked = partial(autofit.check, workload(), gpu="L4", world_size=2)
+    checked = partial(autofit.check, workload(), gpu="L4", ranks=2)
     verdict = checked(vram_budget="1GiB")
     assert verdict.fits is None
     assert "NCCL, not known: leave 2.00 GiB for it" in str(verdict)
@@ -183,21 +183,21 @@ def test_a_verdict_says_what_decides() -> None:
 @pytest.mark.parametrize(("asked", "most"), [(64, 8), (60, 8), (16, 2), (8, 1)])
 def test_the_largest_micro_batch_is_one_of_the_global_batch(asked: int, most: int) -> None:
     own = of_model(nn.Linear(8, 8), torch.randn(4, 8))
-    plan = Plan.split(asked, 1, world_size=8)
+    plan = Plan.split(asked, 1, ranks=8)
     assert autofit.predict(own, plan=plan, gpu="H100").largest_micro_batch == most
     asks_itself = replace(own, global_batch=asked)
-    assert autofit.predict(asks_itself, world_size=8, gpu="H100").largest_micro_batch == most
-    free = autofit.predict(own, plan=Plan(1, world_size=8), gpu="H100")
+    assert autofit.predict(asks_itself, ranks=8, gpu="H100").largest_micro_batch == most
+    free = autofit.predict(own, plan=Plan(1, ranks=8), gpu="H100")
     assert (free.largest_micro_batch or 0) > 1000
 
 
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        ({"world_size": 0}, "world_size must be a whole number .*1, got 0"),
-        ({"world_size": 4, "plan": Plan(4, world_size=2)}, "the plan is of 2 ranks"),
+        ({"ranks": 0}, "ranks must be a whole number .*1, got 0"),
+        ({"ranks": 4, "plan": Plan(4, ranks=2)}, "the plan is of 2 ranks"),
         (
-            {"world_size": 8, "plan": Plan(3, accumulation_steps=2, global_batch=6)},
+            {"ranks": 8, "plan": Plan(3, accumulation_steps=2, global_batch=6)},
             "a global batch of 6 samples .* 8 ranks",
         ),
         ({"plan": Plan(4, settings={"parallel.mode": "ddp"})}, "parallel.mode"),
@@ -263,7 +263,7 @@ def test_sparse_gradients_cannot_be_sharded_and_frozen_embeddings_have_none(kind
 def test_fewer_parameters_than_ranks_cannot_be_dealt_out() -> None:
     given = of_model(nn.Linear(8, 8), torch.randn(4, 8))
     few = r"zero1 .* 2 are too few for 4"
-    plan = Plan(4, settings={"parallel.mode": "zero1"}, world_size=4)
+    plan = Plan(4, settings={"parallel.mode": "zero1"}, ranks=4)
     with pytest.raises(Unsupported, match=few) as caught:
         autofit.predict(given, gpu=["L4"], plan=plan)
     assert caught.value.exit_code == 2

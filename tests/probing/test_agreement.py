@@ -240,11 +240,11 @@ def test_ranks_of_another_number_are_refused_where_a_report_is_applied(
     from autofit.report.apply import _world_of
 
     with pytest.raises(InvalidArgument, match="for 2 ranks"):
-        _world_of(Plan(4, world_size=2))
+        _world_of(Plan(4, ranks=2))
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InvalidArgument, match="the ranks have no process group"):
-        _world_of(Plan(4, world_size=2))
+        _world_of(Plan(4, ranks=2))
     with pytest.raises(InvalidArgument, match="start the ranks with torchrun"):
         probe_if(lambda survey: None, workload(), device="cpu")
 

@@ -94,7 +94,7 @@ def of_gradients(
     """Compare the ranks' gradients of samples that are padded with those of one process."""
     share = -(-samples // 2)
     settings = {"parallel.mode": mode, "parallel.accumulation": accumulation}
-    plan = Plan.split(samples, -(-share // steps), settings, world_size=2)
+    plan = Plan.split(samples, -(-share // steps), settings, ranks=2)
     assert plan.accumulation_steps == steps
     strategy = next(each for each in session.strategies if each.name == "parallel")
     payloads = UNITS if mode.startswith("fsdp2") else {}
@@ -114,7 +114,7 @@ def ranks_of(
     build: Any = Tied, batch: Any = padded, numerics: str = "reduced_precision", **given: Any
 ) -> Prober:
     workload = Workload(build, batch, **{"loss_fn": mean_over_valid, "loss_weight": valid} | given)
-    strategies = load_strategies(["parallel"], numerics=Numerics.parse(numerics), world_size=2)
+    strategies = load_strategies(["parallel"], numerics=Numerics.parse(numerics), ranks=2)
     return open_prober(workload, strategies, Target("cpu", "1GiB", ranks=2))
 
 
@@ -173,7 +173,7 @@ def test_ranks_compile_or_say_that_nothing_was(
     workload = Workload(Tied, padded, loss_fn=mean_over_valid, loss_weight=valid)
     strategies = load_strategies(["parallel", "compile"])
     settings = {"parallel.mode": mode, "compile.mode": "default", **more}
-    plan = Plan(4, settings=settings, world_size=2)
+    plan = Plan(4, settings=settings, ranks=2)
     payloads = {**UNITS, "compile.region": {"modules": [UNITS["parallel.mode"]["modules"]]}}
     request = ProbeRequest(ResolvedPlan(plan, payloads, strategies))
     with open_prober(workload, strategies, Target("cpu", "1GiB", ranks=2)) as prober:
@@ -236,7 +236,7 @@ def test_what_single_ranks_do_is_named_and_the_next_probe_works() -> None:
         for size in range(4, 14):
             # ranks of ddp meet in the last backward of a step alone, and would not see a count
             mode = "ddp" if size % 4 == 0 and size != 12 else "fsdp2_keep"
-            plan = Plan(size, accumulation_steps=2, world_size=2, settings={"parallel.mode": mode})
+            plan = Plan(size, accumulation_steps=2, ranks=2, settings={"parallel.mode": mode})
             resolved = ResolvedPlan(plan, payloads if mode != "ddp" else {}, strategies)
             request = ProbeRequest(resolved, expected_seconds=0.01, most_timed_seconds=0.2)
             seen = prober.probe(request).measurement
@@ -252,7 +252,7 @@ def test_what_single_ranks_do_is_named_and_the_next_probe_works() -> None:
 
 def test_a_probe_tells_what_each_rank_held_and_whose_steps_count(weighted: Prober) -> None:
     strategies = load_strategies(["parallel"])
-    plan = Plan(4, world_size=2, settings={"parallel.mode": "ddp"})
+    plan = Plan(4, ranks=2, settings={"parallel.mode": "ddp"})
     seen: Any = weighted.probe(ProbeRequest(ResolvedPlan(plan, {}, strategies))).measurement
     assert seen.outcome is Outcome.OK
     assert seen.peak_reserved_bytes == max(use.held_bytes for use in seen.ranks)
@@ -413,6 +413,6 @@ def test_modes_under_which_a_training_goes_wrong_are_set_aside_and_others_run(
             assert sum(bool(re.search(words, note)) for note in survey.notes) == 1, survey.notes
         assert said or not any(" skipped" in note for note in survey.notes)
         settings = survey.space().complete({"parallel.mode": left[-1]})
-        plan = Plan(2, world_size=2, settings=settings)
+        plan = Plan(2, ranks=2, settings=settings)
         resolved = resolve(plan, survey.space(), prober.strategies)
         assert prober.probe(ProbeRequest(resolved)).measurement.outcome is Outcome.OK

@@ -108,7 +108,7 @@ finish(found)
 
 
 Run = Callable[[Path, str], Any]
-PLAN = {"micro_batch": 4, "accumulation_steps": 1, "global_batch": 8, "world_size": 2}
+PLAN = {"micro_batch": 4, "accumulation_steps": 1, "global_batch": 8, "ranks": 2}
 
 
 def ran(on_two_ranks: Run, folder: Path, script: str) -> list[dict[str, Any]]:
@@ -225,8 +225,8 @@ batches = [(torch.randn(9, 4).double(), torch.randn(9, 2).double()) for _ in ran
 found = {}
 for mode, sharing in (("ddp", "once"), ("ddp_view", "each"), ("zero1", "once"), ("fsdp2", "once")):
     settings = {"parallel.mode": mode, "parallel.accumulation": sharing}
-    plan = Plan.split(9, 2, settings, world_size=2)
-    resolved = ResolvedPlan(plan, PAYLOADS, load_strategies(["parallel"], world_size=2))
+    plan = Plan.split(9, 2, settings, ranks=2)
+    resolved = ResolvedPlan(plan, PAYLOADS, load_strategies(["parallel"], ranks=2))
     pairs = zip(applied(resolved, batches, world), pasted(resolved, batches, world), strict=True)
     first = weights(made())
     apart = max(float((one - other).abs().max()) for one, other in pairs)

@@ -75,7 +75,7 @@ CONTRACT = {
         "accumulation_steps",
         "global_batch",
         "settings",
-        "world_size",
+        "ranks",
     },
 }
 """Where keys stand -> keys that are there."""

@@ -62,9 +62,9 @@ def test_every_rank_gets_the_same_report(folder: Path) -> None:
     assert process.returncode == 0, errors
     first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first == second
-    assert first["environment"]["world_size"] == 2
+    assert first["environment"]["ranks"] == 2
     plan, trial = first["best"]["plan"], first["best"]
-    assert plan["world_size"] == 2
+    assert plan["ranks"] == 2
     assert plan["global_batch"] == 8
     assert len(trial["ranks"]) == 2
     assert trial["peak_reserved_bytes"] == max(r["peak_reserved_bytes"] for r in trial["ranks"])
@@ -126,8 +126,8 @@ def test_this_process_starts_the_ranks_itself(folder: Path, run_python: Any) -> 
     ran = run_python(*SEARCH, *limits, cwd=folder)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
-    assert found["environment"]["world_size"] == 2
-    assert found["best"]["plan"]["world_size"] == 2
+    assert found["environment"]["ranks"] == 2
+    assert found["best"]["plan"]["ranks"] == 2
     assert len(found["best"]["ranks"]) == 2
 
 
@@ -180,7 +180,7 @@ def found(workload: Workload) -> Iterator[tuple[Survey, Predicted, Any]]:
     """The survey of two ranks, what was predicted, and a probe of them after that."""
     with open_prober(workload, CHOSEN, Target("cpu", GIB, ranks=2)) as prober:
         survey, lines = predicted(prober, workload)
-        plan = Plan(2, settings={"parallel.mode": "fsdp2"}, world_size=2)
+        plan = Plan(2, settings={"parallel.mode": "fsdp2"}, ranks=2)
         probe = prober.probe(ProbeRequest(resolve(plan, survey.space(), CHOSEN)))
         yield survey, lines, probe.measurement
 
@@ -199,7 +199,7 @@ def test_every_mode_has_the_line_of_a_rank(
     modes = {dict(key)["parallel.mode"]: (dict(key), line) for key, line in lines.items()}
     assert set(modes) == {"ddp", "ddp_view", "zero1", "fsdp2", "fsdp2_keep"}
     for settings, (fixed, per_sample) in modes.values():
-        needs = required_bytes(workload, survey, Plan(30, settings=settings, world_size=2))
+        needs = required_bytes(workload, survey, Plan(30, settings=settings, ranks=2))
         assert fixed + 30 * per_sample == pytest.approx(needs, rel=0.02)
     sharded, whole = (modes[mode][1][0] - H100.context_bytes for mode in ("fsdp2", "ddp"))
     assert sharded < 0.9 * whole

@@ -515,7 +515,7 @@ def workload():
     return Workload(model, (words, words), loss_fn=loss, optimizer=make)
 
 
-strategies = load_strategies(["head_loss", "parallel"], world_size=2)
+strategies = load_strategies(["head_loss", "parallel"], ranks=2)
 builder = TrainingBuilder(workload, CpuDevice(), 0, World(rank, rank, 2))
 offered = collect_dimensions([each for each in strategies if each.name == "head_loss"],
                              StrategyContext(builder, []))["head_loss.rows"]
@@ -524,7 +524,7 @@ for mode in offered.when["parallel.mode"][:-1]:
     for rows in (0, 7):
         settings = {"parallel.mode": mode, "head_loss.rows": rows}
         payloads = {"head_loss.rows": offered.payloads[256]} if rows else {}
-        plan = Plan(2, accumulation_steps=2, settings=settings, world_size=2)
+        plan = Plan(2, accumulation_steps=2, settings=settings, ranks=2)
         seen.clear()
         made = workload()
         with builder.training(made, ResolvedPlan(plan, payloads, strategies)) as training:

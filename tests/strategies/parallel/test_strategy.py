@@ -58,7 +58,7 @@ def test_plain_ddp_comes_first_and_what_is_sharded_names_its_modules() -> None:
 def test_ranks_share_one_training_however_little_the_arithmetic_may_change(
     level: str, is_sharded: bool, communication: tuple[str, ...] | None, named: list[str] | None
 ) -> None:
-    chosen = load_strategies(named, numerics=level, world_size=2)
+    chosen = load_strategies(named, numerics=level, ranks=2)
     (strategy,) = (each for each in chosen if each.name == "parallel")
     assert strategy.numerics.name.lower() == level
     assert ("fsdp2" in _offered("mode", strategy, "meta").values) is is_sharded
@@ -114,8 +114,8 @@ store = torch.distributed.HashStore()
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 for mode in {modes}:
     settings = {{"parallel.mode": mode, "parallel.accumulation": "once", **{settings}}}
-    strategies = load_strategies(["parallel", "compile"], world_size=2)
-    resolved = ResolvedPlan(Plan(2, settings=settings, world_size=2), {payloads}, strategies)
+    strategies = load_strategies(["parallel", "compile"], ranks=2)
+    resolved = ResolvedPlan(Plan(2, settings=settings, ranks=2), {payloads}, strategies)
     blocks = [nn.Sequential(nn.Linear(8, 8)) for _ in range(2)]
     model = plain = nn.Sequential(nn.Linear(4, 8), *blocks)
     exec("\\n".join(paste_lines(resolved)))
