@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from autofit.checks.check import check as check
     from autofit.checks.estimate import estimate_memory as estimate_memory, fits as fits
     from autofit.checks.predict import GpuTable as GpuTable, predict as predict
-    from autofit.checks.probe import SoakResult as SoakResult, probe as probe
+    from autofit.checks.probe import probe as probe
+    from autofit.checks.soak import SoakResult as SoakResult, soak as soak
     from autofit.checks.verdict import Verdict as Verdict
     from autofit.dimension import CostHint as CostHint, Dimension as Dimension
     from autofit.errors import (
@@ -55,7 +56,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "autofit.checks.estimate": ("estimate_memory", "fits"),
     "autofit.checks.predict": ("GpuTable", "predict"),
-    "autofit.checks.probe": ("SoakResult", "probe"),
+    "autofit.checks.probe": ("probe",),
+    "autofit.checks.soak": ("SoakResult", "soak"),
     "autofit.checks.check": ("check",),
     "autofit.errors": (
         "AutofitError",

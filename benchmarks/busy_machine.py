@@ -108,7 +108,7 @@ def searched(seed: int, loops: int, timeout_s: float) -> Report:
 def speed(report: Report, trial: Trial) -> float:
     """Return the samples/s of a trial's plan, as the report has it, in a fresh probe."""
     record = replace(report.record, recommended_number=trial.number)
-    found = autofit.probe(
+    found = autofit.soak(
         workloads.small_cnn(), plan=replace(report, record=record), steps=_STEPS, device="cpu"
     )
     return found.samples_per_second or math.nan

@@ -24,6 +24,7 @@ CALLED_BY_USERS: list[Callable[..., Any]] = [
     autofit.checkpoint_to_budget,
     autofit.from_loader,
     autofit.probe,
+    autofit.soak,
     autofit.predict,
     autofit.estimate_memory,
     autofit.fits,

@@ -517,7 +517,7 @@ def test_no_code_of_the_users_runs_in_this_process(tmp_path: Path, device: str) 
     report = autofit.search(workload, max_probes=3, **where)
     assert autofit.probe(workload, **where).ok
     assert autofit.check(workload, **where).fits
-    assert autofit.probe(workload, plan=report, steps=8).steps >= 8
+    assert autofit.soak(workload, plan=report, steps=8).steps >= 8
     signed = {tuple(line.split()) for line in path.read_text().splitlines()}
     everything = "built forward batch criterion optimizer weight before_step"
     assert {what for what, _ in signed} == set(everything.split())

@@ -34,6 +34,7 @@ PUBLIC = {
     "find_batch_size",
     "checkpoint_to_budget",
     "probe",
+    "soak",
     "predict",
     "estimate_memory",
     "fits",

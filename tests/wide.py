@@ -34,7 +34,7 @@ def peaks(setting: str, values: Sequence[str], device: str, **options: Any) -> l
     found = []
     for value in values:
         plan = Plan(4, settings={setting: value, "optimizer.implementation": "default"})
-        trial = autofit.probe(wide(optimizer=adamw), plan=plan, device=device, steps=3, **options)
+        trial = autofit.probe(wide(optimizer=adamw), plan=plan, device=device, **options)
         assert trial.ok, trial.measurement.detail
         found.append(trial.measurement.peak_allocated_bytes or 0)
     return found

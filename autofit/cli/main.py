@@ -201,38 +201,25 @@ def probe(
     global_batch: GlobalBatch = None,
     setting: SettingsGiven = None,
     plan_from: PlanFrom = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="optimizer steps to time"),
-    ] = None,
     vram_budget: Budget = None,
     device: DeviceName = None,
     ranks: Ranks = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run one plan and print its memory and speed.
-
-    --plan-from REPORT --steps 200 trains a report's recommended plan for longer and compares it
-    with the report; the exit code is 1 where it deviates.
-    """
+    """Run one plan and print its memory and speed."""
     with stdout_for_results_only():
         start_server_ahead()
         workload = load_target(target)
-        from autofit.checks.probe import SoakResult, probe as run
+        from autofit.checks.probe import probe as run
 
         asked = given_plan(workload, micro_batch, global_batch, setting, plan_from)
         trial = run(
             workload,
             plan=asked,
-            steps=steps,
             vram_budget=read_budget(vram_budget),
             device=device,
             ranks=ranks,
         )
-    if isinstance(trial, SoakResult):
-        if leads():
-            print_result(json.dumps(trial.to_dict(), indent=1) if as_json else str(trial))
-        raise typer.Exit(0 if trial.passed else 1)
     if leads():
         plan = asked or workload.plan()
         plan = plan if isinstance(plan, Plan) else plan.record.plan_to_rerun
@@ -241,6 +228,40 @@ def probe(
         written = to_json({**facts, **to_json(trial.measurement)})
         print_result(json.dumps(written, indent=1) if as_json else str(shown))
     raise typer.Exit(exit_code(trial.measurement.outcome))
+
+
+def soak(
+    target: Target,
+    micro_batch: MicroBatch = None,
+    global_batch: GlobalBatch = None,
+    setting: SettingsGiven = None,
+    plan_from: PlanFrom = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=8, help="optimizer steps to time")] = 200,
+    vram_budget: Budget = None,
+    device: DeviceName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a plan for long: does it hold? (exit code 0: yes, 1: no).
+
+    With --plan-from the report's recommended plan is compared with its trial there; another plan is
+    probed first.
+    """
+    with stdout_for_results_only():
+        start_server_ahead()
+        workload = load_target(target)
+        from autofit.checks.soak import soak as run
+
+        asked = given_plan(workload, micro_batch, global_batch, setting, plan_from)
+        result = run(
+            workload,
+            plan=asked or workload.plan(),
+            steps=steps,
+            vram_budget=read_budget(vram_budget),
+            device=device,
+        )
+    if leads():
+        print_result(json.dumps(result.to_dict(), indent=1) if as_json else str(result))
+    raise typer.Exit(0 if result.passed else 1)
 
 
 def report(
@@ -286,7 +307,7 @@ def doctor(device: DeviceName = None, as_json: AsJson = False) -> None:
         raise typer.Exit(4)
 
 
-for command in (search, probe, predict, check, report, doctor):
+for command in (search, probe, soak, predict, check, report, doctor):
     app.command()(command)
 
 

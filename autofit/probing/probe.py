@@ -30,7 +30,6 @@ def probe_if(
     payloads: Mapping[str, Any] | None = None,
     seed: int = 0,
     ranks: int | None = None,
-    steps: int | None = None,
 ) -> Trial:
     """Run one plan.
 
@@ -38,7 +37,7 @@ def probe_if(
         check: called with the survey; what it raises is raised before the plan runs.
         payloads: meaning of the plan's settings, by setting, as in a report's dimensions; None: as
             the strategies find it here and now. A setting with a payload may have any value.
-        workload, plan, vram_budget, device, strategies, seed, ranks, steps: as for `autofit.probe`.
+        workload, plan, vram_budget, device, strategies, seed, ranks: as for `autofit.probe`.
 
     Raises:
         Exception: as `autofit.probe` does.
@@ -54,7 +53,7 @@ def probe_if(
 
     def run(ranks: int) -> Trial:
         target = Target(device, vram_budget, seed, ranks=ranks)
-        return run_one(workload, chosen, target, resolved, kind=kind, steps=steps)[0]
+        return run_one(workload, chosen, target, resolved, kind=kind)[0]
 
     return owned_by_rank_0(run, ranks=size)
 

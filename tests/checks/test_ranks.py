@@ -1,4 +1,4 @@
-"""`probe` of a report and `check` of several ranks, as torchrun starts them."""
+"""`soak` of a report and `check` of several ranks, as torchrun starts them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_soak_is_trained_by_all_ranks_and_holds_each_to_the_report(
     folder: Path, run: Any
 ) -> None:
     report: dict[str, Any] = json.loads((folder / "r.json").read_text())
-    output, errors, codes = run("probe", TARGET, *FOR_LONGER, "12", "--json")
+    output, errors, codes = run("soak", TARGET, *FOR_LONGER, "12", "--json")
     said = json.loads(output)  # which it would not be if both ranks printed
     assert codes == {0 if said["passed"] else 1}, errors
     assert said["steps"] == 12
@@ -51,7 +51,7 @@ def test_a_soak_is_trained_by_all_ranks_and_holds_each_to_the_report(
     for trial in (report["best"], report["recommended"], *report["trials"]):
         trial["ranks"][1]["peak_allocated_bytes"] //= 2
     (folder / "half.json").write_text(json.dumps(report))
-    output, errors, codes = run("probe", TARGET, "--plan-from", "half.json", "--steps", "8")
+    output, errors, codes = run("soak", TARGET, "--plan-from", "half.json", "--steps", "8")
     assert output.count("rank 1: peak allocated rose from") == 1
     assert "ranks hold" in output
     assert codes == {1}
@@ -60,11 +60,12 @@ def test_a_soak_is_trained_by_all_ranks_and_holds_each_to_the_report(
 @pytest.mark.parametrize(
     "command",
     [
-        ["probe", TARGET, *FOR_LONGER, "8"],
+        ["soak", TARGET, *FOR_LONGER, "8"],
+        ["probe", TARGET, "--plan-from", "r.json"],
         ["check", TARGET, "--plan-from", "r.json"],
         ["check", TARGET, "--ranks", "2", "--gpu", "L4"],
     ],
-    ids=["probe", "check", "asked"],
+    ids=["soak", "probe", "check", "asked"],
 )
 def test_a_report_of_another_number_of_ranks_is_refused(run: Any, command: list[str]) -> None:
     output, errors, codes = run(*command, ranks=3)
@@ -76,7 +77,7 @@ def test_a_report_of_another_number_of_ranks_is_refused(run: Any, command: list[
 
 def test_one_process_starts_the_ranks_of_a_report(folder: Path, run_python: Any) -> None:
     soaked: subprocess.CompletedProcess[str] = run_python(
-        "-m", "autofit", "probe", TARGET, *FOR_LONGER, "8", "--json", cwd=folder
+        "-m", "autofit", "soak", TARGET, *FOR_LONGER, "8", "--json", cwd=folder
     )
     said = json.loads(soaked.stdout)
     assert soaked.returncode == (0 if said["passed"] else 1), soaked.stderr

@@ -1,4 +1,4 @@
-"""A longer training of a report's best plan: what held, and what deviates."""
+"""A longer training of a plan or a report: what held, and what deviates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.checks.probe import SoakResult, compare, soak
+from autofit.checks.soak import SoakResult, compare
 from autofit.codec import to_json
 from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome, RankUse, TrialKind
@@ -48,7 +48,7 @@ def report(workload: autofit.Workload) -> autofit.Report:
 
 
 def test_a_healthy_plan_holds_its_peak(report: autofit.Report, workload: autofit.Workload) -> None:
-    endured = soak(report.record, workload, steps=STEPS)
+    endured = autofit.soak(workload, plan=report, steps=STEPS)
     assert endured.measurement.ok
     assert endured.steps == STEPS
     told = report.record.recommended.measurement
@@ -62,19 +62,57 @@ def test_a_healthy_plan_holds_its_peak(report: autofit.Report, workload: autofit
     assert "process" in note
 
 
-def test_a_probe_of_a_report_is_compared_with_it(
+def test_a_soak_of_a_report_is_compared_with_it(
     report: autofit.Report, workload: autofit.Workload, tmp_path: Path
 ) -> None:
-    held = autofit.probe(workload, plan=report, steps=8)
+    held = autofit.soak(workload, plan=report, steps=8)
     assert held.ok
     assert held.plan == report.plan
     assert held.expected == report.record.recommended
     report.save(tmp_path / "report.json")
     loaded = autofit.load(tmp_path / "report.json")
-    assert autofit.probe(workload, plan=loaded, steps=8).steps == 8
+    assert autofit.soak(workload, plan=loaded, steps=8).steps == 8
     alone = autofit.probe(workload, plan=report, device="cpu", vram_budget="32MiB")
     assert not isinstance(alone, SoakResult)
     assert alone.ok
+
+
+def test_a_soak_of_a_plan_is_compared_with_a_probe_of_it(workload: autofit.Workload) -> None:
+    plan = autofit.Plan(4, accumulation_steps=2, settings={"precision.dtype": "bfloat16"})
+    held = autofit.soak(workload, plan=plan, steps=12, device="cpu", vram_budget="32MiB")
+    then, now = held.expected.measurement, held.measurement
+    assert (held.steps, held.vram_budget_bytes) == (12, 32 * MIB)
+    assert then.ok
+    assert then.peak_allocated_bytes == now.peak_allocated_bytes
+    assert held.plan.samples_per_step == 8
+    assert plan.settings.items() <= held.plan.settings.items()
+    assert not any("peak" in line for line in held.deviations)
+    assert str(held).startswith(f"{plan}: 12 steps\n"), "without settings at their default"
+
+
+def test_a_soak_of_a_plan_that_does_not_fit_says_so() -> None:
+    large = autofit.Workload(Net(nn.Linear(32, 2**16), nn.ReLU()), torch.randn(8, 32))
+    held = autofit.soak(large, plan=autofit.Plan(8), device="cpu", vram_budget="8MiB", steps=8)
+    assert not held.passed
+    assert held.deviations[0].startswith("it ended with ")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"steps": 7}, "8 steps or more"),
+        ({"steps": 8.5}, "steps must be a whole number"),
+        ({"plan": None}, "soak needs a plan"),
+        ({"plan": "fast"}, "plan must be an autofit.Plan"),
+        ({"strategies": ["nothing"]}, "nothing"),
+    ],
+)
+def test_what_cannot_be_soaked_is_refused_in_words(
+    workload: autofit.Workload, given: dict[str, Any], words: str
+) -> None:
+    asked: dict[str, Any] = {"plan": autofit.Plan(8), "device": "cpu"}
+    with pytest.raises(InvalidArgument, match=words):
+        autofit.soak(workload, **(asked | given))
 
 
 @pytest.mark.slow
@@ -93,7 +131,7 @@ def test_the_command_line_soaks_a_report_also_of_a_changed_accumulation(
     searched = run_python(*command, cwd=tmp_path)
     assert searched.returncode == 0, searched.stderr
     longer = ("--plan-from=r.json", "--steps=36", "--json")
-    soaked = run_python("-m", "autofit", "probe", *here, *longer, cwd=tmp_path)
+    soaked = run_python("-m", "autofit", "soak", *here, *longer, cwd=tmp_path)
     said = json.loads(soaked.stdout)
     assert soaked.returncode == (0 if said["passed"] else 1)
     assert said["steps"] == 36
@@ -132,7 +170,7 @@ def test_what_is_kept_late_is_found_on_the_cpu_too(last: int, strayed: str) -> N
         workload, vram_budget="32MiB", strategies=[], max_probes=2, options=options, **here
     )
     assert report.best.ok
-    held = autofit.probe(workload, plan=report, steps=80, **here)
+    held = autofit.soak(workload, plan=report, steps=80, **here)
     assert any(line.startswith(strayed) for line in held.deviations)
 
 
@@ -149,7 +187,7 @@ def test_another_workload_is_refused_with_what_differs(
 ) -> None:
     other = autofit.Workload(model, torch.randn(samples, 32))
     with pytest.raises(InvalidArgument, match=words):
-        soak(report.record, other, steps=STEPS)
+        autofit.soak(other, plan=report, steps=STEPS)
 
 
 TOLD = Measurement(
@@ -234,9 +272,10 @@ def test_no_speed_is_compared_with_that_of_a_search_on_a_busy_machine(
     faster = replace(best, measurement=replace(best.measurement, step_times_s=[1e-9] * 5))
     trials = tuple(faster if each == best else each for each in report.record.trials)
     searched = replace(report.record.search, busy="load 7.0 on 2 cores")
-    endured = soak(replace(report.record, trials=trials, search=searched), workload, steps=8)
+    record = replace(report.record, trials=trials, search=searched)
+    endured = autofit.soak(workload, plan=replace(report, record=record), steps=8)
     assert endured.busy == "load 7.0 on 2 cores"
-    assert "in the search" in str(endured)
+    assert "busy before" in str(endured)
     assert any("median step" in line for line in compare(faster.measurement, endured.measurement))
     assert not any("step" in line for line in endured.deviations)
 

@@ -243,9 +243,7 @@ def test_conformance_of_cudnns_choice_on_a_cpu() -> None:
 
 @pytest.mark.cuda
 def test_cudnns_choice_is_probed() -> None:
-    trial = autofit.probe(
-        convolutions(), plan=Plan(4, settings={CHOICE: True}), device="cuda", steps=3
-    )
+    trial = autofit.probe(convolutions(), plan=Plan(4, settings={CHOICE: True}), device="cuda")
     assert trial.ok, trial.measurement.detail
     assert trial.plan.settings[CHOICE] is True
 
@@ -255,7 +253,7 @@ def test_a_probe_of_segments_holds_no_more_than_pages_allow() -> None:
     held = []
     for value in (False, True):
         plan = Plan(8, settings={GROWING: value})
-        trial = autofit.probe(net(), plan=plan, device="cuda", steps=3, strategies=[SEGMENTS])
+        trial = autofit.probe(net(), plan=plan, device="cuda", strategies=[SEGMENTS])
         assert trial.ok, trial.measurement.detail
         held.append(trial.measurement.peak_reserved_bytes or 0)
     assert held[1] <= held[0] + 40 * MIB

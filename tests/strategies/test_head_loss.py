@@ -619,7 +619,7 @@ def test_a_plan_with_it_holds_less_beside_any_other_setting(others: dict[str, An
     peaks, losses = [], []
     for rows in (0, 256):
         plan = Plan.split(160, 80, settings={**others, SETTING: rows})
-        trial = autofit.probe(workload(), plan=plan, device="cpu", vram_budget="512MiB", steps=3)
+        trial = autofit.soak(workload(), plan=plan, device="cpu", vram_budget="512MiB", steps=8)
         assert trial.ok, trial.measurement.detail
         peaks.append(trial.measurement.peak_allocated_bytes or 0)
         losses.append(trial.measurement.loss)
