@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autofit.checks.check import check as check
-    from autofit.checks.estimate import estimate_memory as estimate_memory, fits as fits
     from autofit.checks.predict import GpuTable as GpuTable, predict as predict
     from autofit.checks.probe import probe as probe
     from autofit.checks.soak import SoakResult as SoakResult, soak as soak
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from autofit.training.workload import Workload as Workload
 
 _HOMES = {
-    "autofit.checks.estimate": ("estimate_memory", "fits"),
     "autofit.checks.predict": ("GpuTable", "predict"),
     "autofit.checks.probe": ("probe",),
     "autofit.checks.soak": ("SoakResult", "soak"),

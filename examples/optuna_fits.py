@@ -32,10 +32,9 @@ def excess_bytes(width: int, depth: int, batch: int) -> int:
     """Bytes that a training lacks; at most 0 where it fits. Nothing is allocated for it."""
     with torch.device("meta"):
         model, ids = build_model(width, depth), torch.zeros(batch, TOKENS, dtype=torch.long)
-    estimate = autofit.estimate_memory(
-        model, ids, loss_fn=next_token_loss, gpu=GPU, settings={"precision.dtype": "bfloat16"}
-    )
-    return estimate.excess_bytes(BUDGET)
+    plan = autofit.Plan(batch, settings={"precision.dtype": "bfloat16"})
+    needs = autofit.predict(model, ids, loss_fn=next_token_loss, plan=plan, gpu=GPU)
+    return needs.excess_bytes(BUDGET)
 
 
 def expected_loss(width: int, depth: int, batch: int) -> float:

@@ -39,12 +39,11 @@ ENTRANCES: dict[str, Callable[..., Any]] = {
         **given, device="cpu", vram_budget=BUDGET
     ),
     "probe": lambda **given: autofit.probe(_workload(**given), device="cpu"),
-    "predict": lambda **given: autofit.predict(_workload(**given), gpu="L4"),
+    "predict": lambda **given: autofit.predict(**given, gpu="L4"),
+    "predict a Workload": lambda **given: autofit.predict(_workload(**given), gpu="L4"),
     "predict for several": lambda **given: autofit.predict(_workload(**given), gpu=["L4", "T4"]),
-    "check": lambda **given: autofit.check(_workload(**given), gpu="L4"),
+    "check": lambda **given: autofit.check(**given, gpu="L4"),
     "check by a probe": lambda **given: autofit.check(_workload(**given), device="cpu"),
-    "estimate_memory": lambda **given: autofit.estimate_memory(**given, gpu="L4"),
-    "fits": lambda **given: autofit.fits(**given, vram_budget=BUDGET),
     "checkpoint_to_budget": lambda **given: autofit.checkpoint_to_budget(
         **given, device="cpu", vram_budget=BUDGET
     ),
@@ -85,7 +84,7 @@ def test_what_cannot_be_trained_is_refused_at_every_entrance(name: str, entrance
         ENTRANCES[entrance](**given)
 
 
-QUICK = {"fits", "checkpoint_to_budget"}
+QUICK = {"check", "checkpoint_to_budget"}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +165,7 @@ def test_what_a_function_makes_is_refused_at_every_entrance(name: str, entrance:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entrance", ["estimate_memory", "check"])
+@pytest.mark.parametrize("entrance", ["predict", "check"])
 @pytest.mark.parametrize("name", META)
 def test_what_has_no_values_is_predicted(name: str, entrance: str) -> None:
     assert ENTRANCES[entrance](**GOOD | META[name][0]())

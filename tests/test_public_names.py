@@ -26,8 +26,6 @@ CALLED_BY_USERS: list[Callable[..., Any]] = [
     autofit.probe,
     autofit.soak,
     autofit.predict,
-    autofit.estimate_memory,
-    autofit.fits,
     autofit.Prediction.fits,
     autofit.Prediction.excess_bytes,
     autofit.check,

@@ -36,8 +36,6 @@ PUBLIC = {
     "probe",
     "soak",
     "predict",
-    "estimate_memory",
-    "fits",
     "check",
 }
 """Functions of autofit, and of its integrations, that run the user's training in a worker."""

@@ -9,7 +9,7 @@ predicts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from autofit.registry import load_strategies
 from autofit.report.report import Report
 from autofit.strategy import Strategy
 from autofit.training.loss import STOOD_IN, LossSource
-from autofit.training.workload import Workload
+from autofit.training.workload import Workload, workload_of
 from autofit.units import format_bytes
 from autofit.world import world_of_environment
 
@@ -40,23 +40,35 @@ if TYPE_CHECKING:
 
 @hides_own_frames
 def check(
-    workload: Workload,
+    model: torch.nn.Module | Callable[[], torch.nn.Module] | Workload,
+    sample_batch: Any = None,
     *,
+    criterion: Callable[..., torch.Tensor] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    global_batch: int | None = None,
     plan: Plan | Report | None = None,
     vram_budget: str | float | None = None,
     gpu: str | int | Gpu | None = None,
     device: str | None = None,
-    strategies: Iterable[str | Strategy] | None = None,
     ranks: int | None = None,
+    strategies: Iterable[str | Strategy] | None = None,
     allow_stand_in_loss: bool = False,
 ) -> Verdict:
     """Check whether a plan trains within a VRAM budget.
+
+        autofit.check(model, batch, criterion=loss, vram_budget="20GiB", gpu="L4").fits
 
     With a report the plan is its recommended one; its budget, its GPU and what its search measured
     there are used where no others are given. A plan that was tuned on the CPU is probed on the CPU.
 
     Args:
-        workload: model, sample batch, loss and optimizer.
+        model: the module; a function of no arguments that builds one; or a `Workload`, alone.
+        sample_batch: as for `predict`.
+        criterion: likewise.
+        loss_fn: likewise.
+        optimizer: likewise.
+        global_batch: likewise.
         plan: the plan to check, or a report; None: the baseline.
         vram_budget: "24GiB", bytes, or a fraction of the GPU; None: all memory of `gpu` for a
             prediction, or the free memory of the device for a probe.
@@ -64,10 +76,14 @@ def check(
             GPU, and else predicted for an H200, within a budget that must be given. Several
             ranks are probed by those that torchrun started, and else predicted.
         device: where to probe, "cpu" included; None: cuda if there is one.
-        strategies: as for `predict`.
         ranks: as for `predict`; None under torchrun: as many as it started.
+        strategies: as for `predict`.
         allow_stand_in_loss: answer for a workload without a loss too, with the mean of the model's
             outputs in its place; else `fits` is None, since a real loss takes more memory.
+
+    Returns:
+        The verdict: True is a promise; False of a prediction, which counts its margin, is not the
+        contrary.
 
     Raises:
         InvalidArgument: an argument is not valid, both `gpu` and `device` are given, there is
@@ -76,6 +92,8 @@ def check(
         DeviceUnavailable: the device does not exist.
         Exception: raised by the user's own code.
     """
+    trained = {"criterion": criterion, "loss_fn": loss_fn, "optimizer": optimizer}
+    workload = workload_of(model, sample_batch, **trained, global_batch=global_batch)
     tuned = AskedPlan.read(workload, plan)
     calibration = tuned.calibration_for(gpu)
     if tuned.plan is not None and tuned.record is not None and world_of_environment().size > 1:

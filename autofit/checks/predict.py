@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
+import torch
+
 from autofit.checks.tuned import AskedPlan
 from autofit.codec import to_json
 from autofit.devices.gpu_catalogue import NCCL_BYTES, NCCL_UNKNOWN, Gpu, find_gpu, known_gpus
@@ -18,25 +20,36 @@ from autofit.report.report import Report
 from autofit.report.text import WIDTH, laid_out, table
 from autofit.strategy import Strategy
 from autofit.training.loss import STOOD_IN
-from autofit.training.workload import Workload
+from autofit.training.workload import Workload, workload_of
 from autofit.units import format_bytes
 
 
 @overload
 def predict(
-    workload: Workload,
+    model: torch.nn.Module | Callable[[], torch.nn.Module] | Workload,
+    sample_batch: Any = None,
     *,
+    criterion: Callable[..., torch.Tensor] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    global_batch: int | None = None,
     plan: Plan | Report | None = None,
     gpu: str | int | Gpu | None = None,
     ranks: int | None = None,
     strategies: Iterable[str | Strategy] | None = None,
+    progress: Callable[[str], object] | None = None,
 ) -> Prediction: ...
 
 
 @overload
 def predict(
-    workload: Workload,
+    model: torch.nn.Module | Callable[[], torch.nn.Module] | Workload,
+    sample_batch: Any = None,
     *,
+    criterion: Callable[..., torch.Tensor] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    global_batch: int | None = None,
     plan: Plan | Report | None = None,
     gpu: list[Any] | tuple[Any, ...],
     ranks: int | None = None,
@@ -47,8 +60,13 @@ def predict(
 
 @hides_own_frames
 def predict(
-    workload: Workload,
+    model: torch.nn.Module | Callable[[], torch.nn.Module] | Workload,
+    sample_batch: Any = None,
     *,
+    criterion: Callable[..., torch.Tensor] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    global_batch: int | None = None,
     plan: Plan | Report | None = None,
     gpu: str | int | Gpu | list[Any] | tuple[Any, ...] | None = None,
     ranks: int | None = None,
@@ -57,23 +75,42 @@ def predict(
 ) -> Prediction | GpuTable:
     """Predict the memory of a plan on a GPU, without a GPU.
 
+        autofit.predict(model, batch, criterion=loss, gpu="L4").fits("20GiB")
+
     A worker process runs the training on torch's meta device, where nothing is computed, and
-    replays its allocations through a simulation of the CUDA caching allocator.
+    replays its allocations through a simulation of the CUDA caching allocator. Model and batch may
+    lie on the CPU, on a GPU, or on the meta device, where they hold no memory.
+
+    The same question is answered again without another dry run, whatever the weights and the
+    floating-point numbers of the batch are. The integers of a batch count, since models read them:
+    pass a batch of zeros on the meta device where yours does not.
 
     With several GPUs the result is a table: on each one, what the plan needs, whether it fits, and
     the largest micro-batch that does.
 
     Args:
-        workload: what is trained.
-        plan: a plan, or a report, whose recommended plan is predicted with what its search
-            measured; None: the baseline.
+        model: the module; a function of no arguments that builds one; or a `Workload`, alone.
+        sample_batch: as for `search`, and as are the next four. Without a plan it is the
+            micro-batch: what goes through the model at once.
+        criterion: (output, target) -> scalar tensor.
+        loss_fn: (model, batch) -> scalar tensor. Without a loss the mean of the outputs stands in,
+            which needs less: `has_stand_in_loss`.
+        optimizer: parameters -> Optimizer; or a live Optimizer.
+        global_batch: samples of an optimizer step; None: those of the sample batch.
+        plan: a plan, such as `Plan(8, settings={"precision.dtype": "bfloat16"})`; or a report,
+            whose recommended plan is predicted with what its search measured; None: the baseline.
         gpu: a name such as "L4" or "A100-80GB", a size such as "24GiB", or bytes; None: the
-            report's, else H200. Several: a list of these, or ["all"] for all that are known.
+            report's, else H200, which the answer says. Several: a list of these, or ["all"] for all
+            that are known.
         ranks: how many GPUs train together, each with its share of the global batch; None:
             the plan's number, else one. The GPU that needs most is predicted, without NCCL.
         strategies: names or Strategy objects that may have settings in the plan; None: those whose
             settings the plan has.
         progress: called with a line about each GPU of a table.
+
+    Returns:
+        The prediction: `required_bytes`, with their `interval` and by `breakdown`; `.fits("24GiB")`
+        and `.excess_bytes("24GiB")`; of several GPUs a `GpuTable`.
 
     Raises:
         InvalidArgument: an argument is not valid, there is no such GPU, setting or value, the
@@ -82,6 +119,8 @@ def predict(
         WorkerFailed: the worker died, twice.
         Exception: raised by the user's own code.
     """
+    trained = {"criterion": criterion, "loss_fn": loss_fn, "optimizer": optimizer}
+    workload = workload_of(model, sample_batch, **trained, global_batch=global_batch)
     asked = AskedPlan.read(workload, plan)
     given: dict[str, Any] = {
         "plan": asked.plan,

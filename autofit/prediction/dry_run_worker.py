@@ -3,7 +3,7 @@
 A dry run replaces functions of torch for its whole process, so it runs in a process of its own, and
 nothing of the caller's is replaced. The worker is one of those that run probes. The first
 prediction starts it, and it stays for later ones. Parameters, buffers and optimizer state are sent
-as shapes, so a large model costs nothing to send.
+as shapes, so a large model costs nothing to send. An equal question is answered without the worker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Mapping, MutableMapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,24 +45,27 @@ Progress = Callable[[str], object]
 MAX_SECONDS = 24 * 3600.0
 _Result = TypeVar("_Result")
 
+MAX_KNOWN = 1024
+"""Answers that are kept, of a few kilobytes each: more than a hyperparameter search asks for."""
+_known: OrderedDict[bytes, tuple[Any, Mapping[str, int]]] = OrderedDict()
+
 
 def in_worker(
     function: Callable[..., _Result],
     workload: Workload,
     *arguments: Any,
     progress: Progress | None = None,
-    cache: MutableMapping[bytes, Any] | None = None,
 ) -> _Result:
     """Return `function(workload, *arguments)`, called in the worker with a copy of the workload.
+
+    An equal question is answered as it was before. Questions are equal where model (but for its
+    weights), functions, shapes, the integers of the batch, torch's flags and the user's files are.
 
     Args:
         function: of a module.
         workload: the workload.
         arguments: further arguments, which can be pickled.
         progress: called here with each line that the function says; None: it gets no `progress=`.
-        cache: results by what was asked, from which an equal question is answered, and in which the
-            result is kept. Questions are equal where model (but for its weights), functions,
-            shapes, the integers of the batch, torch's flags and the user's files are.
 
     Raises:
         InvalidArgument: the workload cannot be sent.
@@ -70,11 +74,11 @@ def in_worker(
         Exception: raised by the function, or by the user's code in it.
     """
     call, around = _written(function, workload, arguments), _surroundings()
-    key = b"" if cache is None else _digest(call, around)
-    if cache is not None and key in cache:
-        result: _Result = cache[key]
-        return result
+    key = hashlib.sha256(pickle.dumps(around) + call).digest()
     with _shared.lock:
+        if key in _known and not _is_outdated(_known[key][1]):
+            known: _Result = _known[key][0]
+            return known
         prober = _shared.prober(around)
         _shared.progress = progress  # which is not told of the worker's start
         try:
@@ -85,14 +89,10 @@ def in_worker(
             raise
         finally:
             _shared.progress = None
-        result, _shared.read = answer
-    if cache is not None:
-        cache[key] = result
+        result, _shared.read = _known[key] = answer
+        if len(_known) > MAX_KNOWN:
+            _known.popitem(last=False)
     return result
-
-
-def _digest(call: bytes, around: tuple[Any, ...]) -> bytes:
-    return hashlib.sha256(pickle.dumps(around) + call).digest()
 
 
 def _written(function: Callable[..., Any], workload: Workload, arguments: tuple[Any, ...]) -> bytes:
@@ -151,8 +151,7 @@ class _Shared:
 
     def prober(self, around: tuple[Any, ...]) -> Prober:
         """Return who asks a worker in these surroundings that has read no older file."""
-        is_outdated = any(_written_at(file) != at for file, at in self.read.items())
-        if around != self.around or is_outdated:
+        if around != self.around or _is_outdated(self.read):
             self.close()
         if self.opened is None:
             self.around, self.read = around, {}
@@ -211,6 +210,11 @@ def _users_modules() -> dict[str, int]:
         for file in files
         if isinstance(file, str) and not file.startswith(_LIBRARIES) and not _INSTALLED.search(file)
     }
+
+
+def _is_outdated(read: Mapping[str, int]) -> bool:
+    """Return whether one of the files was written since it was read."""
+    return any(_written_at(file) != at for file, at in read.items())
 
 
 def _written_at(file: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -45,7 +45,6 @@ def predict(
     payloads: Mapping[str, Any] | None = None,
     calibration: Mapping[str, Any] | None = None,
     ranks: int | None = None,
-    cache: MutableMapping[bytes, Any] | None = None,
 ) -> Prediction:
     """Predict the memory of a plan on a GPU, without a GPU.
 
@@ -66,7 +65,6 @@ def predict(
         ranks: how many GPUs train together, each with its share of the global batch; None:
             as many as the plan says, else one. The prediction is that of the GPU which needs most,
             without what NCCL holds.
-        cache: earlier predictions, as for `in_worker`.
 
     Raises:
         InvalidArgument: an argument is not valid, there is no such GPU, setting or value, or the
@@ -76,9 +74,7 @@ def predict(
         Exception: raised by the user's own code.
     """
     request = _request(workload, plan, strategies, payloads, ranks)
-    answer = in_worker(
-        _predict, workload, calibrated(find_gpu(gpu), calibration), *request, cache=cache
-    )
+    answer = in_worker(_predict, workload, calibrated(find_gpu(gpu), calibration), *request)
     return replace(answer, _workload=workload, _gpu_assumed=gpu is None)
 
 

@@ -68,7 +68,7 @@ def find_batch_size(
     batch; see `SearchOptions.allow_accumulation_change`. Without one the micro-batch is free, and
     with it the samples of an optimizer step. The fastest that fits is returned, and beside it the
     largest that ran: how large one may be on a GPU a dry run tells, too,
-    `estimate_memory(...).largest_micro_batch`.
+    `autofit.predict(...).largest_micro_batch`.
 
     Args:
         global_batch: samples per optimizer step, which are kept; None: free.

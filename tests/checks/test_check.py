@@ -119,10 +119,12 @@ def test_an_argument_of_another_kind_is_refused(
 
 
 @pytest.mark.parametrize("given", [None, nn.Linear(2, 2), 7])
-@pytest.mark.parametrize("tell", [check, predict, probe])
+@pytest.mark.parametrize("tell", [check, autofit.predict, predict, probe, autofit.soak])
 def test_what_is_no_workload_is_refused(tell: Any, given: Any) -> None:
-    with pytest.raises(InvalidArgument, match=r"autofit\.Workload\(model, sample_batch\)"):
-        tell(given)
+    takes_models = tell in (check, autofit.predict)
+    words = "a Workload alone" if takes_models else r"autofit\.Workload\(model, sample_batch\)"
+    with pytest.raises(InvalidArgument, match=words):
+        tell(given, plan=Plan(2))
 
 
 # -- Today's verdict against an earlier one
