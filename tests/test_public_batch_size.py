@@ -167,6 +167,16 @@ def test_accumulation_that_would_change_gradients_stays_as_it_is() -> None:
     found = autofit.find_batch_size(normalizing, pictures(8), **given)
     assert (found.micro_batch, found.accumulation_steps) == (8, 4)
     assert any("Split gradients differ" in each for each in found.warnings)
+    assert found.report.to_dict()["workload"]["optimizer"] == "AdamW"
+    assert "Trained by AdamW, the default" in found.report.to_text(verbose=True)
+
+
+def test_an_optimizer_that_was_given_is_named_without_a_word_of_a_default() -> None:
+    given = HERE | {"optimizer": torch.optim.SGD, "max_probes": 1, "options": QUICK}
+    report = autofit.find_batch_size(normalizing, pictures(8), **given).report
+    assert report.to_dict()["workload"]["optimizer"] == "SGD"
+    assert "SGD" in report.to_text(verbose=True)
+    assert "the default: pass optimizer=" not in report.to_text(verbose=True)
 
 
 # -- A toy library whose batch-size finder is autofit's, as docs/embedding.md tells its author

@@ -407,6 +407,8 @@ def _remarks(record: Record) -> Iterator[str]:
     if record.findings.get("evaluation"):
         yield evaluation_words(record)
     yield from validity(record)
+    if record.assumes_optimizer:
+        yield f"Trained by {record.workload['optimizer']}, the default: pass optimizer= for another"
     yield from (note for note in record.notes if note.startswith(NOT_TRIED))
 
 
