@@ -146,7 +146,8 @@ def _largest(report: Report, workload: Workload, options: SearchOptions, limits:
     target = Target(record.environment["device"], record.vram_budget_bytes, record.search.seed)
     most = options.max_micro_batch or UNBOUNDED_MICRO_BATCH
     with (
-        suppress(SearchTimedOut, WorkerFailed, DeviceUnavailable),  # the search has its answer
+        # The search has its answer, and ends with it on Ctrl-C too
+        suppress(SearchTimedOut, WorkerFailed, DeviceUnavailable, KeyboardInterrupt),
         open_prober(workload, (), target, ends_at=ends_at, executor=options.executor) as prober,
     ):
         for _ in range(MAX_LARGER if probes is None else min(MAX_LARGER, probes)):
