@@ -23,6 +23,17 @@ from autofit.checks.verdict import (
     read_fraction,
 )
 from autofit.cli.console import leads, print_result, say, say_written, stdout_for_results_only
+from autofit.cli.fine_tune import (
+    Batch,
+    Dtype,
+    LoraRank,
+    ModelOrTarget,
+    SampleLength,
+    predict_in_each_precision,
+    read_model,
+    sets_precision,
+    workload_of,
+)
 from autofit.cli.options import (
     AsJson,
     Budget,
@@ -33,11 +44,9 @@ from autofit.cli.options import (
     PlanFrom,
     Ranks,
     SettingsGiven,
-    Target,
     by_commas,
     checked,
     given_plan,
-    load_target,
     read_budget,
     refused_by_name,
     with_eval_batch,
@@ -75,7 +84,7 @@ _SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
 
 def predict(
-    target: Target,
+    target: ModelOrTarget,
     gpu: Annotated[
         list[str] | None,
         typer.Option(
@@ -90,6 +99,10 @@ def predict(
     eval_batch: EvalBatch = None,
     plan_from: PlanFrom = None,
     ranks: Ranks = None,
+    batch: Batch = None,
+    sequence: SampleLength = None,
+    lora_rank: LoraRank = None,
+    dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict the memory that a plan needs on a GPU (exit code 0: it fits, 1: not, 5: unknown).
@@ -99,7 +112,18 @@ def predict(
     """
     with stdout_for_results_only():
         warnings.filterwarnings("ignore", f".*{re.escape(IGNORED)}")  # the result has it as a note
-        workload = with_eval_batch(load_target(target), eval_batch)
+        model = read_model(target, dtype, batch=batch, sequence=sequence, lora_rank=lora_rank)
+        precisions = None
+        if model is not None and not (plan_from or eval_batch or sets_precision(setting)):
+            asked = (gpu or [None], dtype, micro_batch, global_batch, setting, ranks)
+            with users_code():
+                precisions = predict_in_each_precision(model, *asked)
+    if precisions is not None:
+        as_text = json.dumps(precisions.to_dict(), indent=1) if as_json else str(precisions)
+        print_result(as_text)
+        raise typer.Exit({True: 0, False: 1, None: 5}[precisions.fits])
+    with stdout_for_results_only():
+        workload = with_eval_batch(workload_of(model, target, dtype, setting), eval_batch)
         from autofit.checks.predict import predict as run
 
         plan = given_plan(workload, micro_batch, global_batch, setting, plan_from, ranks)
@@ -141,7 +165,7 @@ def _largest_of(prediction: Prediction) -> tuple[int | None, str]:
 
 
 def check(
-    target: Target,
+    target: ModelOrTarget,
     vram_budget: Budget = None,
     gpu: GpuName = None,
     device: DeviceName = None,
@@ -151,6 +175,10 @@ def check(
     eval_batch: EvalBatch = None,
     plan_from: PlanFrom = None,
     ranks: Ranks = None,
+    batch: Batch = None,
+    sequence: SampleLength = None,
+    lora_rank: LoraRank = None,
+    dtype: Dtype = None,
     allow_stand_in_loss: Annotated[
         bool, typer.Option("--allow-stand-in-loss", help="answer for a workload without a loss")
     ] = False,
@@ -184,7 +212,8 @@ def check(
         raise InvalidArgument("--max-regression compares with an earlier file: give --baseline too")
     with stdout_for_results_only(), _errors_shown(target, junit_xml if leads() else None):
         warnings.filterwarnings("ignore", f".*{re.escape(IGNORED)}")
-        workload = with_eval_batch(load_target(target), eval_batch)
+        model = read_model(target, dtype, batch=batch, sequence=sequence, lora_rank=lora_rank)
+        workload = with_eval_batch(workload_of(model, target, dtype, setting), eval_batch)
         from autofit.checks.check import check as run
 
         plan = given_plan(workload, micro_batch, global_batch, setting, plan_from, ranks)
