@@ -171,6 +171,13 @@ class Context(Protocol):
         """What that device can do natively."""
 
     @property
+    def clock(self) -> Callable[[], float] | None:
+        """The seconds that the work so far would take, where it is computed: on the meta device.
+
+        By a roofline, good for ratios alone. None: time can be measured, or is unknown.
+        """
+
+    @property
     def samples_per_step(self) -> int:
         """Samples of an optimizer step: the global batch to keep, else the sample batch's own."""
 

@@ -26,7 +26,7 @@ from autofit.errors import InvalidArgument
 from autofit.plan import Plan, Settings
 from autofit.prediction.predict import Prediction
 from autofit.registry import load_strategies
-from autofit.report.text import WIDTH, laid_out, table
+from autofit.report.text import WIDTH, Part, laid_out, table
 from autofit.training.workload import Workload
 from autofit.units import format_bytes
 
@@ -192,14 +192,16 @@ class PrecisionTable:
         }
 
     def __str__(self) -> str:
-        if len(self._by_gpu) == 1:
-            titles = ("precision", "required", "fits", "largest micro-batch")
-            rows, right = self._rows_of_one(), (1,)
-        else:
-            titles = ("GPU", "VRAM budget", "fits", *self.tables, "speed (estimate)")
-            rows, right = self._rows(), (1, *range(3, len(self.tables) + 4))
-        parts = [self.verdict, "", table(titles, rows, right=right), "", *self._remarks()]
-        return laid_out(parts, WIDTH)
+        made = self._of_one() if len(self._by_gpu) == 1 else self._of_several()
+        return laid_out([self.verdict, "", made, "", *self._remarks()], WIDTH)
+
+    def _of_one(self) -> Part:
+        titles = ("precision", "required", "fits", "largest micro-batch")
+        return table(titles, self._rows_of_one(), right=(1,))
+
+    def _of_several(self) -> Part:
+        titles = ("GPU", "VRAM budget", "fits", *self.tables, "speed (estimate)")
+        return table(titles, self._rows(), right=(1, *range(3, len(titles))))
 
     def _rows_of_one(self) -> Iterator[tuple[str, ...]]:
         for precision, each in next(iter(self._by_gpu.values())).items():

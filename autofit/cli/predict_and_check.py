@@ -115,9 +115,9 @@ def predict(
         model = read_model(target, dtype, batch=batch, sequence=sequence, lora_rank=lora_rank)
         precisions = None
         if model is not None and not (plan_from or eval_batch or sets_precision(setting)):
-            asked = (gpu or [None], dtype, micro_batch, global_batch, setting, ranks)
+            asked = (dtype, micro_batch, global_batch, setting, ranks)
             with users_code():
-                precisions = predict_in_each_precision(model, *asked)
+                precisions = predict_in_each_precision(model, gpu or [None], *asked)
     if precisions is not None:
         as_text = json.dumps(precisions.to_dict(), indent=1) if as_json else str(precisions)
         print_result(as_text)

@@ -11,6 +11,7 @@ them; the loss is the model's own, and the optimizer AdamW.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -355,8 +356,9 @@ def _sequence(config: Any, task: _Task, asked: int | None, name: str) -> int:
 def _ids(config: Any, *shape: int) -> torch.Tensor:
     """Return ids of tokens; from the middle of the vocabulary, whose ends have special ones."""
     size = config.get_text_config().vocab_size
-    numbers = torch.arange(torch.Size(shape).numel()) % max(size // 4, 1)
-    return (numbers + size // 4).reshape(shape)
+    numbers = torch.arange(math.prod(shape)) % max(size // 4, 1)
+    ids: torch.Tensor = (numbers + size // 4).reshape(shape)
+    return ids
 
 
 def _language(config: Any, samples: int, sequence: int) -> Mapping[str, torch.Tensor]:
