@@ -161,7 +161,8 @@ class FineTune:
         return Workload(built, batch, optimizer=torch.optim.AdamW)
 
     def __str__(self) -> str:
-        return ", ".join([self.name, self._samples, *self._adapters])
+        folder = os.path.isdir(self.name) and Path(self.name).resolve().name
+        return ", ".join([folder or self.name.removeprefix(HUB), self._samples, *self._adapters])
 
     @property
     def _samples(self) -> str:
