@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import autofit
-from autofit.integrations import accelerate, lightning, transformers
+from autofit.integrations import accelerate, hugging_face, lightning, transformers
 
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
 CALLED_BY_USERS: list[Callable[..., Any]] = [
@@ -55,6 +55,7 @@ CALLED_BY_USERS: list[Callable[..., Any]] = [
     lightning.predict,
     lightning.check,
     lightning.arguments,
+    hugging_face.workload,
     accelerate.arguments,
     accelerate.applied,
 ]

@@ -53,11 +53,13 @@ class Precision:
         return self.weights if self.weights == FLOAT32 else f"pure {self.weights}"
 
     def is_native(self, gpu: Gpu) -> bool:
-        """Whether a GPU computes its types in hardware, and none that trains better."""
-        fewest = self.autocast or self.weights
-        if fewest == FLOAT16:
-            return gpu.tensor_cores and not gpu.native_bfloat16
-        return gpu.native_bfloat16 if fewest == BFLOAT16 else True
+        """Whether a GPU computes its types in hardware."""
+        native = {FLOAT16: gpu.tensor_cores, BFLOAT16: gpu.native_bfloat16}
+        return native.get(self.autocast or self.weights, True)
+
+    def is_outdone(self, gpu: Gpu) -> bool:
+        """Whether a GPU has bfloat16 in its place, which needs no scaling of the loss."""
+        return FLOAT16 in (self.autocast, self.weights) and gpu.native_bfloat16
 
 
 _OF_ALL_WEIGHTS = (
@@ -103,7 +105,11 @@ def predict_precisions(
     """
     found, tables = gpus_by_memory(gpus), dict[str, GpuTable]()
     for precision in _precisions(weights, frozen=frozen):
-        native = [gpu for gpu in found if precision.is_native(gpu)]
+        native = [
+            gpu
+            for gpu in found
+            if precision.is_native(gpu) and (weights == FLOAT16 or not precision.is_outdone(gpu))
+        ]
         settings = _settings(precision.autocast)
         if not native or settings is None:
             continue

@@ -220,8 +220,8 @@ def test_samples_are_as_long_as_asked_for_and_no_longer_than_the_model_takes(
     folder: Callable[..., str],
 ) -> None:
     path = folder("RobertaForSequenceClassification")
-    assert workload(path).sample_batch["input_ids"].shape == (1, 512)
-    assert workload(folder("LlamaForCausalLM")).sample_batch["input_ids"].shape == (1, 2048)
+    assert workload(path).batch(1)["input_ids"].shape == (1, 512)
+    assert workload(folder("LlamaForCausalLM")).batch(1)["input_ids"].shape == (1, 2048)
     with pytest.raises(InvalidArgument, match=r"515.*514 positions"):
         workload(path, sequence=515)
     with pytest.raises(InvalidArgument, match="images"):
@@ -335,7 +335,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
 
 def test_of_a_model_of_the_hub_the_config_alone_is_read(hub: list[str]) -> None:
     made = workload("hf:some/model", batch=2, sequence=64)
-    assert made.sample_batch["input_ids"].shape == (2, 64)
+    assert made.batch(made.sample_batch_size)["input_ids"].shape == (2, 64)
     files = [path for path in hub if not path.startswith("/api/")]
     assert files
     assert all(path == "/some/model/resolve/main/config.json" for path in files)
@@ -419,6 +419,8 @@ def test_a_gpu_is_asked_for_the_types_that_it_computes(folder: Callable[..., str
     }
     lora = run_here(*of_size, "T4", "--lora-rank", "4").json["precisions"]
     assert list(lora) == ["float32", "mixed float16", "pure float16"]
+    asked = run_here(*of_size, "L4", "--dtype", "float16").json["precisions"]
+    assert list(asked) == ["pure float16"]
     refused = run_here(*of_size, "T4", "--dtype", "bfloat16")
     assert (refused.code, refused.out) == (2, "")
     assert "T4" in refused.err
