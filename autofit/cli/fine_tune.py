@@ -91,11 +91,12 @@ def read_model(target: str, dtype: str | None, **asked: int | None) -> FineTune 
 
 def workload_of(
     model: FineTune | None, target: str, dtype: str | None, settings: Sequence[str] | None
-) -> Workload:
-    """Return the workload of a target; autocast is of float32 weights where no type is given."""
+) -> tuple[Workload, tuple[str, ...]]:
+    """Return the workload of a target, and a note on what it is where nobody wrote it."""
     if model is None:
-        return load_target(target)
-    return model.workload("float32" if dtype is None and sets_precision(settings) else dtype)
+        return load_target(target), ()
+    chosen = dtype or ("float32" if sets_precision(settings) else model.own_dtype)
+    return model.workload(chosen), (f"{model}, weights in {chosen}",)
 
 
 def sets_precision(settings: Sequence[str] | None) -> bool:

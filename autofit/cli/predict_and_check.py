@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,7 +124,8 @@ def predict(
         print_result(as_text)
         raise typer.Exit({True: 0, False: 1, None: 5}[precisions.fits])
     with stdout_for_results_only():
-        workload = with_eval_batch(workload_of(model, target, dtype, setting), eval_batch)
+        loaded, notes = workload_of(model, target, dtype, setting)
+        workload = with_eval_batch(loaded, eval_batch)
         from autofit.checks.predict import predict as run
 
         plan = given_plan(workload, micro_batch, global_batch, setting, plan_from, ranks)
@@ -140,6 +142,7 @@ def predict(
             else:
                 name = gpu[0] if gpu else None
                 prediction = run(workload, plan=plan, gpu=name, ranks=ranks)
+                prediction = replace(prediction, notes=(*notes, *prediction.notes))
                 largest, told = _largest_of(prediction)
     if is_table:
         print_result(json.dumps(table.to_dict(), indent=1) if as_json else str(table))
@@ -213,7 +216,8 @@ def check(
     with stdout_for_results_only(), _errors_shown(target, junit_xml if leads() else None):
         warnings.filterwarnings("ignore", f".*{re.escape(IGNORED)}")
         model = read_model(target, dtype, batch=batch, sequence=sequence, lora_rank=lora_rank)
-        workload = with_eval_batch(workload_of(model, target, dtype, setting), eval_batch)
+        loaded, notes = workload_of(model, target, dtype, setting)
+        workload = with_eval_batch(loaded, eval_batch)
         from autofit.checks.check import check as run
 
         plan = given_plan(workload, micro_batch, global_batch, setting, plan_from, ranks)
@@ -227,6 +231,7 @@ def check(
                 ranks=ranks,
                 allow_stand_in_loss=allow_stand_in_loss,
             )
+        verdict = replace(verdict, notes=(*notes, *verdict.notes))
         has_figure = verdict.required_bytes is not None  # else the verdict gives the reason
         regression = compare_with(verdict, baseline, allowed) if baseline and has_figure else None
     if leads():

@@ -430,7 +430,9 @@ def test_check_answers_for_the_type_of_the_config(folder: Callable[..., str]) ->
     path = folder("LlamaForCausalLM", dtype=torch.bfloat16)
     of_size = ("check", path, "--gpu", "L4", "--sequence", "64", "--batch", "4", "--json")
     pure = autofit.predict(workload(path, batch=4, sequence=64, dtype="bfloat16"), gpu="L4")
-    assert run_here(*of_size).json["required_bytes"] == pure.required_bytes
+    told = run_here(*of_size).json
+    assert told["required_bytes"] == pure.required_bytes
+    assert "4 x 64 tokens, weights in bfloat16" in told["notes"][0]
     # autocast is of float32 weights
     of_float32 = workload(path, batch=4, sequence=64, dtype="float32")
     plan = of_float32.plan(settings={"precision.dtype": "bfloat16"})
