@@ -202,7 +202,7 @@ class PrecisionTable:
         return laid_out([self.verdict, "", made, "", *self._remarks()], WIDTH)
 
     def _of_one(self) -> Part:
-        titles = ("precision", "required", "fits", "largest micro-batch")
+        titles = ("data type", "required", "fits", "largest micro-batch")
         return table(titles, self._rows_of_one(), right=(1,))
 
     def _of_several(self) -> Part:
