@@ -157,7 +157,9 @@ class FineTune:
         if self.lora_rank is not None:
             adapters = {"r": self.lora_rank, "target_modules": "all-linear", **self.task.adapters}
         built = _Built(self.config, self.task.auto, chosen, adapters)
-        batch = self.task.batch(self.config, self.batch, self.sequence)
+        made = self.task.batch(self.config, self.batch, self.sequence)
+        images = getattr(torch, chosen)  # convolutions take inputs of the type of their weights
+        batch = {name: each.to(images) if each.dim() == 4 else each for name, each in made.items()}
         return Workload(built, batch, optimizer=torch.optim.AdamW)
 
     def __str__(self) -> str:

@@ -147,9 +147,10 @@ def by_hand(name: str, dtype: str, lora_rank: int | None = None) -> autofit.Work
         adapted = peft.LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
         return peft.get_peft_model(model, adapted)
 
-    return autofit.Workload(
-        build, MODELS[name][2](), loss_fn=lambda model, batch: model(**batch).loss
-    )
+    batch = MODELS[name][2]()
+    if "pixel_values" in batch:
+        batch["pixel_values"] = batch["pixel_values"].to(getattr(torch, dtype))
+    return autofit.Workload(build, batch, loss_fn=lambda model, batch: model(**batch).loss)
 
 
 def figures(prediction: autofit.Prediction) -> tuple[Any, ...]:
