@@ -171,6 +171,13 @@ class Context(Protocol):
         """What that device can do natively."""
 
     @property
+    def clock(self) -> Callable[[], float] | None:
+        """The seconds that the work so far would take, where it is computed: on the meta device.
+
+        By a roofline, good for ratios alone. None: time can be measured, or is unknown.
+        """
+
+    @property
     def samples_per_step(self) -> int:
         """Samples of an optimizer step: the global batch to keep, else the sample batch's own."""
 
@@ -452,7 +459,9 @@ implementations the optimizer steps with ("for_loop", "foreach", "fused"), and t
 
 A strategy may offer the attribute `standard_terms`, those that its settings may set, and the method
 `in_standard_terms(settings)`, which returns term -> value, all that these settings do, and {} where
-they are plain PyTorch. A setting without it is applied to the model itself, by `Strategy.apply`."""
+they are plain PyTorch. A setting without it is applied to the model itself, by `Strategy.apply`.
+The method `of_standard_terms(terms)` returns the settings that mean them, and {} where it has none;
+whether a device has them is seen where they are used."""
 
 
 @runtime_checkable

@@ -81,6 +81,11 @@ class Precision(OneSetting):
             return {"autocast": dtype}
         return {"tf32": True} if dtype == "tf32" else {}
 
+    def of_standard_terms(self, terms: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
+        """Return the setting that means these terms, if it is one of autocast's types."""
+        dtype = terms.get("autocast")
+        return {SETTING: dtype} if dtype in _AUTOCAST else {}
+
     def lines(self, value: Any, payload: Any) -> list[str]:
         if value == "tf32":
             return [

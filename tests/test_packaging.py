@@ -146,6 +146,7 @@ def test_its_metadata_say_what_it_is(wheel: Path) -> None:
     assert set(metadata.get_all("Provides-Extra") or ()) == {
         "accelerate",
         "lightning",
+        "peft",
         "transformers",
     }
     urls = [line.partition(", ")[0] for line in metadata.get_all("Project-URL") or ()]

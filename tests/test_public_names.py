@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import pytest
 
 import autofit
-from autofit.integrations import accelerate, lightning, transformers
+from autofit.integrations import accelerate, hugging_face, lightning, transformers
 from autofit.report import report
 
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
@@ -57,6 +57,7 @@ CALLED_BY_USERS: list[Callable[..., Any]] = [
     lightning.predict,
     lightning.check,
     lightning.arguments,
+    hugging_face.workload,
     accelerate.arguments,
     accelerate.applied,
 ]

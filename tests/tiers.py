@@ -41,6 +41,7 @@ PUBLIC = {
 """Functions of autofit, and of its integrations, that run the user's training in a worker."""
 IMPORT_TRAINERS = {
     "test_accelerate.py",
+    "test_hugging_face.py",
     "test_lightning.py",
     "test_pairs.py",
     "test_quantised.py",

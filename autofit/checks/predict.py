@@ -133,15 +133,19 @@ def predict(
         predicted = one_gpu.predict(workload, gpu=name, calibration=measured, **given)
         asked.check_same_model(predicted.parameters, workload)
         return predicted
-    chosen = [one_gpu.calibrated(g, asked.calibration_for(g.name)) for g in _gpus(gpu)]
+    chosen = [one_gpu.calibrated(g, asked.calibration_for(g.name)) for g in gpus_by_memory(gpu)]
     tell = progress or (lambda line: None)
     table = GpuTable(*one_gpu.predict_each(workload, chosen, progress=tell, **given))
     asked.check_same_model(next(iter(table.predictions.values())).parameters, workload)
     return table
 
 
-def _gpus(named: Sequence[Any]) -> list[Gpu]:
-    """Return the GPUs by memory."""
+def gpus_by_memory(named: Sequence[Any]) -> list[Gpu]:
+    """Return the GPUs that are named, by memory; "all" alone names all that are known.
+
+    Raises:
+        InvalidArgument: none is named, or one is not known.
+    """
     if not named:
         raise InvalidArgument('gpu is empty: name some, or pass ["all"] for all known ones')
     found = known_gpus() if list(named) == ["all"] else [find_gpu(each) for each in named]
@@ -156,7 +160,30 @@ def largest_words(largest: int | None, plan: Plan) -> str:
     return f"{largest}, the whole global batch" if is_all else str(largest)
 
 
-_TITLES = ("GPU", "VRAM budget", "required", "fits", "largest micro-batch")
+_TITLES = ("GPU", "VRAM budget", "required", "fits", "largest micro-batch", "speed (estimate)")
+SPEED_WORDS = (
+    "Speed: by a roofline, as a multiple of the slowest GPU here that trains the model at all; an "
+    "estimate, not a measurement"
+)
+
+
+def seconds_of_a_sample(prediction: Prediction) -> float | None:
+    """Return the roofline's time, good for ratios alone; None: unknown, or no size fits."""
+    cost, plan = prediction.micro_batch_cost, prediction.plan
+    if cost is None or plan.ranks > 1 or prediction.largest_micro_batch is None:
+        return None
+    return cost.seconds / plan.micro_batch
+
+
+def relative_speeds(seconds: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Return speeds as multiples of the slowest, from the seconds that each takes."""
+    slowest = max((each for each in seconds.values() if each), default=None)
+    return {name: slowest / each if slowest and each else None for name, each in seconds.items()}
+
+
+def speed_words(speed: float | None) -> str:
+    """Return a relative speed in words, in two digits."""
+    return "-" if speed is None else f"{float(f'{speed:.2g}'):g}x"
 
 
 @dataclass(frozen=True)
@@ -178,15 +205,20 @@ class GpuTable:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
+        speeds = self._speeds()
         rows = [
-            {**each.to_dict(), "fits": each.fits(), "largest_micro_batch": each.largest_micro_batch}
-            for each in self.predictions.values()
+            {
+                **each.to_dict(),
+                "largest_micro_batch": each.largest_micro_batch,
+                "relative_speed_estimate": speeds[name],
+            }
+            for name, each in self.predictions.items()
         ]
         written: dict[str, Any] = to_json({"gpus": rows, "lacking": self.lacking})
         return written
 
     def __str__(self) -> str:
-        rows = table(_TITLES, self._rows(), right=(1, 2))
+        rows = table(_TITLES, self._rows(), right=(1, 2, 5))
         return laid_out([self._title, "", rows, "", *self._remarks()], WIDTH)
 
     def _repr_html_(self) -> str:
@@ -197,9 +229,20 @@ class GpuTable:
     def _title(self) -> str:
         return f"{next(iter(self.predictions.values())).plan}, predicted"
 
+    def _speeds(self) -> dict[str, float | None]:
+        each = self.predictions.items()
+        return relative_speeds({name: seconds_of_a_sample(found) for name, found in each})
+
     def _remarks(self) -> list[str]:
-        first = next(iter(self.predictions.values()))
         lines = ["VRAM budget: all that is usable. Required: with the margin of the prediction"]
+        lines += [SPEED_WORDS] if any(self._speeds().values()) else []
+        return lines + self.notes
+
+    @property
+    def notes(self) -> list[str]:
+        """What was left out or assumed, and which GPUs cannot run the plan."""
+        first = next(iter(self.predictions.values()))
+        lines: list[str] = []
         if first.unknown_bytes:
             left = format_bytes(NCCL_BYTES)
             lines.append(f"NCCL: {NCCL_UNKNOWN}; ? means that {left} more would not fit")
@@ -211,8 +254,10 @@ class GpuTable:
         return lines
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
+        speeds = self._speeds()
         for name, each in self.predictions.items():
             needs, fits = format_bytes(each.interval[1]), each.fits()
             answer = {True: "yes", False: "no", None: "?"}[fits]
             largest = largest_words(each.largest_micro_batch, each.plan)
-            yield name, format_bytes(each.gpu.usable_bytes), needs, answer, largest
+            budget, speed = format_bytes(each.gpu.usable_bytes), speed_words(speeds[name])
+            yield name, budget, needs, answer, largest, speed

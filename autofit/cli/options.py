@@ -364,8 +364,11 @@ def load_target(target: str) -> Workload:
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise InvalidArgument(
-            f"{target!r} is not a target: use path/to/file.py:name or package.module:name"
+            f"{target!r} is not a target: use path/to/file.py:name or package.module:name (for "
+            "predict and check also hf:ORG/MODEL, or a folder with a config.json)"
         )
+    if place == "hf":
+        raise InvalidArgument(f"{target}: only predict and check take a model by its config")
     gc.disable()  # importing torch leaves nothing to collect, and looking takes a tenth of it
     try:
         module = _import(place)

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,17 @@ from autofit.checks.verdict import (
     read_fraction,
 )
 from autofit.cli.console import leads, print_result, say, say_written, stdout_for_results_only
+from autofit.cli.fine_tune import (
+    Batch,
+    Dtype,
+    LoraRank,
+    ModelOrTarget,
+    SampleLength,
+    predict_in_each_precision,
+    read_model,
+    sets_precision,
+    workload_of,
+)
 from autofit.cli.options import (
     AsJson,
     Budget,
@@ -33,11 +45,9 @@ from autofit.cli.options import (
     PlanFrom,
     Ranks,
     SettingsGiven,
-    Target,
     by_commas,
     checked,
     given_plan,
-    load_target,
     read_budget,
     refused_by_name,
     with_eval_batch,
@@ -75,7 +85,7 @@ _SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
 
 def predict(
-    target: Target,
+    target: ModelOrTarget,
     gpu: Annotated[
         list[str] | None,
         typer.Option(
@@ -90,6 +100,10 @@ def predict(
     eval_batch: EvalBatch = None,
     plan_from: PlanFrom = None,
     ranks: Ranks = None,
+    batch: Batch = None,
+    sequence: SampleLength = None,
+    lora_rank: LoraRank = None,
+    dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict the memory that a plan needs on a GPU (exit code 0: it fits, 1: not, 5: unknown).
@@ -99,7 +113,19 @@ def predict(
     """
     with stdout_for_results_only():
         warnings.filterwarnings("ignore", f".*{re.escape(IGNORED)}")  # the result has it as a note
-        workload = with_eval_batch(load_target(target), eval_batch)
+        model = read_model(target, dtype, batch=batch, sequence=sequence, lora_rank=lora_rank)
+        precisions = None
+        if model is not None and not (plan_from or eval_batch or sets_precision(setting)):
+            asked = (dtype, micro_batch, global_batch, setting, ranks)
+            with users_code():
+                precisions = predict_in_each_precision(model, gpu or [None], *asked)
+    if precisions is not None:
+        as_text = json.dumps(precisions.to_dict(), indent=1) if as_json else str(precisions)
+        print_result(as_text)
+        raise typer.Exit({True: 0, False: 1, None: 5}[precisions.fits])
+    with stdout_for_results_only():
+        loaded, notes = workload_of(model, target, dtype, setting)
+        workload = with_eval_batch(loaded, eval_batch)
         from autofit.checks.predict import predict as run
 
         plan = given_plan(workload, micro_batch, global_batch, setting, plan_from, ranks)
@@ -116,6 +142,7 @@ def predict(
             else:
                 name = gpu[0] if gpu else None
                 prediction = run(workload, plan=plan, gpu=name, ranks=ranks)
+                prediction = replace(prediction, notes=(*notes, *prediction.notes))
                 largest, told = _largest_of(prediction)
     if is_table:
         print_result(json.dumps(table.to_dict(), indent=1) if as_json else str(table))
@@ -141,7 +168,7 @@ def _largest_of(prediction: Prediction) -> tuple[int | None, str]:
 
 
 def check(
-    target: Target,
+    target: ModelOrTarget,
     vram_budget: Budget = None,
     gpu: GpuName = None,
     device: DeviceName = None,
@@ -151,6 +178,10 @@ def check(
     eval_batch: EvalBatch = None,
     plan_from: PlanFrom = None,
     ranks: Ranks = None,
+    batch: Batch = None,
+    sequence: SampleLength = None,
+    lora_rank: LoraRank = None,
+    dtype: Dtype = None,
     allow_stand_in_loss: Annotated[
         bool, typer.Option("--allow-stand-in-loss", help="answer for a workload without a loss")
     ] = False,
@@ -184,7 +215,9 @@ def check(
         raise InvalidArgument("--max-regression compares with an earlier file: give --baseline too")
     with stdout_for_results_only(), _errors_shown(target, junit_xml if leads() else None):
         warnings.filterwarnings("ignore", f".*{re.escape(IGNORED)}")
-        workload = with_eval_batch(load_target(target), eval_batch)
+        model = read_model(target, dtype, batch=batch, sequence=sequence, lora_rank=lora_rank)
+        loaded, notes = workload_of(model, target, dtype, setting)
+        workload = with_eval_batch(loaded, eval_batch)
         from autofit.checks.check import check as run
 
         plan = given_plan(workload, micro_batch, global_batch, setting, plan_from, ranks)
@@ -198,6 +231,7 @@ def check(
                 ranks=ranks,
                 allow_stand_in_loss=allow_stand_in_loss,
             )
+        verdict = replace(verdict, notes=(*notes, *verdict.notes))
         has_figure = verdict.required_bytes is not None  # else the verdict gives the reason
         regression = compare_with(verdict, baseline, allowed) if baseline and has_figure else None
     if leads():

@@ -11,6 +11,7 @@ import platform
 import re
 import stat
 import tempfile
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,7 @@ class Device:
             shareable.
         tracked_steps: steps beyond the warm-up that must run under `accounting` for peaks to be
             known.
+        clock: see `autofit.strategy.Context.clock`.
     """
 
     torch_device: torch.device
@@ -92,6 +94,7 @@ class Device:
     free_bytes: int
     exclusive_key: str | None = None
     tracked_steps = 0
+    clock: Callable[[], float] | None = None
 
     @property
     def capabilities(self) -> Capabilities:

@@ -1,11 +1,12 @@
 """GPUs by name: memory, architecture, multiprocessors, and the size of a CUDA context.
 
-Memory is the least total capacity found in public out-of-memory messages; where none was found, the
-nominal size less the share that its generation loses. Drivers and error correction change it by a
-percent and more: where that matters, give bytes. Architecture and multiprocessor counts are from
-NVIDIA's data sheets and CUDA programming guide. Context bytes were measured on the H200 and the
-H100 alone (torch 2.11, driver 580); other GPUs have the H200's until a probe measures theirs
-(`Calibration`).
+Memory is the least total capacity found in public out-of-memory messages, which the column
+`memory_from` names; where none was found, the nominal size less what its generation loses. That is
+without what the driver reserves, but with what a desktop on the same GPU takes, which no data sheet
+says: where a screen hangs on it, or error correction changes the size, give bytes. Architecture and
+multiprocessor counts are from NVIDIA's data sheets and CUDA programming guide. Context bytes were
+measured on the H200 and the H100 alone (torch 2.11, driver 580); other GPUs have the H200's until a
+probe measures theirs (`Calibration`).
 Rates are those of the data sheets, without sparsity and with float32 accumulation, times the share
 of them that kernels reach on an H200 (`REACHED_...`).
 """
@@ -248,12 +249,11 @@ def find_gpu(gpu: str | int | Gpu | None) -> Gpu:
         return _BY_KEY[_key(gpu)]
     if re.fullmatch(r"[\d.]+[kmgt]?i?b?", gpu.strip().lower()):
         return _of_size(parse_bytes(gpu), gpu, 1.0 if gpu.strip().isdigit() else USABLE_OF_A_SIZE)
-    names = ", ".join(_BY_NAME)
     near = get_close_matches(_key(gpu), _BY_KEY, n=3)
     meant = " or ".join(dict.fromkeys(_BY_KEY[key].name for key in near))
+    names = f"(do you mean {meant}?)" if meant else f"(known: {', '.join(_BY_NAME)})"
     raise InvalidArgument(
-        f"unknown GPU {gpu!r}{f' (do you mean {meant}?)' if meant else ''}; pass its memory, "
-        f'such as "24GiB", or one of: {names}'
+        f'unknown GPU {gpu!r} {names}: pass a known name, or its memory, such as "24GiB"'
     )
 
 

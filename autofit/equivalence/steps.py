@@ -259,6 +259,10 @@ class StrategyContext:
     def capabilities(self) -> Capabilities:
         return self._builder.device.capabilities
 
+    @property
+    def clock(self) -> Callable[[], float] | None:
+        return self._builder.device.clock
+
     @cached_property
     def samples_per_step(self) -> int:
         workload = self._builder.fresh_workload()

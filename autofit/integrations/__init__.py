@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["accelerate", "lightning", "transformers"]
+__all__ = ["accelerate", "hugging_face", "lightning", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

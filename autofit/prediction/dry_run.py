@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from autofit.devices.base import Device
-from autofit.devices.gpu_catalogue import Gpu
+from autofit.devices.gpu_catalogue import Gpu, find_gpu
 from autofit.equivalence.steps import StrategyContext
 from autofit.errors import (
     AutofitError,
@@ -277,11 +277,33 @@ def _unavailable(obstacle: Obstacle) -> PredictionUnavailable:
 # The meta device as a device to train on: it has a GPU's memory and no values.
 
 
+class WorkClock:
+    """The seconds of the operators that a tracer has seen, by a roofline.
+
+    Args:
+        tracer: notes its operators, on a GPU whose rates are known.
+    """
+
+    def __init__(self, tracer: CudaTracer) -> None:
+        self._tracer = tracer
+        self._seconds, self._counted = 0.0, 0
+
+    def __call__(self) -> float:
+        """Return the seconds so far."""
+        gpu, operations = self._tracer.gpu, self._tracer.operations or []
+        assert gpu.rates is not None
+        new = operations[self._counted :]
+        self._seconds += sum(operation.seconds_on(gpu, gpu.rates) for operation in new)
+        self._counted = len(operations)
+        return self._seconds
+
+
 class MetaDevice(Device):
     """Stands for the tracer's GPU in a dry run, of which nothing is measured."""
 
     def __init__(self, tracer: CudaTracer) -> None:
         self.torch_device = torch.device("meta")
+        self.clock = None if tracer.operations is None else WorkClock(tracer)
         self._tracer, self._gpu, self._known_values = tracer, tracer.gpu, tracer.known_values
 
     @property
@@ -477,17 +499,33 @@ def _stateful_parts(workload: Workload) -> dict[str, Any]:
 
 
 def meta_dimensions(
-    strategy: Strategy, settings: Settings, workload: Workload, gpu: Gpu, ranks: int = 1
+    strategy: Strategy,
+    settings: Settings,
+    workload: Workload,
+    gpu: Gpu,
+    ranks: int = 1,
+    *,
+    known: MutableMapping[Hashable, Mapping[str, Dimension]] | None = None,
 ) -> Mapping[str, Dimension]:
     """Return the dimensions that a strategy offers on that many GPUs, among them these settings.
 
-    Values that can only be found by running the model (levels of checkpointing, say) are missing.
+    Values that can only be found by running the model are missing. Placements of recomputation are
+    computed for one GPU, whichever is asked about: so a value means the same on each.
+
+    Args:
+        strategy, settings, workload, gpu, ranks: of a plan.
+        known: of earlier calls with this workload, by what decides on them; it is added to.
 
     Raises:
         InvalidArgument: the strategy has no such setting or value on that GPU.
         PredictionUnavailable: the setting or the value can only be found by running the model.
     """
-    dimensions, notes = _offered(strategy, workload, gpu, ranks)
+    key = strategy.name, ranks
+    dimensions, notes = (known or {}).get(key), list[str]()
+    if dimensions is None:
+        dimensions, notes = _offered(strategy, workload, gpu, ranks)
+    if known is not None and getattr(strategy, "recomputes", False):
+        known[key] = dimensions
     try:
         Space(dimensions, sample_batch_size=1).complete(settings)
     except InvalidArgument as error:
@@ -499,9 +537,11 @@ def meta_dimensions(
 
 def _offered(
     strategy: Strategy, workload: Workload, gpu: Gpu, ranks: int
-) -> tuple[Mapping[str, Dimension], Sequence[str]]:
+) -> tuple[Mapping[str, Dimension], list[str]]:
     """Return the dimensions of a strategy on the meta device, and its notes."""
-    tracer = CudaTracer(gpu)
+    recomputes = getattr(strategy, "recomputes", False)
+    tracer = CudaTracer(find_gpu(None) if recomputes else gpu)
+    tracer.operations = [] if recomputes else None
     world, device = World(size=ranks), MetaDevice(tracer)
     builder = TrainingBuilder(lambda: meta_copy(workload, tracer), device, seed=0, world=world)
     context = StrategyContext(builder, [])

@@ -10,7 +10,7 @@ from typing import Any
 from autofit.devices.gpu_catalogue import NCCL_BYTES, Gpu, answers_alike
 from autofit.memory.allocator import ROUNDING_BYTES, expandable_segments, round_up
 from autofit.memory.replay import Recording, peak_after, required_bytes
-from autofit.plan import ResolvedPlan
+from autofit.plan import Dimension, ResolvedPlan
 from autofit.prediction.dry_run import DryRun, dry_run, traced_sizes
 from autofit.training.workload import Workload
 
@@ -100,10 +100,12 @@ class SharedRuns:
 
     Attributes:
         dry_runs: those that were made, in order.
+        placements: by strategy and ranks, the dimensions of those that are the same on each GPU.
     """
 
     def __init__(self, workload: Workload) -> None:
         self.dry_runs: list[DryRun] = []
+        self.placements: dict[Hashable, Mapping[str, Dimension]] = {}
         self._workload = workload
         self._runs: dict[Hashable, list[DryRun]] = {}
         self._straight: dict[Hashable, Sequence[int] | None] = {}

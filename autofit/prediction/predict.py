@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.memory.allocator import expandable_segments, ignored_options
 from autofit.memory.replay import replay
 from autofit.notebook import shown
-from autofit.plan import Dimension, Plan, ResolvedPlan, check_count, settings_of
+from autofit.plan import Dimension, Plan, ResolvedPlan, Settings, check_count, settings_of
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.cuda.roofline import Cost
 from autofit.prediction.dry_run import meta_dimensions
@@ -427,16 +427,37 @@ def _predict(
         InvalidArgument: a setting or a value that the GPU does not have.
         PredictionUnavailable: the payload of a setting can only be found by running the model.
     """
+    runs = runs or SharedRuns(workload)
     dimensions: dict[str, Dimension] = {}
+    notes: list[str] = []
     for strategy in strategies:
         settings = settings_of(strategy.name, plan.settings)
         if settings_of(strategy.name, payloads):
             dimensions |= {name: Dimension([value]) for name, value in settings.items()}
         elif settings or (plan.ranks > 1 and strategy.phase is Phase.PARALLEL):
-            dimensions |= meta_dimensions(strategy, settings, workload, gpu, plan.ranks)
+            asked = strategy, settings, workload, gpu, plan.ranks
+            offered = meta_dimensions(*asked, known=runs.placements)
+            dimensions |= offered
+            notes += _placement_notes(strategy, settings, offered)
     space = Space(dimensions, workload.sample_batch_size)
     resolved = resolve(plan, space, strategies, payloads)
-    return predict_resolved(workload, resolved, gpu, runs)
+    prediction = predict_resolved(workload, resolved, gpu, runs)
+    return replace(prediction, notes=(*notes, *prediction.notes))
+
+
+def _placement_notes(
+    strategy: Strategy, settings: Settings, offered: Mapping[str, Dimension]
+) -> Iterator[str]:
+    """Yield what to know of a placement of recomputation that was computed and not measured."""
+    if getattr(strategy, "recomputes", False):
+        for name, value in settings.items():
+            values = offered[name].values
+            if value != values[0]:
+                yield (
+                    f"{name}={value} of {values[0]} to {values[-1]}: placed by computed times, and "
+                    "not compared with plain training; the levels of a search are measured, and "
+                    "may differ"
+                )
 
 
 def _largest_micro_batch(

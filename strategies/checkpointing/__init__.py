@@ -31,15 +31,20 @@ class Checkpointing(OneSetting):
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return the levels of this model; 0 alone where nothing is worth checkpointing.
 
-        Runs the user's step a few dozen times on small batches; on the meta device, where nothing
-        can be measured or compared, not at all.
+        Runs the user's step a few dozen times on small batches. On the meta device, where nothing
+        can be measured or compared, a few times, for bytes and computed times; without these the
+        levels are unknown.
         """
+        from .levels import find_levels, predict_levels  # in the worker alone
+        from .profile import clock_of
+
         if context.device.type == "meta":
+            if clock_of(context) is not None:
+                return {SETTING: predict_levels(context)}
             context.note(
                 "checkpoint levels can only be found by running the model on a real device"
             )
             return {SETTING: Dimension([0])}
-        from .levels import find_levels  # in the worker alone
 
         return {SETTING: find_levels(context, self)}
 

@@ -88,14 +88,36 @@ def find_levels(context: Context, strategy: Strategy) -> Dimension:
         if not left_out and candidates.saved_bytes:
             context.note(_NOTHING_WORTH_IT)
         return _PLAIN
-    parsed = [Unit.parse(unit) for unit in timeline.calls_of]
-    names = {name for unit in parsed for name in unit.modules(context.model)}
-    keeping = {unit.module for unit in parsed if unit.keeps_products}
-    times = time_modules(context, timed_micro_batch, names, keeping)
+    times = _times(context, timeline, timed_micro_batch)
     levels = make_dimension(context.model, timeline, times, sorted(parity.state))
     if len(levels.values) == 1:
         context.note(_NOTHING_LOWERS_THE_PEAK)
     return levels
+
+
+def predict_levels(context: Context) -> Dimension:
+    """Return the levels by the bytes and the computed times of steps that run on the meta device.
+
+    Whether a part trains alike when it is recomputed cannot be seen there: all count as such.
+
+    Raises:
+        Exception: what a step of the user's code raises.
+    """
+    small, large = (profile_step(context, samples) for samples in (SMALL, 2 * SMALL))
+    timeline, left_out = find_candidates(context.model, brought_by_samples(small, large))
+    for note in _notes(left_out):
+        context.note(note)
+    if not timeline.calls:
+        context.note(_NOTHING_WORTH_IT)
+        return _PLAIN
+    return make_dimension(context.model, timeline, _times(context, timeline, 2 * SMALL), ())
+
+
+def _times(context: Context, timeline: Timeline, micro_batch: int) -> Times:
+    parsed = [Unit.parse(unit) for unit in timeline.calls_of]
+    names = {name for unit in parsed for name in unit.modules(context.model)}
+    keeping = {unit.module for unit in parsed if unit.keeps_products}
+    return time_modules(context, micro_batch, names, keeping)
 
 
 def check_parity(

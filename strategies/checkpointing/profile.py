@@ -84,11 +84,13 @@ class _Pass:
         training: runs it.
         batch: its samples.
         keep: whether a backward pass follows; else no saved tensor is kept.
+        clock: the computed time of a device that runs nothing; None: time is measured.
     """
 
     training: TrainingView
     batch: Any
     keep: bool
+    clock: Callable[[], float] | None = None
 
     def run(self) -> None:
         if self.keep:
@@ -98,7 +100,7 @@ class _Pass:
 
     def timed(self, names: Collection[str] = (), *, products: bool = False) -> Stopwatch:
         """Run once; return the stopwatch of these modules, and of their products if asked for."""
-        stopwatch = Stopwatch(self.training.model, names, self.training.device)
+        stopwatch = Stopwatch(self.training.model, names, self.training.device, self.clock)
         dropping = saving_by(self.training, lambda tensor: None, lambda nothing: nothing)
         with (
             nullcontext() if self.keep else dropping,
@@ -142,14 +144,15 @@ def time_modules(
 
     def look(one: _Pass) -> Times:
         enough = time.monotonic() + ENOUGH_S  # waiting, for files or others, takes no thread time
-        steps = [one.timed(names) for _ in range(MIN_STEPS)]
-        while len(steps) < MAX_STEPS and time.monotonic() < enough:
+        least, most = (MIN_STEPS, MAX_STEPS) if one.clock is None else (1, 1)  # they are alike
+        steps = [one.timed(names) for _ in range(least)]
+        while len(steps) < most and time.monotonic() < enough:
             steps.append(one.timed(names))
         fastest_s = min(step.whole_s() for step in steps)
         shares = _medians([step.shares() for step in steps])
         seconds = {name: fastest_s * share for name, share in shares.items()}
         # Watching operators makes those between products slower: their share is rather too small
-        watched = [one.timed(keeping, products=True) for _ in range(MIN_STEPS if keeping else 0)]
+        watched = [one.timed(keeping, products=True) for _ in range(least if keeping else 0)]
         products = _medians([step.shares_of_products() for step in watched])
         return Times(seconds, _step_s(steps, one), products)
 
@@ -180,12 +183,20 @@ class Stopwatch:
         model: holds the modules.
         names: which of them to time, as `named_modules` names them.
         device: where they run; the host does not wait for it while it is timed.
+        clock: its time, where that is computed; None: it is measured.
     """
 
-    def __init__(self, model: nn.Module, names: Collection[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Collection[str],
+        device: torch.device,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self._model = model
         self._modules = {name: model.get_submodule(name) for name in names}
         self._device = device
+        self._clock = clock
         self._open: list[tuple[nn.Module, Mark]] = []
         self._calls: dict[nn.Module, list[tuple[Mark, Mark]]] = defaultdict(list)
         self._products: dict[nn.Module, list[tuple[Mark, Mark]]] = defaultdict(list)
@@ -235,6 +246,8 @@ class Stopwatch:
             self._calls[module].append((begin, self._mark()))
 
     def _mark(self) -> Mark:
+        if self._clock is not None:
+            return self._clock()
         if self._device.type != "cuda":  # where one thread works, without other processes
             return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -249,12 +262,18 @@ class Stopwatch:
         return sum(float(begin.elapsed_time(end)) for begin, end in spans) / 1000
 
 
+def clock_of(context: Context) -> Callable[[], float] | None:
+    """Return the computed time of the context's device; None: it is measured, if it runs at all."""
+    return getattr(context, "clock", None)
+
+
 def _of_a_step_or_a_forward(
     context: Context, micro_batch: int, look: Callable[[_Pass], Result]
 ) -> Result:
     def looked(keep: bool) -> Result:
         result: Result = context.with_training(
-            lambda training, batch: look(_Pass(training, batch, keep)), micro_batch
+            lambda training, batch: look(_Pass(training, batch, keep, clock_of(context))),
+            micro_batch,
         )
         return result
 

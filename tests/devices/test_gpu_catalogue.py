@@ -32,6 +32,12 @@ from emulated_gpu import find_card
         ("NVIDIA GH200 480GB", "GH200"),
         ("NVIDIA H200", "H200"),
         ("NVIDIA H200 NVL", "H200"),
+        ("NVIDIA GeForce RTX 3060 Laptop GPU", "RTX 3060 Laptop"),
+        ("NVIDIA GeForce RTX 4060 Ti", "RTX 4060 Ti-8GB"),  # of two sizes, the smaller
+        ("NVIDIA GeForce RTX 5060 Ti", "RTX 5060 Ti-8GB"),
+        ("NVIDIA TITAN RTX", "TITAN RTX"),
+        ("Quadro RTX 6000", "Quadro RTX 6000"),
+        ("NVIDIA RTX A2000 12GB", "A2000-12GB"),
         ("RTX 4090", "RTX 4090"),
         ("rtx4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
@@ -65,9 +71,59 @@ def test_of_a_size_as_it_is_sold_less_is_usable_and_bytes_are_believed() -> None
 
 
 def test_the_nearest_names_are_suggested() -> None:
-    with pytest.raises(InvalidArgument, match=r"mean .*RTX 3070"):
+    with pytest.raises(InvalidArgument, match=r"mean .*RTX 3070") as caught:
         find_gpu("RTX 3071")
+    assert "A100" not in str(caught.value)  # those that are not near are no help
     assert find_gpu("NVIDIA GeForce RTX 3070").total_bytes < 8 * GIB
+
+
+SOLD_AS = {  # GiB, of cards that people own
+    **dict.fromkeys(["RTX 3050 Laptop", "RTX 3050 Ti Laptop"], 4),
+    **dict.fromkeys(["RTX 2060", "RTX 3060 Laptop", "RTX 4050 Laptop"], 6),
+    **dict.fromkeys(["RTX 2070", "RTX 2080 SUPER", "RTX 3060 Ti", "RTX 3070", "RTX 4060"], 8),
+    **dict.fromkeys(["RTX 4060 Laptop", "RTX 4070 Laptop", "RTX 5050", "RTX 5060"], 8),
+    **dict.fromkeys(["RTX 3060", "RTX 3080 Ti", "RTX 4070", "RTX 4080 Laptop", "RTX 5070"], 12),
+    **dict.fromkeys(["T4", "P100", "V100-16GB", "A2", "RTX 5070 Ti", "RTX 4060 Ti-16GB"], 16),
+    **dict.fromkeys(["A10", "A10G", "L4", "RTX 3090", "Quadro RTX 6000"], 24),
+    "V100-32GB": 32,
+    **dict.fromkeys(["A6000", "RTX 6000 Ada"], 48),
+}
+
+
+@pytest.mark.parametrize(("name", "sold"), SOLD_AS.items())
+def test_a_card_has_a_little_less_than_it_is_sold_with(name: str, sold: int) -> None:
+    assert 0.9 * sold * GIB < find_gpu(name).total_bytes < sold * GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "bfloat16"),
+    [
+        ("P100", False, False),
+        ("V100", True, False),
+        ("T4", True, False),
+        ("RTX 2060 SUPER", True, False),
+        ("Quadro RTX 6000", True, False),
+        ("RTX 3050 Laptop", True, True),
+        ("RTX 4070", True, True),
+        ("RTX 5060", True, True),
+    ],
+)
+def test_what_a_card_computes_follows_from_its_generation(
+    name: str, half: bool, bfloat16: bool
+) -> None:
+    found = find_gpu(name)
+    assert (found.tensor_cores, found.native_bfloat16, found.tf32) == (half, bfloat16, bfloat16)
+
+
+def test_rates_of_a_card_are_of_one_order() -> None:
+    """A figure in the wrong column of the table would be off by more than these."""
+    for gpu in known_gpus():
+        assert gpu.rates is not None
+        bytes_per_flop = gpu.rates.bytes_per_s / gpu.rates.float32_flops_per_s
+        assert 0.005 < bytes_per_flop < 0.12, gpu.name
+        of_a_multiprocessor = gpu.rates.float32_flops_per_s / gpu.multiprocessors
+        assert 0.1e12 < of_a_multiprocessor < 0.6e12, gpu.name
+        assert gpu.rates.half_flops_per_s > gpu.rates.float32_flops_per_s
 
 
 NO_GPUS = [0, -1, 24, "24", True, 1.5, float("nan"), "1B", "nan", "", b"L4"]
