@@ -56,9 +56,7 @@ def check_installed(name: str) -> None:
     installed = installed_names()
     if name not in installed:
         known = ", ".join(installed) or "none (is torch-autofit installed?)"
-        raise InvalidArgument(
-            f"unknown strategy {name!r}; installed: {known}. To use your own, pass the object"
-        )
+        raise InvalidArgument(f"unknown strategy {name!r}; installed: {known}")
 
 
 def unavailable(strategies: Iterable[Strategy], device_type: str) -> Iterator[str]:

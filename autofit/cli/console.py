@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -48,6 +49,7 @@ def show_report(
     as_json: bool,
     *,
     verbose: bool = False,
+    quiet: bool = False,
     loaded_from: Path | None = None,
 ) -> None:
     """Write the report, then print it: a full disk must cost neither the answer nor other files.
@@ -57,6 +59,7 @@ def show_report(
         paths: of the files to write.
         as_json: print JSON; else text, whose commands name a file that holds the report.
         verbose: everything.
+        quiet: do not name the files on standard error.
         loaded_from: the file that holds the report; None: the first of `paths` that does, or else
             one in the folder for temporary files, so that no search is lost.
 
@@ -71,12 +74,13 @@ def show_report(
         except InvalidArgument as error:
             lost.append(str(error))
         else:
-            say_written(path)
+            if not quiet:
+                say_written(path)
             held_by = held_by or (path if path.suffix == ".json" else None)
         report = _shown_at(report, held_by)
     kept = _kept(report) if held_by is None and not as_json else None
-    if kept is not None:
-        say(f"wrote {kept}, which the machine may delete: give --out to keep a report")
+    if kept is not None and not quiet:
+        say(f"wrote {kept}, a temporary file: pass --out to keep the report")
     report = _shown_at(report, held_by or kept)
     try:
         shown = json.dumps(report.to_dict(), indent=1) if as_json else None
@@ -126,7 +130,7 @@ def export_report(report: Path, stack: str, paths: Sequence[Path]) -> None:
         InvalidArgument: there is no such stack, or several files or one that cannot be written.
     """
     if len(paths) > 1:
-        raise InvalidArgument("--export writes one file: give --out once")
+        raise InvalidArgument("--out: --export writes one file")
     for path in paths:
         check_out(path, (path.suffix,))
     text = _shown_at(load(report), report).export(stack, *paths)
@@ -236,6 +240,17 @@ class Commands(typer.core.TyperGroup):
     That is 1 for EOFError, a broken pipe and its own Abort, and any for its Exit.
     """
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run a command; a command line that is wrong ends as any other wrong argument does."""
+        try:
+            code = super().main(*args, **{**options, "standalone_mode": False})
+        except Exception as error:
+            if not hasattr(error, "format_message"):  # typer and click have it in different modules
+                raise
+            _print_error(f"autofit: {_usage_words(error)}")
+            code = getattr(error, "exit_code", 2)
+        sys.exit(code if isinstance(code, int) else 0)
+
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # typer's own base class
         try:
             return super().invoke(ctx)
@@ -243,6 +258,30 @@ class Commands(typer.core.TyperGroup):
             if is_users(error) or isinstance(error, (EOFError, OSError)):
                 sys.exit(_show_error(error))
             raise
+
+
+_NAMED = re.compile(r"^[\w-]+ (?=must )")
+"""The argument that a message begins with, where the option is named before it."""
+
+
+def _usage_words(error: Any) -> str:
+    """Return what is wrong with a command line: "--timeout: must be above zero seconds"."""
+    option, message = getattr(error, "param", None), str(error.message)
+    if option is not None and message:
+        return f"{_name_of(option)}: {_NAMED.sub('', message)}"
+    if hasattr(error, "possibilities"):
+        alike = " or ".join(sorted(error.possibilities or ()))
+        words = f"no such option {error.option_name}" + (f", do you mean {alike}?" if alike else "")
+    else:
+        words = f"missing {_name_of(option)}" if option is not None else message
+    hint = f" (see {error.ctx.command_path} -h)" if error.ctx is not None else ""
+    return f"{words[:1].lower()}{words[1:].removesuffix('.')}{hint}"
+
+
+def _name_of(option: Any) -> str:
+    """Return the longest form of an option, or the name of an argument."""
+    is_argument = option.param_type_name == "argument"
+    return str(option.metavar or option.name) if is_argument else max(option.opts, key=len)
 
 
 @contextmanager

@@ -255,7 +255,11 @@ class Prediction:
 
     @property
     def _title(self) -> str:
-        return f"{self.plan} on {self.gpu.name}{ASSUMED * self._gpu_assumed}"
+        name, most = f"{self.gpu.name}{ASSUMED * self._gpu_assumed}", format_bytes(self.interval[1])
+        return (
+            f"{self.plan} {FITS[self.fits()]} on {name}: needs up to {most} of "
+            f"{format_bytes(self.gpu.usable_bytes)}"
+        )
 
     @property
     def _notes(self) -> list[str]:
@@ -266,7 +270,6 @@ class Prediction:
         rows = {
             "required": f"{format_bytes(self.required_bytes)} ({low} to {high})",
             "VRAM budget": f"{format_bytes(self.gpu.usable_bytes)}, all that is usable",
-            "fits": FITS[self.fits()],
             "peak reserved": format_bytes(self.peak_reserved_bytes),
             "peak allocated": f"{format_bytes(self.peak_allocated_bytes)}, of which at that moment",
             **{f"  {memory_words(kind)}": format_bytes(self.breakdown[kind]) for kind in KINDS},

@@ -401,7 +401,7 @@ def check_writable(target: Path, given: str) -> None:
     except InvalidArgument as error:
         raise InvalidArgument(f"{given}: {error}") from error
     if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise InvalidArgument(f"{given}: the folder must exist and be writable")
+        raise InvalidArgument(f"{given}: the folder of {target} must exist and be writable")
 
 
 def _write_whole(target: Path, text: str) -> None:

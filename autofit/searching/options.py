@@ -70,7 +70,7 @@ class SearchOptions:
 
     def __post_init__(self) -> None:
         if self.effort not in list(Effort):  # a list asks for no hash, and it may be anything
-            names = ", ".join(repr(each.value) for each in Effort)
+            names = ", ".join(each.value for each in Effort)
             raise InvalidArgument(f"effort must be one of {names}, got {self.effort!r}")
         if self.sampler is not None and not isinstance(self.sampler, BaseSampler):
             raise InvalidArgument(f"sampler must be an Optuna sampler object, got {self.sampler!r}")
@@ -116,8 +116,7 @@ def check_timeout(timeout: Any) -> None:
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and 0 < timeout < _LARGEST_TIMEOUT_S):
         raise InvalidArgument(
-            f"timeout must be above zero seconds and below {_LARGEST_TIMEOUT_S:g}, or None for no "
-            f"limit, got {timeout!r}"
+            f"timeout must be above zero seconds and below {_LARGEST_TIMEOUT_S:g}, got {timeout!r}"
         )
 
 
