@@ -47,7 +47,7 @@ class CostHint:
     fixed_bytes: Number | None = None
 
 
-_BY_VALUE = ("payloads", "hints", "trial_costs_s", "accumulation")
+_BY_VALUE = ("payloads", "hints", "trial_costs_s", "accumulation", "labels")
 
 
 MAX_VALUES = 1000
@@ -79,6 +79,8 @@ class Dimension:
         opt_in: its values other than the first are only tried where the strategy is named.
         lever: the value that an expert would turn on at once, since it is expected to help wherever
             it is offered; None: there is none. A search tries levers first, together and alone.
+        labels: what a value means in a few words, which reports show beside it ("recompute 6 of 12
+            blocks").
     """
 
     values: Sequence[Scalar]
@@ -91,6 +93,7 @@ class Dimension:
     accumulation: Mapping[Scalar, bool] = field(default_factory=dict, kw_only=True)
     opt_in: bool = field(default=False, kw_only=True)
     lever: Scalar | None = field(default=None, kw_only=True)
+    labels: Mapping[Scalar, str] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(self.values))
@@ -191,6 +194,7 @@ class DimensionForm:
     accumulation: Sequence[bool | None] = ()
     opt_in: bool = False
     lever: Scalar | None = None
+    labels: Sequence[str | None] = ()
 
     @classmethod
     def of(cls, dimension: Dimension) -> DimensionForm:

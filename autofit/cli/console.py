@@ -242,6 +242,8 @@ class Commands(typer.core.TyperGroup):
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run a command; a command line that is wrong ends as any other wrong argument does."""
+        if options.get("standalone_mode") is False:  # for a caller that handles errors itself
+            return super().main(*args, **options)
         try:
             code = super().main(*args, **{**options, "standalone_mode": False})
         except Exception as error:

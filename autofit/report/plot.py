@@ -73,7 +73,7 @@ class Plot:
         across = ticks(self._x_end) if x_ticks is None else x_ticks
         for value in across:
             self.text(self.across(value), self.height + 18, _number(value), "tick middle")
-        self.text(0, -10, y_title, "axis", dx=-44)
+        self.text(0, -14, y_title, "axis", dx=-44)
         self.text(100, self.height + (34 if across else 18), x_title, "axis end")
 
     def text(self, percent: float, y: float, words: str, kind: str, *, dx: float = 0) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autofit.measurement import ACT, NOT_TRIED, Outcome, RankUse, StartUp, Trial, probes_of
-from autofit.plan import Plan, Settings, unlike
+from autofit.plan import Plan, Scalar, Settings, unlike
 from autofit.report.paste import lines_of_trainer
 from autofit.report.place import IN_PYTHON, Place
 from autofit.report.rates import rate_line
@@ -67,10 +67,10 @@ class Summary:
         A warning is never cut or left out, whatever room there is. The last remarks are left out
         and counted where the lines would be more than `most_lines`.
         """
-        warnings = [line for text in self.warnings for line in _wrapped(f"{ACT}{text}", width)]
+        warnings = [line for text in self.warnings for line in wrapped(f"{ACT}{text}", width)]
         for unseen in range(len(self.remarks) + 1):
             shown = self.remarks[: len(self.remarks) - unseen]
-            lines = [*warnings, *_wrapped(". ".join(shown), width)]
+            lines = [*warnings, *wrapped(". ".join(shown), width)]
             if unseen:
                 lines.append(f"{counted(unseen, 'note')} more: see More")
             if len(lines) <= most_lines:
@@ -78,7 +78,7 @@ class Summary:
         return lines
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def wrapped(text: str, width: int) -> list[str]:
     """Return lines of a paragraph; a flag is never broken at its hyphens."""
     return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
 
@@ -278,8 +278,22 @@ def plan_words(plan: Plan, record: Record) -> str:
 
 
 def settings_words(settings: Settings, record: Record) -> str:
-    """Return the settings that are not at their default, or "defaults"."""
-    return written(unlike(settings, record.default_settings)) or "defaults"
+    """Return the settings that are not at their default, or "defaults".
+
+    What a number stands for follows it: "checkpointing.level=6 (recompute 6 of 12 blocks)".
+    """
+    changed = unlike(settings, record.default_settings)
+    words = []
+    for name, value in changed.items():
+        label = label_of(name, value, record)
+        words.append(written({name: value}) + (f" ({label})" if label else ""))
+    return ", ".join(words) or "defaults"
+
+
+def label_of(name: str, value: Scalar, record: Record) -> str:
+    """Return what a value of a setting means, on one line; "": its strategy does not say."""
+    known = record.dimensions.get(name)
+    return " ".join(known.labels.get(value, "").split()) if known else ""
 
 
 def written(settings: Settings) -> str:
@@ -448,10 +462,12 @@ def loader_verdict(loader: Mapping[str, Any]) -> str:
 
 
 def held_by_ranks(ranks: Sequence[RankUse]) -> str:
-    """Return what the ranks held: "20.0 MiB to 24.0 MiB (rank 1 most)"."""
+    """Return what the ranks held: "20.0 MiB to 24.0 MiB (rank 1 most)", or "24.0 MiB each"."""
     held = [use.held_bytes for use in ranks]
-    most = max(held)
-    return f"{format_bytes(min(held))} to {format_bytes(most)} (rank {held.index(most)} most)"
+    least, most = format_bytes(min(held)), format_bytes(max(held))
+    if least == most:
+        return f"{most} each"
+    return f"{least} to {most} (rank {held.index(max(held))} most)"
 
 
 def validity(record: Record) -> Iterator[str]:
@@ -460,21 +476,19 @@ def validity(record: Record) -> Iterator[str]:
     size = record.workload.get("described_size")
     if (made := record.workload.get("micro_batch_shapes")) is not None:
         shapes, size = made, record.recommended.plan.micro_batch
-    whole = {name: f"{_shown_name(name)}{shape}" for name, shape in shapes.items()}
+    whole = {name: _shape_words(name, shape) for name, shape in shapes.items()}
     if how := _BATCHES.get(record.workload.get("samples", "")):
         shown = shortened(list(whole.values()), _MAX_SHAPES)
-        yield f"For batches as those of {size} samples: {shown}"
+        yield f"For batches like those of {size} samples: {shown}"
         yield how
     else:
         batched = record.workload.get("batched") or list(shapes)
-        held = [
-            f"{_shown_name(name)}{_of_one_sample(shape)}"
-            for name, shape in shapes.items()
-            if name in batched
-        ]
+        held = [_shape_words(name, shapes[name], of_one=True) for name in shapes if name in batched]
+        held = list(dict.fromkeys(filter(None, held)))
         constant = [words for name, words in whole.items() if name not in batched]
         beside = f"; constant: {shortened(constant, _MAX_SHAPES)}" if constant else ""
-        yield f"For samples up to {shortened(held, _MAX_SHAPES)}{beside}"
+        if held or constant:
+            yield f"For samples up to {shortened(held, _MAX_SHAPES) or 'one number'}{beside}"
     if recommends_baseline(record):
         return
     if record.difference is None and record.baseline_beside_best.ok:
@@ -517,11 +531,19 @@ def _shown_name(name: str) -> str:
     return f"{key[1] if key else name} "
 
 
-def _of_one_sample(shape: str) -> str:
-    """Return a type and shape without its first dimension: "int64[128]" of "int64[8, 128]"."""
-    kind, _, sizes = shape.partition("[")
-    rest = sizes.rstrip("]").split(", ")[1:]
-    return f"{kind}[{', '.join(rest)}]" if rest else kind
+def _shape_words(name: str, shape: str, *, of_one: bool = False) -> str:
+    """Return the name of a tensor and its shape: "3x32x32", "ids[128]"; "": it has neither.
+
+    Args:
+        name: where it stands in the batch.
+        shape: with its type: "int64[8, 128]".
+        of_one: leave out the first dimension, which counts the samples.
+    """
+    sizes = shape.partition("[")[2].rstrip("]").split(", ")[of_one:]
+    named, size = _shown_name(name).rstrip(), "x".join(filter(None, sizes))
+    if named and size:
+        return f"{named} {size}" if named.endswith("]") else f"{named}[{size}]"
+    return named or (size if len(sizes) > 1 else f"length {size}" * bool(size))
 
 
 @dataclass(frozen=True)
