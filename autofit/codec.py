@@ -62,7 +62,7 @@ def _builtin(value: Any) -> Any:
         return dict(value)
     if isinstance(value, Sequence):
         return list(value)
-    raise TypeError(f"a {type(value).__name__} is no JSON")
+    raise TypeError(f"a {type(value).__name__} is not JSON")
 
 
 def from_json(data: Any, kind: type[_Read], place: str) -> _Read:
@@ -94,7 +94,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        InvalidArgument: it cannot be read, is no JSON, holds what JSON has no form for, or gives a
+        InvalidArgument: it cannot be read, is not JSON, holds what JSON has no form for, or gives a
             name twice; or it is a pipe in a folder, for whose writer it would wait for ever.
     """
     try:

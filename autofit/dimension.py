@@ -104,8 +104,7 @@ class Dimension:
             raise InvalidArgument("a dimension needs at least one value, the default")
         if len(self.values) > MAX_VALUES:
             raise InvalidArgument(
-                f"a dimension has at most {MAX_VALUES} values, got {len(self.values)}: each is a "
-                "plan to choose among, so offer some of them"
+                f"a dimension has at most {MAX_VALUES} values, got {len(self.values)}: offer fewer"
             )
         if len(set(self.values)) != len(self.values):
             raise InvalidArgument(f"a dimension's values must be distinct, got {list(self.values)}")
@@ -258,8 +257,8 @@ def check_are_words(
     for text in _bare([*dimensions, *chain(*values), *settings]):
         if not _WORD.fullmatch(text):
             raise InvalidArgument(
-                f"{without_controls(text)[:80]!r} is no name or value of a setting, which have "
-                'letters, digits, "_", ".", "+" and "-" alone'
+                f"{without_controls(text)[:80]!r} is not a valid name or value of a setting: "
+                'use only letters, digits, "_", ".", "+" and "-"'
             )
 
 

@@ -90,7 +90,7 @@ def interrupts_remembered() -> Iterator[Interrupts]:
 
 @contextmanager
 def ended_after(seconds: float | None) -> Iterator[None]:
-    """End the body after so many seconds, where it runs in the main thread.
+    """End the body after this many seconds, where it runs in the main thread.
 
     Raises:
         TimeoutError: they were over; whatever the body made of that is its cause.

@@ -236,7 +236,7 @@ class Measurement:
 
     @property
     def step_time_interval_s(self) -> tuple[float, float] | None:
-        """A confidence interval of the median step time: 95 % from six steps on.
+        """A confidence interval of the median step time: 95% from six steps on.
 
         See `median_interval`.
         """
@@ -244,11 +244,11 @@ class Measurement:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return a distribution-free 95 % confidence interval of the median, from six values on.
+    """Return a distribution-free 95% confidence interval of the median, from six values on.
 
-    Its ends are order statistics: the ranks whose binomial coverage reaches 95 % (Conover,
+    Its ends are order statistics: the ranks whose binomial coverage reaches 95% (Conover,
     Practical Nonparametric Statistics, 3.2). Of fewer values they are the smallest and the largest,
-    which cover less: 75 % with three, 88 % with four, 94 % with five.
+    which cover less: 75% with three, 88% with four, 94% with five.
     """
     ordered = sorted(values)
     rank = _median_interval_rank(len(ordered))
@@ -271,7 +271,7 @@ def median_error(values: Sequence[float]) -> float:
 
 
 def _median_interval_rank(count: int) -> int:
-    """Return how many of `count` sorted values can be cut from each end at 95 % coverage."""
+    """Return how many of `count` sorted values can be cut from each end at 95% coverage."""
     rank, tail = 0, 1 / 2**count
     while 2 * (tail + math.comb(count, rank + 1) / 2**count) <= 0.05:
         rank += 1

@@ -68,7 +68,7 @@ _OF_WHOLE = 0.5
 # The modes of several ranks under which blocks are compiled: `fully_shard` hooks into the calls of
 # blocks, and with torch 2.13 on gloo nothing of them was compiled.
 _REPLICATED = {"parallel.mode": ("ddp", "ddp_view", "zero1")}
-# What lies between blocks is not fused: on a CPU a step took 3 to 17 % longer than with the whole
+# What lies between blocks is not fused: on a CPU a step took 3 to 17% longer than with the whole
 # model compiled (benchmarks/results/compile-2026-11-22.md).
 _NOT_FUSED_BETWEEN = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.05)
 # Least share of a compilation's time that compiling blocks alone must save to be offered.
@@ -197,9 +197,9 @@ def _regions(context: Context, step: SeenStep) -> Dimension:
     saved_s = whole_s - _cost_s(step.operators * step.share_of_blocks)
     if step.objects and not step.blocks:
         context.note(
-            f"{REGION}={BLOCKS} skipped: the blocks are given objects ({', '.join(step.objects)}) "
-            "that each call may find changed, so that each would be compiled for itself; training "
-            "needs no cache of keys and values (in transformers: config.use_cache = False)"
+            f"{REGION}={BLOCKS} skipped: the blocks take objects ({', '.join(step.objects)}) "
+            "that may change from call to call, so each block would be compiled on its own. In "
+            "transformers, turn the key-value cache off: config.use_cache = False"
         )
     if not step.blocks or saved_s < MIN_SAVED * whole_s:
         return Dimension([WHOLE])
@@ -218,7 +218,7 @@ def _regions(context: Context, step: SeenStep) -> Dimension:
         trial_costs_s={BLOCKS: round(-saved_s, 1)},
         hints={BLOCKS: _NOT_FUSED_BETWEEN},
         # On a CPU what lies between blocks weighs so much that blocks were slower than eager where
-        # the whole model was 19 % faster: tried first, they spoke against compilation.
+        # the whole model was 19% faster: tried first, they spoke against compilation.
         opt_in=context.device.type == "cpu",
     )
 

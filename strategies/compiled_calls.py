@@ -325,7 +325,7 @@ def _not_accumulating(model: nn.Module) -> Iterator[None]:
     if torch.is_grad_enabled() and any(each.grad is not None for each in model.parameters()):
         raise Unsupported(
             f"compile.mode={_GRAPHS}: a CUDA graph writes its gradients over those of its last "
-            "replay, so that they cannot be added up (pytorch issue 169545): drop the gradients "
+            "replay, so gradients cannot accumulate (pytorch issue 169545): clear the gradients "
             "before each forward, or choose another mode"
         )
     yield

@@ -14,7 +14,7 @@ The chunks follow Liger Kernel's fused linear cross entropy (Hsu et al., "Liger 
 Triton Kernels for LLM Training", 2024), without kernels and without a line of the model's.
 
 Torch's own `linear_cross_entropy` does not stand in for them: with 2.13 it adds up the losses and
-the gradients of chunks in bfloat16 where that is the type (128 chunks of 16 rows: a loss 6 % off),
+the gradients of chunks in bfloat16 where that is the type (128 chunks of 16 rows: a loss 6% off),
 autocast does not cast what it is given, and with smoothed labels it makes all logits.
 """
 

@@ -59,7 +59,7 @@ def refused_by_name(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str | int], int]:
-    """Return what reads a whole number of at least, and at most, so many."""
+    """Return what reads a whole number of at least, and at most, this many."""
     allowed = f"from {least} to {most}" if most is not None else f"of at least {least}"
 
     def parse(text: str | int) -> int:
@@ -231,7 +231,7 @@ SettingsGiven = Annotated[
     typer.Option(
         "--set",
         metavar="SETTINGS",
-        help="such as precision.dtype=bfloat16; other settings keep their default",
+        help="such as precision.dtype=bfloat16; other settings keep their defaults",
         callback=_check_settings,
     ),
 ]
@@ -263,8 +263,8 @@ PlannedSteps = Annotated[
     typer.Option(
         metavar="N",
         parser=whole(0),
-        help="optimizer steps you will train; settings that are slow to try, such as compile, "
-        "are tried if they save more time than that; 0: never",
+        help="optimizer steps you will train: settings that are slow to try, such as compile, "
+        "are tried only if they pay off over these steps; 0: never",
     ),
 ]
 Effort = Annotated[
@@ -301,7 +301,7 @@ PricePerHour = Annotated[
     float | None,
     typer.Option(
         metavar="PRICE",
-        help="of the device, to show what an epoch or the training costs",
+        help="price of the device, to show what an epoch or the training costs",
         parser=_number,
         callback=checked("autofit.report.report:check_price"),
     ),
@@ -353,7 +353,7 @@ def given_plan(
 
 
 def with_eval_batch(workload: Workload, samples: int | None) -> Workload:
-    """Return the workload with evaluations of so many samples; None: its own.
+    """Return the workload with evaluations of this many samples; None: its own.
 
     Raises:
         InvalidArgument: it has no evaluation.

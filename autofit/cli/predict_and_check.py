@@ -66,7 +66,7 @@ GpuName = Annotated[
     typer.Option(
         "--gpu",
         metavar="NAME",
-        help="predict for this GPU, such as L4 or A100-80GB, or a size",
+        help="predict for a GPU, such as L4 or A100-80GB, or a memory size",
         callback=checked("autofit.devices.gpu_catalogue:find_gpu"),
     ),
 ]
@@ -80,7 +80,8 @@ def predict(
         list[str] | None,
         typer.Option(
             metavar="NAMES",
-            help="L4, A100-80GB or a size; several by commas, or all, for a table",
+            help="name, such as L4 or A100-80GB, or memory size; several by commas, or all, for a "
+            "table",
             show_default="H200",
             callback=_check_gpus,
         ),

@@ -51,7 +51,7 @@ _EACH = 3
 
 
 def shared_evenly_or_not(ranks: int) -> int:
-    """Return a number of samples that so many ranks cannot share evenly."""
+    """Return a number of samples that this many ranks cannot share evenly."""
     return _EACH * ranks - 1
 
 

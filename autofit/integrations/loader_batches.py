@@ -76,7 +76,7 @@ def longest_samples(
             first batches is taken.
         examine: samples to look at, spread over the data set.
         batch_size: samples of a batch; None: as the loader says.
-        seconds: after so many the longest that were found are taken, with a warning.
+        seconds: after this many the longest that were found are taken, with a warning.
 
     Raises:
         InvalidArgument: it delivers nothing, or only once: it is an iterator.
@@ -126,8 +126,8 @@ def _check_restarts(loader: Any) -> None:
     """Refuse what delivers its batches once, such as a generator: the training would lack them."""
     if isinstance(loader, Iterator) and iter(loader) is loader:
         raise InvalidArgument(
-            f"{kind_of(loader)} delivers its batches once, and the training would lack those that "
-            "are looked at: pass the loader itself, not an iterator over it"
+            f"{kind_of(loader)} can be read only once, and the training would miss those that "
+            "autofit reads: pass the loader itself, not an iterator over it"
         )
 
 

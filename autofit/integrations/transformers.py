@@ -105,7 +105,7 @@ def workload(
         given.update(eval_step=loss.evaluate, eval_batch=evaluated and evaluated.given)
     model = trainer.model
     if as_configured and args.torch_compile:
-        warnings.warn("torch_compile=True of TrainingArguments was not used", stacklevel=2)
+        warnings.warn("torch_compile=True of TrainingArguments was ignored", stacklevel=2)
     if as_configured and _checkpoints(args):
         model = _checkpointed(model, args)
     return Workload(model, taken.given, **given | more)
@@ -348,13 +348,13 @@ def _optimizer(trainer: Any) -> Any:
 def _notes(args: Any) -> Iterator[str]:
     if _checkpoints(args):
         yield (
-            "gradient_checkpointing=True of TrainingArguments was not used: "
-            "placements are searched instead, and applying a plan turns it off"
+            "gradient_checkpointing=True of TrainingArguments was ignored: "
+            "the search looks for placements itself, and applying a plan turns it off"
         )
     if args.torch_compile:
         yield (
-            "torch_compile=True of TrainingArguments was not used in the baseline: where "
-            "compilation was searched, applying a plan sets it as the plan has it"
+            "torch_compile=True of TrainingArguments was ignored in the baseline; "
+            "applying a plan sets it to what the plan has, if compilation was searched"
         )
 
 

@@ -47,7 +47,7 @@ class Effort(StrEnum):
 
     @property
     def most_timed_seconds(self) -> float:
-        """No further step of a probe is timed once they add up to so many seconds."""
+        """No further step of a probe is timed once they add up to this many seconds."""
         return QUICK_TIMED_S if self is Effort.QUICK else TIMED_S
 
     def covers(self, other: Effort) -> bool:

@@ -367,7 +367,7 @@ def meta_step(workload: Workload, sizes: Sequence[int], tracer: CudaTracer) -> A
 def _small_or_without_values(
     workload: Workload, samples: int, make: Callable[[Workload, int], Any], tracer: CudaTracer
 ) -> Any:
-    """Return what is made of so many samples; a large one without values, if possible.
+    """Return what is made of this many samples; a large one without values, if possible.
 
     A user's function that makes batches may need values (lengths of packed sequences).
     """

@@ -140,10 +140,10 @@ def _request(
 
 
 def plan_of_ranks(workload: Workload, plan: Plan | None, ranks: int | None) -> Plan:
-    """Return the plan for so many ranks; None: the baseline, and as many as the plan says.
+    """Return the plan for this many ranks; None: the baseline, and as many as the plan says.
 
     Raises:
-        InvalidArgument: the plan says another number, or its samples cannot be shared by so many.
+        InvalidArgument: the plan says another number, or its samples cannot be shared by this many.
     """
     if plan is None:
         return workload.plan(ranks=1 if ranks is None else check_count("ranks", ranks))
@@ -151,7 +151,7 @@ def plan_of_ranks(workload: Workload, plan: Plan | None, ranks: int | None) -> P
         return plan
     if plan.ranks > 1:
         raise InvalidArgument(
-            f"ranks={ranks}, but the plan is of {plan.ranks} ranks: leave one out"
+            f"ranks={ranks}, but the plan is for {plan.ranks} ranks: leave one out"
         )
     return plan.on(ranks)
 

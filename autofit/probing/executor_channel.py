@@ -204,7 +204,7 @@ class ExecutorChannel:
                     raise SearchTimedOut("the time of the search is over")
             raise WorkerFailed(
                 f"the executor has answered none of {MAX_COPIES} requests, one every "
-                f"{format_seconds(longest_s)}: are its machines there?"
+                f"{format_seconds(longest_s)}: are its machines running?"
             )
         finally:
             for future in self._pending:

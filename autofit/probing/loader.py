@@ -35,7 +35,7 @@ from autofit.training.watch import BatchWatch
 from autofit.training.workload import Workload
 from autofit.units import kind_of
 
-# A loader is measured for so many seconds, or one round of its workers if that is longer.
+# A loader is measured for this many seconds, or one round of its workers if that is longer.
 DELIVERY_S = 1.5
 
 

@@ -126,14 +126,14 @@ def notes_on_samples(workload: Workload) -> Iterator[str]:
         shapes = describe(workload.longest_batch)
         yield (
             f"{ACT}{', '.join(f'{name} {shapes[name]}' for name in names[:3])} "
-            f"{'is' if len(names) == 1 else 'are'} not cut into micro-batches, having other than "
-            f"{workload.sample_batch_size} rows: if that grows with the samples, pass samples and "
+            f"{'is' if len(names) == 1 else 'are'} not cut into micro-batches, since there are not "
+            f"{workload.sample_batch_size} rows: if they grow with the samples, pass samples and "
             "Workload(collate_fn=)"
         )
     if kept := uncut(workload.longest_batch):
         yield (
             f"{ACT}{', '.join(kept[:3])} has an entry for each of {workload.sample_batch_size} "
-            "samples, but is no tensor, so every micro-batch gets all of it: pass samples and "
+            "samples, but is not a tensor, so every micro-batch gets all of it: pass samples and "
             "Workload(collate_fn=)"
         )
 

@@ -345,7 +345,7 @@ class _Steps:
                 self._run_one(batch)
 
     def run_all_lengths(self, count: int) -> None:
-        """Run so many steps of each length, of which nothing is kept."""
+        """Run this many steps of each length, of which nothing is kept."""
         with self.device.accounting():
             for _ in range(count):
                 for _, batch in self.mix:
@@ -369,7 +369,7 @@ class _Steps:
             self.gradient_bytes.append(max(freed, 0))
 
     def time(self, count: int) -> None:
-        """Time so many steps, of each length one, between two looks at the clock."""
+        """Time this many steps, of each length one, between two looks at the clock."""
         block = []
         for _ in range(count):
             ran = [_step(self.training, self.device, batch) for _, batch in self.mix]
@@ -491,7 +491,7 @@ def _seconds(device: Device, marks: Sequence[Any], counts: Sequence[float]) -> f
 
 MIN_TIMED_STEPS = 3
 MAX_TIMED_STEPS = 30
-# The fewest whose range holds their median with 95 %: 1 - 2 * 0.5**6 = 97 %, of 3 steps 75 %.
+# The fewest whose range holds their median with 95%: 1 - 2 * 0.5**6 = 97%, of 3 steps 75%.
 SURE_TIMED_STEPS = 6
 # Until so many seconds were timed, other processes may have hit every step: their slices take some
 # milliseconds.
@@ -500,7 +500,7 @@ SHORT_S = 0.1
 CLOSE_ENOUGH = 0.01
 # The same for a plan that has an incumbent to beat: unless the search is cut short, it is measured
 # again before it is the answer. On two cores three of four searches took a fifth to a third less
-# time than with 1 %, for plans as fast (benchmarks/results/search-seconds-2026-11-28.md).
+# time than with 1%, for plans as fast (benchmarks/results/search-seconds-2026-11-28.md).
 CLOSE_ENOUGH_TO_SEARCH = 0.03
 
 
@@ -508,7 +508,7 @@ def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
     """Return whether enough steps were timed.
 
     Without an incumbent, the interval of the median step time (`median_interval`) has to lie within
-    1 % of the median on either side; with one, within 3 %, or wholly above the incumbent's step
+    1% of the median on either side; with one, within 3%, or wholly above the incumbent's step
     time. Steps number at least 3, or 6 where they take less than 0.1 s, and at most 30; they end
     with the request's seconds.
 
@@ -549,7 +549,7 @@ MIN_ENDS = 3
 # the budget lasts.
 MAX_STEPS_OF_GROWTH = 128
 MAX_SECONDS_OF_GROWTH = 30.0
-# Growth that would not reach the budget within so many steps (a kept number) is not a leak.
+# Growth that would not reach the budget within this many steps (a kept number) is not a leak.
 HORIZON_STEPS = 1_000_000
 
 

@@ -133,7 +133,7 @@ def _running(
 
 
 def _profile_of(events: Any, plan: Plan, micro_batches: int, *, on_gpu: bool) -> StepProfile | None:
-    """Return the profile of a step in which so many of the plan's micro-batches ran."""
+    """Return the profile of a step in which this many of the plan's micro-batches ran."""
     seconds, operators = dict.fromkeys(BOUNDS, 0.0), 0
     for event in events:
         if event.device_type.name != "CPU":

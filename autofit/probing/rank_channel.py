@@ -253,7 +253,7 @@ def _check_number(ranks: int) -> None:
         raise InvalidArgument(
             f"ranks={ranks}: each rank is a process on this machine, which has "
             f"{counted(os.cpu_count() or 1, 'core')} and {counted(device_count(), 'GPU')}: give at "
-            f"most {most}. predict and check answer for any number (--ranks)"
+            f"most {most}. predict and check take any number of ranks (--ranks)"
         )
 
 

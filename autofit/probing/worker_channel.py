@@ -300,7 +300,9 @@ class WorkerProcess:
         except (EOFError, OSError):
             pass
         except Exception:  # unpickling what is no message may raise anything
-            words = "the worker sent what is no reply: does its code write to every descriptor?"
+            words = (
+                "the worker sent something that is not a reply: does its code write to descriptors?"
+            )
             raise NoReply(Outcome.CRASHED, words) from None
         return None
 

@@ -37,7 +37,7 @@ KINDS: Mapping[str, str] = {
 }
 """Kind of the memory -> its name; the class of its colour is "kind-" and the kind."""
 _WIDE_BUDGET = 3.0
-"""A budget so many times what any plan held is not drawn, or all points would lie at one edge."""
+"""A budget this many times what any plan held is not drawn, or all points would lie at one edge."""
 _BUDGET_SHARE = 0.9
 """Of the width: where the budget stands."""
 _TIMELINE_ROOM = 1.4

@@ -78,7 +78,7 @@ class Report:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the best plan was told from the baseline, with 95 %.
+        """Whether the best plan was told from the baseline, with 95%.
 
         Else `record.search.undecided_because` names the reason: "noise", "timeout", "max_probes",
         "interrupted" or "failed".
@@ -345,7 +345,7 @@ def load(path: str | os.PathLike[str]) -> Report:
         InvalidArgument: the file cannot be read, or is not a report.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise InvalidArgument(f"give the path of a report as a text or a Path, got {path!r}")
+        raise InvalidArgument(f"give the path of a report as a string or a Path, got {path!r}")
     data = read_json(path)
     try:
         return Report(Record.from_dict(data))
@@ -387,7 +387,7 @@ def check_is_file(target: Path) -> None:
         why = getattr(error, "strerror", None) or error
         raise InvalidArgument(f"cannot write {target}: {why}") from error
     if is_other:
-        raise InvalidArgument(f"cannot write {target}: it is no regular file")
+        raise InvalidArgument(f"cannot write {target}: it is not a regular file")
 
 
 def check_writable(target: Path, given: str) -> None:

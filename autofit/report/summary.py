@@ -162,7 +162,7 @@ def describe(plan: Plan, record: Record) -> str:
 def speed_words(trial: Trial, record: Record) -> str:
     """Return the speed of the trial's plan with its range: "381 samples/s (375-388)".
 
-    The range is its 95 % interval; where that decides nothing, all that was seen, alone.
+    The range is its 95% interval; where that decides nothing, all that was seen, alone.
     """
     speed, (low, high) = record.speed_of(trial), record.speed_range(trial)
     if not low or not high:
@@ -339,7 +339,7 @@ def warnings_of(record: Record) -> Iterator[str]:
     if start is not None and start.steps is None:
         yield f"{start.words(record)}: search again on an idle machine before you rely on it"
     if record.lacks_loss:
-        yield "There was no loss, and a real one may take more memory: pass criterion= or loss_fn="
+        yield "The search had no loss; a real one may need more memory: pass criterion= or loss_fn="
     yield from sizes_that_failed(record)
     yield from (note.removeprefix(ACT) for note in record.notes if note.startswith(ACT))
     loader = record.findings.get("loader") or {}
@@ -408,7 +408,7 @@ def _remarks(record: Record) -> Iterator[str]:
             plans = len({trial.plan for trial in probes_of(record.trials)})
             yield f"No faster plan was found: {counted(plans, 'plan')} ran"
         elif record.is_confirmed:
-            yield "The fastest other plan is hardly faster: such a tie goes to the baseline"
+            yield "The fastest other plan is hardly faster, and a tie goes to the baseline"
     if (factor := record.factor) is not None and factor < 1 and best.plan != baseline.plan:
         less = (baseline.measurement.held_bytes or 0) - (best.measurement.held_bytes or 0)
         if less > 0:
@@ -434,7 +434,7 @@ def how_speeds_compare(record: Record) -> Iterator[str]:
     if all(speeds) and not ahead.low <= math.log((speeds[0] or 1) / (speeds[1] or 1)) <= ahead.high:
         yield (
             "Throughput counts all steps of a plan's fastest run; the speedup compares the steps "
-            "of all runs that were hardly disturbed"
+            "of all its undisturbed runs"
         )
 
 

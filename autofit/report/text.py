@@ -129,7 +129,7 @@ def _texts(column: Column) -> list[Text]:
 
 
 def _broken(text: str, width: int) -> Iterator[str]:
-    """Yield lines of at most so many columns."""
+    """Yield lines of at most this many columns."""
     for given in text.splitlines():
         line = ""
         for word in given.split(" "):

@@ -269,7 +269,9 @@ class Search:
             raise nothing_fits(self._beliefs, self._trials)
         baseline = self._baseline
         if baseline is None:  # it is the first probe of any study that is whole
-            raise StudyError(f"{self._store.name} lacks its baseline's trial: begin another study")
+            raise StudyError(
+                f"{self._store.name} has no trial of its baseline: start another study"
+            )
         return Record(
             self._spec.vram_budget_bytes,
             self._summary(stop, answer),
@@ -561,7 +563,7 @@ class Search:
             if self._allowance.seconds_left:  # it is the sampler's own
                 raise
             raise SearchTimedOut(
-                f"{type(choice).__name__} had proposed no plan when the time of the search was over"
+                f"{type(choice).__name__} proposed no plan before the time of the search was over"
             ) from error
 
     def _tell(self, job: Job, probed: Reply) -> None:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     Pair: TypeAlias = tuple[ResolvedPlan, ResolvedPlan]
 
-# Gradients in bfloat16 were seen to differ by 2.5 to 3.3 %, where the tolerance is 3.1 %; a cast
-# that was out of date, by 24 %.
+# Gradients in bfloat16 were seen to differ by 2.5 to 3.3%, where the tolerance is 3.1%; a cast
+# that was out of date, by 24%.
 MAX_OVER = 10.0  # times what roundings explain
 # And relative to the gradients themselves, however far roundings move them: two of one size that
 # have nothing in common differ by 1.4 times that size.

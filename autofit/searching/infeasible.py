@@ -98,7 +98,7 @@ def none_fits(
 
 
 def _sufficient(beliefs: Beliefs) -> int | None:
-    """Return the bytes that the leanest plan stays under with a probability of 75 %."""
+    """Return the bytes that the leanest plan stays under with a probability of 75%."""
     space, smallest = beliefs.spec.space, beliefs.sizes.smallest
     needs = [
         beliefs.held.quantile(space.plan(int(smallest[at]), settings), 0.75)

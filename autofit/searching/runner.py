@@ -256,7 +256,7 @@ def _check_alike(probers: Sequence[Prober], names: Sequence[str | None]) -> None
         if own != facts[0]:
             raise InvalidArgument(
                 f"device {name or 'of a worker'} is {own} and the first one is {facts[0]}: times "
-                "of unlike devices cannot be compared, so search on devices of one kind"
+                "of different devices cannot be compared, so search on devices of one kind"
             )
 
 

@@ -102,7 +102,7 @@ def open_study(
         )
         opened = AskTellStudy(_STUDY_NAME, storage)
         if opened.directions != [StudyDirection.MAXIMIZE]:
-            raise StudyError(f"{name} holds a study {_STUDY_NAME!r} of another program's")
+            raise StudyError(f"{name} holds a study {_STUDY_NAME!r} of another program")
         if not isinstance(storage, RDBStorage):
             return opened, None
         claim = Claim(opened, name)
@@ -302,7 +302,7 @@ def _cut_torn_line(path: Path, file: IO[bytes], write_lock: JournalFileSymlinkLo
 
 def _damaged(study: object, what: str) -> StudyError:
     return StudyError(
-        f"the study {study} cannot be read ({what}): repair it, use a copy of it, or give another"
+        f"the study {study} cannot be read ({what}): repair it, or use a copy or another study"
     )
 
 

@@ -143,7 +143,7 @@ class Workload:
         elif not self.makes_batches:
             if isinstance(given, Dataset | DataLoader):
                 raise InvalidArgument(
-                    f"the sample batch is {kind_of(given)}, which is no batch: pass one, such "
+                    f"the sample batch is {kind_of(given)}, which is not a batch: pass one, such "
                     "as next(iter(loader)), or the data set's samples and their collate_fn="
                 )
             if isinstance(given, Lengths):
@@ -337,7 +337,7 @@ class Workload:
         return resize(self.eval_batch, samples)
 
     def with_eval_samples(self, samples: int) -> Workload:
-        """Return the workload with evaluations of so many samples."""
+        """Return the workload with evaluations of this many samples."""
         own: Any = self.eval_batch
         given: Any = samples
         if self._eval_samples_given:

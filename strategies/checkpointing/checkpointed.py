@@ -123,8 +123,8 @@ def _modules_to_cover(
         first, first_way = found.setdefault(module, (name, way))
         if first_way != way:
             raise InvalidArgument(
-                f"{first!r} and {name!r} name one module, which is checkpointed in one "
-                "way wherever it runs: give one of them"
+                f"{first!r} and {name!r} name the same module, which can only be "
+                "checkpointed in one way: give one of them"
             )
     return {module: way for module, (_, way) in found.items()}
 

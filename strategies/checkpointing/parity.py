@@ -21,7 +21,7 @@ from autofit.strategy import Comparison
 from .units import KEEPING, Unit, make_of
 
 SEEDS = (0, 1, 2)
-# A model in which so many units differ is not worth more steps; the rest is left out untried.
+# A model in which this many units differ is not worth more steps; the rest is left out untried.
 MAX_COMPARISONS = 60
 
 # Units of one kind that differ, and none that does not, for the rest to be left out untried.
