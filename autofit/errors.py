@@ -105,7 +105,7 @@ def note_tried(error: BaseException, tried: str) -> None:
 
 
 def tried_when(error: BaseException) -> str | None:
-    """Return what autofit tried when it was raised; None: nobody noted that."""
+    """Return what autofit tried when it was raised, or None if nobody noted that."""
     tried: str | None = vars(error).get("_tried")
     return tried
 
@@ -116,7 +116,7 @@ def blame(error: BaseException, setting: str, value: bool | float | str) -> None
 
 
 def blamed(error: BaseException) -> tuple[str, bool | float | str] | None:
-    """Return the setting and the value that `blame` noted; None: it did not."""
+    """Return the setting and the value that `blame` noted, or None if it did not."""
     noted: tuple[str, bool | float | str] | None = vars(error).get("_raised_under")
     return noted
 

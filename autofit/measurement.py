@@ -194,21 +194,21 @@ class Measurement:
 
     @property
     def held_bytes(self) -> int | None:
-        """Peak reserved plus non-torch bytes, which the VRAM budget limits; None: unknown."""
+        """Peak reserved plus non-torch bytes, which the VRAM budget limits, or None if unknown."""
         if self.peak_reserved_bytes is None:
             return None
         return self.peak_reserved_bytes + (self.non_torch_bytes or 0)
 
     @property
     def least_held_bytes(self) -> int | None:
-        """What the plan holds at any micro-batch, non-torch bytes included; None: unknown."""
+        """What the plan holds at any micro-batch, non-torch bytes included, or None if unknown."""
         if self.resident_bytes is None:
             return None
         return self.resident_bytes + (self.non_torch_bytes or 0)
 
     @property
     def evaluation_held_bytes(self) -> int | None:
-        """What the process held in an evaluation, non-torch bytes included; None: unknown."""
+        """What the process held in an evaluation, non-torch bytes included, or None if unknown."""
         if self.evaluation_peak_bytes is None:
             return None
         return self.evaluation_peak_bytes + (self.non_torch_bytes or 0)
@@ -220,7 +220,7 @@ class Measurement:
 
     @property
     def needed_bytes(self) -> int | None:
-        """The larger of what training and evaluation held; None: unknown."""
+        """The larger of what training and evaluation held, or None if unknown."""
         held = self.held_bytes
         return held if held is None else max(held, self.evaluation_held_bytes or 0)
 
@@ -343,7 +343,7 @@ class Trial:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples trained per second at the median step time; None: nothing was timed."""
+        """Samples trained per second at the median step time, or None if nothing was timed."""
         return self._rate(self.measurement.step_time_s)
 
     @property

@@ -321,7 +321,10 @@ def check(need: str) -> None:
 
 
 def missing(need: str) -> str | None:
-    """Return which name of a use is gone and what cannot be done without it; None: all are here."""
+    """Return which name of a use is gone and what cannot be done without it.
+
+    None if all are here.
+    """
     for path in USES[need].names:
         if (why := _why_gone(path)) is not None and not _has_stand_in(path):
             return _words(path, need, why)
@@ -345,7 +348,10 @@ def _why_gone(path: str) -> Exception | None:
 
 
 def gone_in(error: BaseException) -> str | None:
-    """Return what cannot be done where an error came of a name that is gone; None: it did not."""
+    """Return what cannot be done where an error came of a name that is gone.
+
+    None if it did not.
+    """
     if not isinstance(error, (AttributeError, ImportError)):
         return None
     asked = {error.name, getattr(error, "name_from", None)}

@@ -127,7 +127,7 @@ def saved_bytes(model: nn.Module, run: Callable[[], object]) -> int:
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef | None:
-    """Return a key of a tensor's storage that no later one has; None: it has none."""
+    """Return a key of a tensor's storage that no later one has, or None if it has none."""
     try:
         return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
     except (NotImplementedError, RuntimeError):  # sparse tensors and such

@@ -90,7 +90,7 @@ class Compile:
     standard_terms = ("compilation",)
 
     def unavailable(self, device_type: str) -> str | None:
-        """Return why nothing can be compiled for such a device here; None: it can."""
+        """Return why nothing can be compiled for such a device here, or None if it can."""
         return _lacks(device_type)
 
     def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:

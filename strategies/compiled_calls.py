@@ -168,7 +168,7 @@ class _Codes:
         return call
 
     def of(self, module: nn.Module, shapes: Any) -> Callable[..., Any] | None:
-        """Return its call for these shapes; None: there is code for as many others already."""
+        """Return its call for these shapes, or None if there is code for as many others already."""
         if shapes not in self._of_shapes and len(self._of_shapes) >= _MAX_SIZES:
             return None
         code = self._of_shapes.setdefault(shapes, _new_code())

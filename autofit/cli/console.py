@@ -95,7 +95,10 @@ def show_report(
 
 
 def _kept(report: Report) -> Path | None:
-    """Write a report that no file holds yet to one that only this user may read; None: none can."""
+    """Write a report that no file holds yet to one that only this user may read.
+
+    None if none can.
+    """
     try:
         descriptor, name = tempfile.mkstemp(prefix="autofit-", suffix=".json")
     except OSError:  # there is no folder for temporary files

@@ -157,7 +157,7 @@ class Device:
         """Compute something small and check it; raise what the device raises if it is gone."""
 
     def foreign_bytes(self) -> int | None:
-        """Return the bytes that other processes use on the device; None: unknown."""
+        """Return the bytes that other processes use on the device, or None if unknown."""
         return None
 
     def busy(self) -> str | None:

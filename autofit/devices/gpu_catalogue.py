@@ -121,7 +121,7 @@ class Gpu:
 
     @property
     def peak_flops_per_s(self) -> float | None:
-        """The data sheet's dense rate in float16 and bfloat16; None: unknown."""
+        """The data sheet's dense rate in float16 and bfloat16, or None if unknown."""
         return None if self.rates is None else self.rates.half_flops_per_s / REACHED_BY_TENSOR_CORES
 
     @property

@@ -331,7 +331,7 @@ def _with_padding(
 def _compare_altered(
     builder: TrainingBuilder, batch: Batch, *arounds: Around
 ) -> _GradientComparison | None:
-    """Return how split and whole compare on altered samples; None: the model refuses those."""
+    """Return how split and whole compare on altered samples, or None if the model refuses those."""
     try:
         return _split_against_whole(builder, batch, *arounds)
     except Exception as error:

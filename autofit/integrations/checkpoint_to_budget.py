@@ -79,7 +79,10 @@ def checkpoint_to_budget(
 def _required_bytes(
     workload: Workload, strategies: list[Strategy], device: str | None, resolved: ResolvedPlan
 ) -> int | None:
-    """Return what a plan holds within all free memory of the device; None: it has no room there."""
+    """Return what a plan holds within all free memory of the device.
+
+    None if it has no room there.
+    """
     with open_prober(workload, strategies, Target(device)) as prober:
         prober.survey()
         measured = prober.probe(ProbeRequest(resolved, full_accumulation=True)).measurement

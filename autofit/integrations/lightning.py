@@ -301,7 +301,7 @@ class Schedule:
 
     @property
     def optimizer_steps(self) -> int | None:
-        """How many `Trainer.fit` takes; None: not known."""
+        """How many `Trainer.fit` takes, or None if not known."""
         steps = [] if self.max_steps == -1 else [self.max_steps]
         epochs = -1 if self.max_epochs is None else self.max_epochs
         if epochs >= 0 and math.isfinite(self.micro_batches):

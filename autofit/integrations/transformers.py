@@ -359,7 +359,10 @@ def _notes(args: Any) -> Iterator[str]:
 
 
 def _planned_steps(trainer: Any) -> dict[str, int]:
-    """Return the optimizer steps that `train` takes, as an argument; {}: its data has no length."""
+    """Return the optimizer steps that `train` takes, as an argument.
+
+    {} if its data has no length.
+    """
     args, data = trainer.args, trainer.train_dataset
     if args.max_steps > 0:
         return {"planned_steps": args.max_steps}

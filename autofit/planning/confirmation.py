@@ -81,13 +81,13 @@ def next_turn(beliefs: Beliefs) -> Plan | None:
 
 
 def best_of(beliefs: Beliefs) -> Trial | None:
-    """Return the best trial; None: nothing fits."""
+    """Return the best trial, or None if nothing fits."""
     answer = answer_of(beliefs)
     return None if answer is None else answer.best
 
 
 def answer_of(beliefs: Beliefs) -> Answer | None:
-    """Return the answer as far as it was measured; None: nothing fits."""
+    """Return the answer as far as it was measured, or None if nothing fits."""
     if not beliefs.fitting:
         return None
     compared = _Comparison(beliefs)
@@ -299,7 +299,10 @@ def _gain_of_turn(beliefs: Beliefs, plan: Plan, other: Plan) -> float:
 
 
 def _held_bytes(trial: Trial) -> int:
-    """Return what a trial held; 0: unknown, as in a study of the user's own without constraints."""
+    """Return what a trial held.
+
+    0 if unknown, as in a study of the user's own without constraints.
+    """
     return trial.measurement.held_bytes or 0
 
 

@@ -170,6 +170,6 @@ def _of_all(replies: Sequence[Reply]) -> Reply:
 
 
 def _all_warm(starts: Sequence[bool | None]) -> bool | None:
-    """Return whether every rank that compiled found its code; None: none compiled."""
+    """Return whether every rank that compiled found its code, or None if none compiled."""
     known = [each for each in starts if each is not None]
     return all(known) if known else None

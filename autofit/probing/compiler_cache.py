@@ -23,7 +23,10 @@ class CacheUse:
     _before: tuple[int, int] = field(default_factory=lambda: _counted())
 
     def is_warm(self) -> bool | None:
-        """Return whether all code was found there; None: nobody asked, or torch does not say."""
+        """Return whether all code was found there.
+
+        None if nobody asked, or torch does not say.
+        """
         found, compiled = (now - was for now, was in zip(_counted(), self._before, strict=True))
         return compiled == 0 if found or compiled else None
 

@@ -223,7 +223,10 @@ class ExecutorChannel:
 
 
 def _why_lost(ended: Future[Any]) -> str | None:
-    """Return why a job has no result, such as a KeyboardInterrupt of its own; None: it has one."""
+    """Return why a job has no result, such as a KeyboardInterrupt of its own.
+
+    None if it has one.
+    """
     if ended.cancelled():
         return "it was cancelled"
     error = ended.exception()
@@ -289,7 +292,7 @@ _idle: list[threading.Timer] = []
 
 
 def serve(key: str, opening: _Opening | None, job: _Job) -> _Answer | None:
-    """Answer a request of the search of that key; None: its workload has not come here yet."""
+    """Answer a request of the search of that key, or None if its workload has not come here yet."""
     with _lock:
         while _idle:
             _idle.pop().cancel()

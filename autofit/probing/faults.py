@@ -161,7 +161,10 @@ def is_explained(fault: Fault, after: MemoryReading, *, vram_budget_bytes: int) 
 
 
 def spilled(held_bytes: int, available_bytes: int) -> str | None:
-    """Return in words that the process held more than the device had left; None: it did not."""
+    """Return in words that the process held more than the device had left.
+
+    None if it did not.
+    """
     if held_bytes <= available_bytes:
         return None
     return (

@@ -215,7 +215,10 @@ def evaluation_peak(
 def _failed_training(
     loss: float, growth: Growth | None, headroom_bytes: int
 ) -> tuple[Outcome, str] | None:
-    """Return how steps that all ran failed for their values or for a leak; None: they did not."""
+    """Return how steps that all ran failed for their values or for a leak.
+
+    None if they did not.
+    """
     if not math.isfinite(loss):
         return Outcome.NONFINITE, f"the loss became {loss}"
     if growth is not None and growth.is_leak(headroom_bytes):
@@ -226,7 +229,7 @@ def _failed_training(
 def _lack_of_memory(
     peak: MemoryReading, retries: int, vram_budget_bytes: int, available_bytes: int
 ) -> tuple[Outcome, str] | None:
-    """Return how steps that all ran lacked memory; None: they did not."""
+    """Return how steps that all ran lacked memory, or None if they did not."""
     held_bytes = peak.peak_held_bytes
     if held_bytes > vram_budget_bytes:
         return Outcome.OVER_BUDGET, _held_of(held_bytes, vram_budget_bytes)
@@ -240,7 +243,7 @@ def _lack_of_memory(
 def _lack_in_evaluation(
     peak: MemoryReading | None, samples: int | None, vram_budget_bytes: int
 ) -> tuple[Outcome, str] | None:
-    """Return that an evaluation went over the budget; None: it did not, or there is none."""
+    """Return that an evaluation went over the budget, or None if it did not, or there is none."""
     if peak is None or peak.peak_held_bytes <= vram_budget_bytes:
         return None
     held = _held_of(peak.peak_held_bytes, vram_budget_bytes)

@@ -161,7 +161,7 @@ def _step(training: Training, batch: Batch) -> None:
 def _flops_of_a_sample(
     training: Training, workload: Workload, sizes: Sequence[int]
 ) -> float | None:
-    """Count the model FLOPs of a step with micro-batches of these sizes; None: unknown."""
+    """Count the model FLOPs of a step with micro-batches of these sizes, or None if unknown."""
     mix = workload.mix_of_steps(sizes)
     return sum(share * _flops_of_a_step(training, each) for share, each in mix) / sum(sizes) or None
 

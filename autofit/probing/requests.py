@@ -111,7 +111,10 @@ class Workplace(Protocol):
     looked_at: Any
 
     def device_fault(self) -> str | None:
-        """Return how the device fails at a small computation now; None: it works, or is full."""
+        """Return how the device fails at a small computation now.
+
+        None if it works, or is full.
+        """
 
 
 @dataclass(frozen=True)

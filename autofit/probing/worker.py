@@ -101,7 +101,7 @@ def _set_up(output: Connection) -> None:
 
 
 def _received(wire: Connection) -> bytes | None:
-    """Return the next request; None: there will be none."""
+    """Return the next request, or None if there will be none."""
     with suppress(EOFError):
         return wire.recv_bytes()
     return None

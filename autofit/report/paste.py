@@ -32,12 +32,18 @@ LINES_OF_TRAINER: Mapping[str, Sequence[str]] = {
 
 
 def lines_of_trainer(record: Record) -> Sequence[str]:
-    """Return code that trains by the report in the trainer that was searched; (): there is none."""
+    """Return code that trains by the report in the trainer that was searched.
+
+    () if there is none.
+    """
     return LINES_OF_TRAINER.get(record.workload.get("trainer", ""), ())
 
 
 def lines_by_hand(record: Record) -> Sequence[str]:
-    """Return code that trains as the recommended plan does; (): it needs what is not installed."""
+    """Return code that trains as the recommended plan does.
+
+    () if it needs what is not installed.
+    """
     if not record.was_read:
         return record.paste.get(record.recommended.number, ())
     try:

@@ -382,7 +382,10 @@ class Record:
         return Rounds(probes_of(self.trials))
 
     def searched_speed(self, plan: Plan) -> float | None:
-        """Return the plan's median samples/s in the search alone; None: it did not fit there."""
+        """Return the plan's median samples/s in the search alone.
+
+        None if it did not fit there.
+        """
         its = [
             t
             for t in probes_of(self.trials)

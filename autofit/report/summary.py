@@ -291,7 +291,7 @@ def settings_words(settings: Settings, record: Record) -> str:
 
 
 def label_of(name: str, value: Scalar, record: Record) -> str:
-    """Return what a value of a setting means, on one line; "": its strategy does not say."""
+    """Return what a value of a setting means, on one line, or "" if its strategy does not say."""
     known = record.dimensions.get(name)
     return " ".join(known.labels.get(value, "").split()) if known else ""
 

@@ -343,7 +343,10 @@ class Search:
         return self._next_plan()
 
     def _next_plan(self) -> Plan | None:
-        """Return the plan that is most worth a probe, whatever the limits; None: there is none."""
+        """Return the plan that is most worth a probe, whatever the limits.
+
+        None if there is none.
+        """
         decided = planner.decide(self._beliefs, may_repeat=False)
         return decided.plan if isinstance(decided, Proposal) else None
 
@@ -458,7 +461,10 @@ class Search:
         return f"{MAX_VETOES} proposals in a row were not run: {said}"
 
     def _alone(self, plan: Plan, kind: TrialKind) -> Choice | None:
-        """Return the choice of a plan that runs while nothing else does; None: something does."""
+        """Return the choice of a plan that runs while nothing else does.
+
+        None if something does.
+        """
         return None if self._pending else (Proposal.of(self._beliefs, plan), kind)
 
     def _next_turn(self) -> Choice | Stop | None:

@@ -57,7 +57,10 @@ def judged(prober: Prober, spec: SearchSpec, record: Record) -> Record:
 
 
 def difference_of(prober: Prober, spec: SearchSpec, record: Record) -> Mapping[str, Any] | None:
-    """Return how far the best plan's loss and gradients are from the baseline's; None: unknown."""
+    """Return how far the best plan's loss and gradients are from the baseline's.
+
+    None if unknown.
+    """
     best, baseline = record.best.plan, record.baseline.plan
     if best == baseline or not (record.baseline.ok and record.may_probe):
         return None

@@ -16,7 +16,7 @@ from autofit.units import format_bytes, round_up_shown
 
 
 def workload_failure(trial: Trial) -> AutofitError | None:
-    """Return the error of a plain workload that cannot be trained; None: it can."""
+    """Return the error of a plain workload that cannot be trained, or None if it can."""
     outcome, detail = trial.measurement.outcome, trial.measurement.detail
     if trial.kind is not TrialKind.BASELINE:
         return None

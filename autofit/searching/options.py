@@ -247,13 +247,13 @@ class Allowance:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the timeout, less `after_s`; None: unlimited."""
+        """Seconds until the timeout, less `after_s`, or None if unlimited."""
         if self.timeout_s is None:
             return None
         return max(0.0, self.timeout_s - self.after_s - self.elapsed_s)
 
     def probes_left(self, trials: Sequence[Trial]) -> int | None:
-        """Return the probes left after those trials; None: unlimited."""
+        """Return the probes left after those trials, or None if unlimited."""
         if self.max_probes is None:
             return None
         return max(0, self.max_probes - len(probes_of(trials)))

@@ -349,7 +349,7 @@ def _whereabouts() -> dict[str, Any]:
 
 
 def runs_here(claim: Mapping[str, Any]) -> bool | None:
-    """Return whether the process of `this_process` runs; None: it is elsewhere, so unknown."""
+    """Return whether the process of `this_process` runs, or None if it is elsewhere, so unknown."""
     pid = claim["pid"]
     if any(claim.get(name) != value for name, value in _whereabouts().items()):
         return None

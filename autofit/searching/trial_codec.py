@@ -141,7 +141,7 @@ def compared_before(trials: Sequence[Trial], number: int) -> tuple[Trial, ...]:
 
 
 def _observed(frozen: FrozenTrial, spec: SearchSpec) -> Trial | None:
-    """Return a trial of a study of the user's own; None: it says nothing of a plan."""
+    """Return a trial of a study of the user's own, or None if it says nothing of a plan."""
     if not {*spec.space.dimensions, MICRO_BATCH} <= frozen.params.keys():
         return None
     plan, excess = plan_of(frozen.params, spec.space), frozen.constraints.get(_CONSTRAINT)

@@ -290,7 +290,10 @@ def _count_of_index(tensor: torch.Tensor) -> int | None:
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values of one dimension of integers; None: it is something else, or has none."""
+    """Return the values of one dimension of integers.
+
+    None if it is something else, or has none.
+    """
     if not _may_be_read(tensor) or tensor.dim() != 1 or not 0 < tensor.numel() <= _MAX_READ:
         return None
     if tensor.is_floating_point() or tensor.dtype == torch.bool:

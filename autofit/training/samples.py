@@ -377,7 +377,7 @@ def samples_in(given: Any, samples: Samples | None) -> tuple[Samples, Any]:
 
 
 def rows_of(samples: Samples) -> Rows | None:
-    """Return how batches are cut into rows, of samples too; None: it is not known."""
+    """Return how batches are cut into rows, of samples too, or None if it is not known."""
     return samples if isinstance(samples, Rows) else getattr(samples, "rows", None)
 
 

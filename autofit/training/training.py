@@ -254,7 +254,7 @@ class Training(AbstractContextManager["Training"]):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The active gradient scaler; None: gradients are not scaled."""
+        """The active gradient scaler, or None if gradients are not scaled."""
         return self._loss_scale.scaler
 
     @scaler.setter

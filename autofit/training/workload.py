@@ -322,7 +322,7 @@ class Workload:
 
     @property
     def eval_samples(self) -> int | None:
-        """Samples of an evaluation batch; None: there is no evaluation."""
+        """Samples of an evaluation batch, or None if there is no evaluation."""
         given = self.eval_batch
         if given is None or isinstance(given, int):
             return given
@@ -530,7 +530,7 @@ COMPILED_CALL = "_compiled_call_impl"
 
 
 def compiled_part(model: torch.nn.Module) -> str | None:
-    """Return the first part of a model that is compiled, in words; None: there is none."""
+    """Return the first part of a model that is compiled, in words, or None if there is none."""
     for name, module in model.named_modules():
         is_script = isinstance(module, torch.jit.ScriptModule)
         is_wrapped = type(module).__name__ == "OptimizedModule"

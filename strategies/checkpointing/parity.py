@@ -169,7 +169,7 @@ class _Gate:
         return min(cuts, key=lambda cut: abs(cut - half), default=half)
 
     def _difference(self, units: Sequence[str]) -> str | None:
-        """Return how a step with these units checkpointed differs; None: it does not."""
+        """Return how a step with these units checkpointed differs, or None if it does not."""
         if self._comparisons >= MAX_COMPARISONS:
             return _TOO_MANY
         try:
