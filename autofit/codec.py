@@ -155,7 +155,9 @@ def without_controls(value: Any) -> Any:
 
 
 def in_a_table(value: Any) -> Any:
-    """Return a cell of a table for spreadsheets: a text that looks like a formula is quoted."""
+    """Return a cell for spreadsheets: a list as JSON, a text that looks like a formula quoted."""
+    if isinstance(value, list):
+        return json.dumps(value)
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 

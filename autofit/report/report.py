@@ -159,6 +159,12 @@ class Report:
             rows.append(trial | plan | settings)
         return pd.DataFrame(rows)
 
+    def _to_csv(self) -> str:
+        """Return the trials as a table without the code of each plan, which other forms show."""
+        trials = self.to_dataframe().drop(columns="paste", errors="ignore")
+        text: str = trials.map(in_a_table).to_csv(index=False)
+        return text
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the report; the suffix of the path chooses the form.
 
@@ -177,7 +183,7 @@ class Report:
             ".md": self.to_markdown,
             ".txt": self.to_text,
             ".svg": self.plot,
-            ".csv": lambda: self.to_dataframe().map(in_a_table).to_csv(index=False),
+            ".csv": self._to_csv,
         }
         write(target, forms, "a report")
         return target
