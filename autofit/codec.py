@@ -42,7 +42,7 @@ _Read = TypeVar("_Read")
 
 
 def to_json(value: Any) -> Any:
-    """Return a value, and the dataclasses in it, as the data that JSON has.
+    """Return a value, with the dataclasses in it, as JSON data.
 
     By way of `json`, since `msgspec` writes no lone surrogates, which an error's text may hold.
     """
@@ -118,7 +118,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _with_names_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON, whose readers would take the last value of a name without a word.
+    """Return a JSON object; refuse repeated names, of which readers silently take the last.
 
     Raises:
         ValueError: it gives a name twice.

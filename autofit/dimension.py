@@ -160,7 +160,7 @@ class Dimension:
 
 
 def _as_json(payload: Any) -> Any:
-    """Return a payload as it is read again; what is no JSON stays, for `check_strategy` to name."""
+    """Return a payload as it would be read back; what is not JSON stays, for `check_strategy`."""
     try:
         return json.loads(json.dumps(payload))
     except (TypeError, ValueError):
@@ -168,7 +168,7 @@ def _as_json(payload: Any) -> Any:
 
 
 def as_called(made: Any, **changed: Any) -> tuple[Callable[..., Any], tuple[()]]:
-    """Return how to make a value again, for pickle, which has no way with a `MappingProxyType`.
+    """Return how to rebuild a value, since pickle cannot handle a `MappingProxyType`.
 
     Args:
         made: an instance of a dataclass.
@@ -181,7 +181,7 @@ def as_called(made: Any, **changed: Any) -> tuple[Callable[..., Any], tuple[()]]
 
 @dataclass(frozen=True)
 class DimensionForm:
-    """A dimension as JSON: what is known of the values stands in the order of the values."""
+    """A dimension as JSON, where facts about values are lists in the order of the values."""
 
     values: Sequence[Scalar]
     payloads: Sequence[Any] = ()
@@ -244,7 +244,7 @@ _WORD = re.compile(r"[\w.+-]*")
 def check_are_words(
     dimensions: Mapping[str, DimensionForm], settings: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Refuse a name or value that strategies write into code and that is no word.
+    """Refuse a name or value that would be written into code and is not a plain word.
 
     Args:
         dimensions: setting -> a dimension as JSON has it.

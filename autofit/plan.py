@@ -216,7 +216,7 @@ class Plan:
 
     @property
     def mean_micro_batch(self) -> float:
-        """Samples of a micro-batch, on average, on the rank with most, for which others wait."""
+        """Mean samples of a micro-batch on the rank with most, for which the others wait."""
         return -(-self.samples_per_step // self.ranks) / self.accumulation_steps
 
     def micro_batch_sizes_of(self, rank: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ _FSDP = "torch.distributed.fsdp._fully_shard"
 
 @dataclass(frozen=True)
 class Newer:
-    """A name that the oldest torch which autofit takes, 2.8, lacks.
+    """A name that torch 2.8, the oldest supported version, lacks.
 
     Attributes:
         since: the first version that has it.
@@ -348,7 +348,7 @@ def _why_gone(path: str) -> Exception | None:
 
 
 def gone_in(error: BaseException) -> str | None:
-    """Return what cannot be done where an error came of a name that is gone.
+    """Return what no longer works if an error came from a name that is gone.
 
     None if it did not.
     """

@@ -237,7 +237,7 @@ def _by_shapes(module: nn.Module, codes: _Codes, *, is_block: bool) -> Callable[
 
 
 def _refuse_second_derivatives(output: Any) -> None:
-    """Have a backward through a compiled block refused that is to be differentiated itself.
+    """Refuse to differentiate a backward through a compiled block.
 
     Torch refuses the second backward, where the first one gets that far: with compiled code behind
     the block too, it fails at once, with an error that names no cause.

@@ -66,7 +66,7 @@ class HeadLoss(OneSetting):
         if not heads:
             return {}
         if share is not None and share < MIN_SHARE:
-            context.note(f"{SETTING} skipped: logits are {share:.1%} of what a sample holds")
+            context.note(f"{SETTING} skipped: logits are only {share:.1%} of the memory of a sample")
             return {}
         payload: dict[str, Any] = {"heads": heads}
         dimension = Dimension(

@@ -174,7 +174,7 @@ def _leaves_weights(optimizer: Optimizer) -> bool:
 
 @cache
 def _fused_sgd_leaves(dtype: torch.dtype) -> bool:
-    """Return whether the loop over vectors of a CPU leaves them: pytorch issue 191763."""
+    """Return whether a CPU's vectorized loop does not update them (pytorch issue 191763)."""
     weight = torch.nn.Parameter(torch.ones(256, dtype=dtype, device="cpu"))
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=0.5, fused=True).step()

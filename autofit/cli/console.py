@@ -112,14 +112,14 @@ def _kept(report: Report) -> Path | None:
 
 
 def _shown_at(report: Report, path: Path | None) -> Report:
-    """Return the report with the commands of a shell, which read it from that file."""
+    """Return the report with shell commands that read it from that file."""
     if path is None:
         return report
     return replace(report, place=Place(os.fspath(path), _program()))
 
 
 def _program() -> str:
-    """Return how autofit was called, in a form that a shell runs again."""
+    """Return how autofit was called, as a command that a shell can run."""
     command = shutil.which("autofit")
     if command is not None and os.path.abspath(sys.argv[0]) == command:
         return "autofit"
@@ -192,7 +192,7 @@ def exit_code(outcome: Outcome) -> int:
 
 
 def print_result(text: str) -> None:
-    """Print to standard output, which carries results only; a reader may have had enough of them.
+    """Print to standard output, which carries only results; a closed pipe is not an error.
 
     Raises:
         AutofitError: it cannot be written.
@@ -222,7 +222,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 class Interrupted(AutofitError):
-    """A signal ended the command, which has printed what it had; a shell's script should end, too.
+    """A signal ended the command after it printed what it had, so a calling script should end too.
 
     SIGTERM of a search counts as Ctrl-C.
     """
@@ -315,7 +315,7 @@ def _show_error(error: BaseException) -> int:
 
 
 def _show_traceback(error: BaseException) -> None:
-    """Show the traceback of the user's code alone, and that of a fault of autofit's in full."""
+    """Show a traceback: of the user's code alone, or of a fault of autofit's in full."""
     if not is_users(error):
         _print_error("".join(traceback.format_exception(error)).rstrip())
         return

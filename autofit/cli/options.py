@@ -100,7 +100,7 @@ def _check_budget(text: str | None) -> str | None:
 
 
 def checked(check: str) -> Callable[[Any], Any]:
-    """Return a callback that has "module:function", imported only then, refuse an invalid value."""
+    """Return a callback that checks a value by "module:function", which it imports when called."""
 
     def callback(value: Any) -> Any:
         if value is not None:

@@ -134,7 +134,7 @@ def predict(
 
 
 def _largest_of(prediction: Prediction) -> tuple[int | None, str]:
-    """Return the largest micro-batch that fits the GPU, and what is printed of it."""
+    """Return the largest micro-batch that fits the GPU, and how it is printed."""
     try:
         largest = prediction.largest_micro_batch
     except PredictionUnavailable as error:  # of other sizes; the plan's own answer stands

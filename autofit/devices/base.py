@@ -30,7 +30,7 @@ TRIED_TORCH = ("2.8", "2.11", "2.13", "2.14", "2.15")
 
 
 def notes_on_torch(version: str = torch.__version__) -> tuple[str, ...]:
-    """Return a note where torch is newer, or older, than all with which autofit was tried."""
+    """Return a note if torch is newer or older than every version autofit was tested with."""
     oldest, newest = map(TorchVersion, (TRIED_TORCH[0], TRIED_TORCH[-1]))
     own = TorchVersion(".".join(version.split(".")[:2]))
     if oldest <= own <= newest:
@@ -107,7 +107,7 @@ class Device:
         return nullcontext()
 
     def in_host_memory(self) -> AbstractContextManager[None]:
-        """Have what is made inside lie in the host's memory: it does not count."""
+        """Let tensors made inside live in host memory, where they do not count."""
         return nullcontext()
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ class Device:
         return None
 
     def busy(self) -> str | None:
-        """Return what others do on the device while this process does nothing; None: not much."""
+        """Return what other processes do on the device while this one is idle; None: not much."""
         return None
 
 

@@ -189,7 +189,7 @@ class CudaDevice(Device):
             )
 
     def _use_first(self) -> None:
-        """Check the device's health, and say what a failure that is no fault of a plan means."""
+        """Check the device's health, and explain a failure that no plan is to blame for."""
         try:
             self.check_health()
         except torch.AcceleratorError as error:

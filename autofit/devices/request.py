@@ -103,7 +103,7 @@ def device_names(device: Any) -> list[str | None]:
 
 
 def _check_several(names: Sequence[str | None]) -> None:
-    """Refuse devices of which two would be one, or which cannot be compared."""
+    """Refuse devices that are named twice, or that cannot be compared."""
     if all(name == "cpu" for name in names):
         return
     unnumbered = [name for name in names if name is None or not name.startswith("cuda:")]

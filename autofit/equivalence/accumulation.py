@@ -342,7 +342,7 @@ def _compare_altered(
 
 
 def _with_distinct_samples(batch: Batch, places: Collection[int]) -> Batch:
-    """Return the batch with its tensors whose samples are all alike made to differ, where possible.
+    """Return the batch with identical samples made to differ, where possible.
 
     Rolling a sample along its last dimension keeps what the elements mean: tokens, labels, pixels.
     Floating tensors of a single value become random in [0, 1), but for those of 1 that are not the

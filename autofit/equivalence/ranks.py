@@ -113,7 +113,7 @@ def compare_ranks(
     payloads: Mapping[str, object],
     strategy: Strategy,
 ) -> Comparison | str:
-    """Return how far a parallel strategy's gradients are from one process's, or why none knows.
+    """Return how far a parallel strategy's gradients are from one process's, or why not.
 
     Every rank of the builder's world calls this, and gets the comparison of the worst, or that some
     rank could not run all samples alone, or that random numbers of the model's would move them by

@@ -1,4 +1,4 @@
-"""A plan in another library's loop: what its arguments express, and the rest, on the model.
+"""A plan in another library's loop: part as its arguments, the rest on the model.
 
 A stack is given those settings that have a name in it (`Strategy.in_standard_terms`). All others
 are applied to the model and the optimizer by their strategies, exactly as `Report.apply` does, for

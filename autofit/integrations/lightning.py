@@ -64,7 +64,7 @@ def workload(
     examine: int = MAX_EXAMINED,
     **more: Any,
 ) -> Workload:
-    """Return what a LightningModule trains, as a workload: for `autofit.predict` and the others.
+    """Return a LightningModule's training as a workload, for `autofit.predict` and the like.
 
     Args:
         module: a live LightningModule with one optimizer, which Lightning steps.
@@ -544,7 +544,7 @@ def _optimizer(module: Any) -> Any:
 
 
 def _asks_for_trainer(error: RuntimeError, what: str, advice: str = "") -> Exception:
-    """Return the error to raise for one of a module's code: in words where it lacks a Trainer."""
+    """Return the error to raise for one in a module's code: explained, if it needs a Trainer."""
     if "not attached to a `Trainer`" not in str(error):
         return error
     own = [

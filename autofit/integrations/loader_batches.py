@@ -123,7 +123,7 @@ def from_loader(loader: Any, n: int = MAX_EXAMINED) -> Lengths:
 
 
 def _check_restarts(loader: Any) -> None:
-    """Refuse what delivers its batches once, such as a generator: the training would lack them."""
+    """Refuse an iterator, such as a generator: the training would miss the batches read here."""
     if isinstance(loader, Iterator) and iter(loader) is loader:
         raise InvalidArgument(
             f"{kind_of(loader)} can be read only once, and the training would miss those that "
@@ -132,7 +132,7 @@ def _check_restarts(loader: Any) -> None:
 
 
 def _three_batches(loader: Any, examine: int) -> list[LoaderBatch]:
-    """Return the batches of both quartiles, and the longest."""
+    """Return the batches at both quartiles of length, and the longest."""
     dataset, samples = _dataset_of(loader, None)
     if dataset is None:
         count = min(examine, _BATCHES)

@@ -138,7 +138,7 @@ class Known:
         return found
 
     def _rest(self, settings: Settings) -> VariantKey:
-        """Return the settings that are not costly, and not allowed only beside such."""
+        """Return the settings that are not costly, nor allowed only beside costly ones."""
         return variant_key({n: v for n, v in settings.items() if n not in self._costly})
 
     @cached_property

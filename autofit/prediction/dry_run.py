@@ -430,7 +430,7 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _with_batches(workload: Workload, changed: Callable[[torch.Tensor], Any]) -> Workload:
-    """Return the workload with each tensor changed of the batches whose values nobody reads."""
+    """Return the workload, changing each tensor of the batches whose values nobody reads."""
     batches = {}
     if not _reads_values(workload):
         batches["sample_batch"] = map_tensors(changed, workload.sample_batch)

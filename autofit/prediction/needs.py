@@ -152,7 +152,7 @@ class SharedRuns:
 
 
 class _NotStraight(Exception):
-    """Two dry runs do not differ in sizes alone, or these have no whole number between."""
+    """Two dry runs differ in more than sizes, or no whole number lies between their sizes."""
 
 
 def on_line(one: DryRun, other: DryRun, micro_batch: int) -> DryRun | None:

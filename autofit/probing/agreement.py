@@ -70,7 +70,7 @@ class _End:
 
 
 def is_fault(answer: Answer) -> bool:
-    """Return whether a rank ended otherwise than by doing what was asked."""
+    """Return whether a rank ended in another way than by doing what was asked."""
     return not _End.of(answer).outcome.ran
 
 
@@ -117,7 +117,7 @@ def agree(answers: Sequence[Answer], *, is_probe: bool) -> Reply:
 
 
 def _decisive(failed: Mapping[int, _End]) -> tuple[int, int | None]:
-    """Return the rank whose end is that of all, and the rank to blame, if it is one."""
+    """Return the rank whose end stands for all, and the rank to blame, if there is one."""
     causes = {
         rank: end
         for rank, end in failed.items()

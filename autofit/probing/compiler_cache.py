@@ -18,7 +18,7 @@ _COMPILED = ("fxgraph_cache_miss", "fxgraph_cache_bypass")
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What this process asks the cache for, from when this is made."""
+    """What this process has asked of the cache since this was made."""
 
     _before: tuple[int, int] = field(default_factory=lambda: _counted())
 

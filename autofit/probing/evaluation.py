@@ -119,7 +119,7 @@ def climb(
 
 
 def _aimed_at(found: Mapping[int, MemoryReading], vram_budget_bytes: int) -> int:
-    """Return the samples where the line through the two largest meets the share aimed at.
+    """Return the samples where the line through the two largest meets the target share.
 
     Allocated bytes lie on a line; what is held for them keeps its ratio to these.
     """

@@ -119,7 +119,7 @@ class ExecutorChannel:
 
     @property
     def pid(self) -> int | None:
-        """0 once a worker was opened: it is a process of another machine."""
+        """0 once a worker is open: its process is on another machine."""
         return None if self._device is None else 0
 
     def open(self, ends_at: float = math.inf) -> DeviceFacts:

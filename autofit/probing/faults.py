@@ -54,7 +54,7 @@ class Fault:
         return f"{self.kind} ({line})"
 
     def outcome_where(self, *, memory_was_short: bool) -> Outcome:
-        """Return the outcome, knowing whether device memory was short when it happened."""
+        """Return the outcome, given whether device memory was short at the time."""
         return self.outcome if memory_was_short else self.otherwise or self.outcome
 
     @property

@@ -116,7 +116,7 @@ def _samples_in(batch: Batch, workload: Workload, settings: LoaderSettings) -> i
 def _batches_of(
     session: Workplace, settings: LoaderSettings
 ) -> Iterator[tuple[Iterable[Batch], Iterator[Batch]]]:
-    """Yield a loader and its batches; its processes have ended and its generators are put back."""
+    """Yield a loader and its batches; then end its processes and restore its generators."""
     loader = session.builder.fresh_workload().loader
     assert loader is not None  # a search without one does not ask
     torch.manual_seed(session.builder.seed)

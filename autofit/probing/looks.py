@@ -174,7 +174,7 @@ class _FirstLook:
 
 
 def _first_survey(session: Workplace, builder: TrainingBuilder, model: torch.nn.Module) -> Survey:
-    """Return the facts of a model where it lies, of its loss and its samples.
+    """Return the facts about a model on its device, its loss and its samples.
 
     Raises:
         InvalidArgument: of several ranks, another has other weights or another GPU.
@@ -226,7 +226,7 @@ class _Looks:
 
     @property
     def may_be_taken_again(self) -> bool:
-        """Whether no look was to be taken, so that another survey is to follow."""
+        """Whether looks were skipped, so another survey has to follow."""
         names = [strategy.name for strategy in self._session.strategies]
         return {SPLIT_GRADIENTS, *names} <= self._left_out.keys()
 

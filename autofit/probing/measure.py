@@ -324,7 +324,7 @@ class _Steps:
         return [max(0.0, first - statistics.median(run)) for first, run in later if run]
 
     def run_as_asked(self, request: ProbeRequest) -> None:
-        """Run the steps that show memory: on a device that tracks some, others than are timed.
+        """Run the steps that show memory; a device that tracks steps runs others to time them.
 
         A long training is tracked all along, and shows what is late.
         """
@@ -579,7 +579,7 @@ class Growth:
         return not self.collectable and self.steps_until(headroom_bytes) < HORIZON_STEPS
 
     def words(self, headroom_bytes: int) -> str:
-        """Return a sentence about it, with its size and the way out."""
+        """Return a sentence about the growth, its size and the remedy."""
         much = format_bytes(self.bytes_per_step)
         if self.collectable:
             return f"a reference cycle keeps {much} of every step until garbage collection"
@@ -620,7 +620,7 @@ def growth_over(end_bytes: Sequence[int], collected_bytes: int) -> Growth | None
 
 
 def _growth(steps: _Steps, vram_budget_bytes: int) -> Growth | None:
-    """Return what every step added and does not end; more steps are run to find that out."""
+    """Return what every step keeps adding; more steps are run to be sure."""
     device = steps.device
     # The device accounted alike for these
     end_bytes = steps.end_bytes[0 if device.tracked_steps else WARM_UP_STEPS :]

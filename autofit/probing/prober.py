@@ -137,7 +137,7 @@ class Deadlines:
     patience: float = 20.0
 
     def of(self, expected_seconds: float | None) -> float:
-        """Return the seconds after which what is expected to take so long counts as hung."""
+        """Return the seconds after which a request expected to take this long counts as hung."""
         if expected_seconds is None:
             return self.unknown_s
         return max(self.shortest_s, self.patience * expected_seconds)

@@ -241,7 +241,7 @@ def device_of_rank(asked: str | None, world: World) -> str | None:
 
 
 def _check_number(ranks: int) -> None:
-    """Refuse ranks that a machine cannot run side by side: a typing error would make their files.
+    """Refuse more ranks than a machine can run side by side, as a typo would ask for.
 
     Raises:
         InvalidArgument: there are more than its cores and GPUs, and more than take turns.
@@ -258,7 +258,7 @@ def _check_number(ranks: int) -> None:
 
 
 def _check_host() -> None:
-    """Refuse where no process reaches another: torch's store would try for minutes.
+    """Refuse if processes cannot reach one another: torch's store would try for minutes.
 
     Raises:
         WorkerFailed: it is so, as in a sandbox without a loopback device.

@@ -155,7 +155,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return reduced
 
     def _leave_out_name(self, of_module: dict[str, Any]) -> None:
-        """Have functions of a module that the worker cannot import not say that they are of it.
+        """Hide a module's name from its functions if the worker cannot import that module.
 
         By that name Dynamo looks up what an inlined function reads: in a worker it would find
         another `__main__`. Without one it reads the function's own globals.

@@ -117,7 +117,7 @@ def _rebuilt(
 
 
 class _Unpickler(pickle.Unpickler):
-    """Leaves classes alone that exist here already: cloudpickle would set all their members."""
+    """Leaves classes alone that already exist here; cloudpickle would overwrite their members."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)

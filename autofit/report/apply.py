@@ -110,7 +110,7 @@ def _samples(
     collate_fn: CollateFn | None,
     workload: Workload | None,
 ) -> Samples:
-    """Return how a step's samples become micro-batches: as in the search, or as is said now.
+    """Return how a step's samples become micro-batches: as in the search, or as given now.
 
     Raises:
         InvalidArgument: the search had a collate_fn that is not given again; or as of `_rows`.

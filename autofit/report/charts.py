@@ -81,7 +81,7 @@ class Marks:
 
     @classmethod
     def of(cls, record: Record, fits: Sequence[Trial]) -> Marks:
-        """Return those of the lever whose values differ most in the speed of their best plan.
+        """Return the marks of the lever whose values differ most in the speed of their best plan.
 
         A record without levers takes any setting that does not recompute.
         """

@@ -1,4 +1,4 @@
-"""Code that trains by a plan: lines to paste into a loop of one's own, or for a trainer.
+"""Code that trains by a plan: lines to paste into your own loop, or for a trainer.
 
 No line comes out of a report's file, which may be anybody's: what is installed here writes them.
 """
@@ -104,7 +104,7 @@ def paste_lines(resolved: ResolvedPlan, *, has_loss_weight: bool = False) -> lis
 
 
 def _lines_of_ranks(plan: Plan, *, has_loss_weight: bool) -> list[str]:
-    """Return how ranks split and weight their samples, of which wrappers know nothing.
+    """Return how ranks split and weight their samples, which wrappers do not know.
 
     Both `DistributedDataParallel` and `fully_shard` divide the sum of gradients by the ranks, so
     each loss takes a weight whose mean over the ranks adds up to one, as in `Training`.

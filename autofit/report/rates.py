@@ -1,4 +1,4 @@
-"""What a speed means to who trains: tokens, model FLOPs, and what an epoch takes and costs.
+"""What a speed means in practice: tokens, model FLOPs, and what an epoch takes and costs.
 
 Each rate is known where its facts are, and left out elsewhere.
 """

@@ -649,7 +649,7 @@ def _record_in(data: Mapping[str, Any]) -> Record:
 
 
 def _check_memory_use(use: Mapping[str, Any]) -> None:
-    """Check that a memory use is whole, or says why there is none.
+    """Check that a memory use is complete, or says why there is none.
 
     Raises:
         InvalidArgument: it is neither.

@@ -61,7 +61,7 @@ class Report:
 
     @property
     def best(self) -> Trial:
-        """The trial of the plan that measured fastest, or that won a tie with such.
+        """The trial of the plan that measured fastest, or that won a tie with it.
 
         It is that of `plan` where the search decided: `.plan`, `.samples_per_second`,
         `.measurement`.
@@ -371,7 +371,7 @@ def write(target: Path, forms: Mapping[str, Callable[[], str]], what: str) -> No
         InvalidArgument: another suffix, or the file cannot be written.
     """
     if target.suffix not in forms:
-        raise InvalidArgument(f"{target}: {what} is written as {', '.join(forms)}")
+        raise InvalidArgument(f"{target}: the file of {what} must end in {', '.join(forms)}")
     text = forms[target.suffix]()
     check_is_file(target)
     try:

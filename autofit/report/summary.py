@@ -302,7 +302,7 @@ def written(settings: Settings) -> str:
 
 
 def next_best(record: Record) -> Trial | None:
-    """Return the fastest plan but the best, by the final comparison if it was in it.
+    """Return the fastest plan other than the best, by the final comparison if it was in it.
 
     None that was left out since it does not train as the baseline does.
     """
@@ -320,7 +320,7 @@ def next_best(record: Record) -> Trial | None:
 
 
 def warnings_of(record: Record) -> Iterator[str]:
-    """Yield what the reader should act on, the weightiest first."""
+    """Yield what the reader should act on, the most important first."""
     best, baseline = record.recommended, record.baseline_beside_best
     sizes = [trial.plan.samples_per_step for trial in (baseline, best)]
     if sizes[0] != sizes[1]:
@@ -374,7 +374,7 @@ def undecided_words(record: Record) -> str:
 
 
 def sizes_that_failed(record: Record) -> Iterator[str]:
-    """Yield that no micro-batch above those that ran could run, or none below, and why.
+    """Yield that no micro-batch above or below those that ran could run, and why.
 
     Where it is not for lack of memory: then no plan of another size could win. The plan is named
     where it is of settings that ran at no other size, which may be to blame.
@@ -425,7 +425,7 @@ def _remarks(record: Record) -> Iterator[str]:
 
 
 def how_speeds_compare(record: Record) -> Iterator[str]:
-    """Yield how the speedup was made, where the two throughputs would give another one."""
+    """Yield how the speedup was computed, if the two throughputs would give another one."""
     beside = beside_recommended(record)
     if beside is None or not (beside.ok and record.is_decided):
         return

@@ -95,7 +95,7 @@ def laid_out(parts: Iterable[Part], width: int, *, color: bool = False) -> str:
 def table(
     titles: Sequence[str], lines: Iterable[Sequence[str]], *, right: Iterable[int] = ()
 ) -> Table:
-    """Return a table without lines whose columns are left-aligned but for those named."""
+    """Return a table without borders; columns are left-aligned except for those named."""
     made = Table(box=None, pad_edge=False, padding=(0, _BETWEEN, 0, 0), header_style="")
     for number, title in enumerate(titles):
         is_right = number in right

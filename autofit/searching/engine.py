@@ -351,7 +351,7 @@ class Search:
         return decided.plan if isinstance(decided, Proposal) else None
 
     def mark_ended(self, stop: Stop) -> None:
-        """Note in the study that the planner came to its own end, not to that of its allowance."""
+        """Note in the study that the planner finished by itself, not because of a limit."""
         if stop.is_exhausted and stop.with_more_time is None and self._spent() is None:
             self._store.mark_ended(stop.because)
 
@@ -521,7 +521,7 @@ class Search:
         return works.plan
 
     def _submit(self, choice: Proposal | BaseSampler, kind: TrialKind) -> None:
-        """Have a plan run, or a sampler's; store the trial of one that is vetoed instead."""
+        """Run a plan, or a sampler's choice; a vetoed one is only stored as a trial."""
         self.interrupts.check()
         asked = self._asked(choice)
         if isinstance(choice, BaseSampler):

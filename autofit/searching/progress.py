@@ -68,7 +68,7 @@ class ProgressLine:
             self._cell.show(self._last.text())
 
     def show_stage(self, stage: str) -> None:
-        """Show a stage that precedes the search to who watches; it may end at once, by a typo."""
+        """Show a stage before the search to someone who watches; a typo may end it at once."""
         if self._live is not None or self._cell is not None:
             self(StageStarted(stage, Progress(0, 0, None, 0.0, None, None)))
 

@@ -163,7 +163,7 @@ class ParallelRunner(Runner):
         return job, result
 
     def cancel(self) -> None:
-        """End what is pending: a worker that runs by ending it."""
+        """End what is pending, and the workers that run it."""
         for future, (_, place) in self._running.items():
             if not future.cancel():
                 place.prober.renew()

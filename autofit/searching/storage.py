@@ -336,7 +336,7 @@ def this_process() -> dict[str, Any]:
 
 
 def _whereabouts() -> dict[str, Any]:
-    """Return where a process id means the same: the host, as booted, and the id's namespace.
+    """Return what makes a process id unique: the host, its boot, and the namespace of the id.
 
     Containers may have one host name, and ids of their own.
     """

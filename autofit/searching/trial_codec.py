@@ -59,7 +59,7 @@ def spec_of(study: optuna.Study) -> SearchSpec:
 
 
 def check_words(spec: SearchSpec, trials: Sequence[Trial]) -> None:
-    """Refuse a study in whose settings something else than words would become code.
+    """Refuse a study whose settings would put more than plain words into code.
 
     Raises:
         InvalidArgument: there is such a name or value.

@@ -72,7 +72,7 @@ def check_rows(batch: Batch, *, has_criterion: bool = False) -> None:
 
 
 def doubtful(batch: Batch) -> list[str]:
-    """Return the names of floating-point tensors that stay whole for no reason that shows."""
+    """Return the names of floating-point tensors that stay whole for no apparent reason."""
     facts = _Facts(batch)
     has_time_first = len(facts.batched) == 1 and facts.first.dim() > 1
 
@@ -85,7 +85,7 @@ def doubtful(batch: Batch) -> list[str]:
 
 
 def uncut(batch: Batch) -> list[str]:
-    """Return the names of what has an entry for each sample, and stays whole as no tensor."""
+    """Return the names of non-tensors with an entry for each sample, which stay whole."""
     samples = batch_size(batch)
 
     def is_per_sample(part: Any) -> bool:
@@ -236,7 +236,7 @@ def _are_tensors(entries: Sequence[Any]) -> bool:
 
 
 def _is_pair_of_tables(entries: Sequence[torch.Tensor]) -> bool:
-    """Return whether it may be an input beside another table, such as prototypes of classes."""
+    """Return whether a tensor may be an input beside another table, such as class prototypes."""
     return len(entries) == 2 and entries[0].is_floating_point() and entries[0].dim() <= 2
 
 

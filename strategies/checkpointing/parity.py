@@ -117,7 +117,7 @@ class _Gate:
         return True
 
     def search_all(self, layers: Sequence[Sequence[str]], seeds: Sequence[int]) -> None:
-        """Search these lists from each seed, and leave out what no step has run.
+        """Search these lists from each seed, and leave out units that no step has run.
 
         From further seeds, units within others make no difference as long as none of those does,
         but for units that keep their products: they run again what others do not.
