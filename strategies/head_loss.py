@@ -66,7 +66,7 @@ class HeadLoss(OneSetting):
         if not heads:
             return {}
         if share is not None and share < MIN_SHARE:
-            context.note(f"{SETTING} skipped: logits are only {share:.1%} of the memory of a sample")
+            context.note(f"{SETTING} skipped: logits are only {share:.1%} of a sample's memory")
             return {}
         payload: dict[str, Any] = {"heads": heads}
         dimension = Dimension(

@@ -103,7 +103,7 @@ def _check_profile(profile: Any) -> None:
             f"profile must be a .json or .json.gz file for a trace, got {profile!r}"
         )
     if "\0" in os.fspath(profile):
-        raise InvalidArgument(f"profile={os.fspath(profile)!r}: the name of a file has no NUL")
+        raise InvalidArgument(f"profile={os.fspath(profile)!r}: a file name cannot contain a NUL")
     check_writable(Path(profile), f"profile={os.fspath(profile)!r}")
 
 

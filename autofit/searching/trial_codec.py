@@ -54,7 +54,7 @@ def spec_of(study: optuna.Study) -> SearchSpec:
         InvalidArgument: it is none.
     """
     if SPEC not in study.user_attrs:
-        raise StudyError(f"the study {study.study_name!r} was not made by autofit: give another")
+        raise StudyError(f"the study {study.study_name!r} was not made by autofit: use another one")
     return SearchSpec.from_json(study.user_attrs[SPEC])
 
 

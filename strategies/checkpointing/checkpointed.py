@@ -55,7 +55,7 @@ class Cover:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cover:
-        """Return one for a copied module; the training that `around` belongs to is not copied."""
+        """Return a copy for a copied module, without `around`: its training is not copied."""
         original, state = copy.deepcopy((self.original, self.state), memo)
         return replace(self, original=original, state=state)
 

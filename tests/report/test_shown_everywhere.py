@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from autofit.measurement import RankUse
-from autofit.plan import Dimension
+from autofit.plan import Dimension, Scalar
 from autofit.report.page import cell, page
 from autofit.report.record import Record, Undecided
 from autofit.report.report import Report
 from autofit.report.summary import held_by_ranks
 from autofit.report.text import markdown, render
 
-LABELS = {1: "recompute 1 of 12 blocks", 2: "recompute\n2 of 12 blocks"}
+LABELS: dict[Scalar, str] = {1: "recompute 1 of 12 blocks", 2: "recompute\n2 of 12 blocks"}
 IN_WORDS = "folding.level=1 (recompute 1 of 12 blocks)"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from autofit.strategies.checkpointing.levels import label_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,6 +26,7 @@ from autofit.training.workload import Workload
 from tests.plugin import Plugin
 
 SETTING = "checkpointing.level"
+label_of = importlib.import_module("autofit.strategies.checkpointing.levels").label_of
 
 
 @pytest.fixture(scope="module")
