@@ -55,7 +55,7 @@ class Cover:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cover:
-        """Return a copy for a copied module, without `around`: its training is not copied."""
+        """Return a cover for a copied module, with the same `around`: no training is copied."""
         original, state = copy.deepcopy((self.original, self.state), memo)
         return replace(self, original=original, state=state)
 
