@@ -215,10 +215,7 @@ def evaluation_peak(
 def _failed_training(
     loss: float, growth: Growth | None, headroom_bytes: int
 ) -> tuple[Outcome, str] | None:
-    """Return how steps that all ran failed for their values or for a leak.
-
-    None if they did not.
-    """
+    """Return how steps that all ran failed for their values or for a leak; None: they did not."""
     if not math.isfinite(loss):
         return Outcome.NONFINITE, f"the loss became {loss}"
     if growth is not None and growth.is_leak(headroom_bytes):
@@ -229,7 +226,7 @@ def _failed_training(
 def _lack_of_memory(
     peak: MemoryReading, retries: int, vram_budget_bytes: int, available_bytes: int
 ) -> tuple[Outcome, str] | None:
-    """Return how steps that all ran lacked memory, or None if they did not."""
+    """Return how steps that all ran lacked memory; None: they did not."""
     held_bytes = peak.peak_held_bytes
     if held_bytes > vram_budget_bytes:
         return Outcome.OVER_BUDGET, _held_of(held_bytes, vram_budget_bytes)
@@ -243,7 +240,7 @@ def _lack_of_memory(
 def _lack_in_evaluation(
     peak: MemoryReading | None, samples: int | None, vram_budget_bytes: int
 ) -> tuple[Outcome, str] | None:
-    """Return that an evaluation went over the budget, or None if it did not, or there is none."""
+    """Return that an evaluation went over the budget; None: it did not, or there is none."""
     if peak is None or peak.peak_held_bytes <= vram_budget_bytes:
         return None
     held = _held_of(peak.peak_held_bytes, vram_budget_bytes)
@@ -324,7 +321,7 @@ class _Steps:
         return [max(0.0, first - statistics.median(run)) for first, run in later if run]
 
     def run_as_asked(self, request: ProbeRequest) -> None:
-        """Run the steps that show memory; a device that tracks steps runs others to time them.
+        """Run the steps that show memory: on a device that tracks some, others than are timed.
 
         A long training is tracked all along, and shows what is late.
         """
@@ -348,7 +345,7 @@ class _Steps:
                 self._run_one(batch)
 
     def run_all_lengths(self, count: int) -> None:
-        """Run this many steps of each length, of which nothing is kept."""
+        """Run so many steps of each length, of which nothing is kept."""
         with self.device.accounting():
             for _ in range(count):
                 for _, batch in self.mix:
@@ -372,7 +369,7 @@ class _Steps:
             self.gradient_bytes.append(max(freed, 0))
 
     def time(self, count: int) -> None:
-        """Time this many steps, of each length one, between two looks at the clock."""
+        """Time so many steps, of each length one, between two looks at the clock."""
         block = []
         for _ in range(count):
             ran = [_step(self.training, self.device, batch) for _, batch in self.mix]
@@ -494,7 +491,7 @@ def _seconds(device: Device, marks: Sequence[Any], counts: Sequence[float]) -> f
 
 MIN_TIMED_STEPS = 3
 MAX_TIMED_STEPS = 30
-# The fewest whose range holds their median with 95%: 1 - 2 * 0.5**6 = 97%, of 3 steps 75%.
+# The fewest whose range holds their median with 95 %: 1 - 2 * 0.5**6 = 97 %, of 3 steps 75 %.
 SURE_TIMED_STEPS = 6
 # Until so many seconds were timed, other processes may have hit every step: their slices take some
 # milliseconds.
@@ -503,7 +500,7 @@ SHORT_S = 0.1
 CLOSE_ENOUGH = 0.01
 # The same for a plan that has an incumbent to beat: unless the search is cut short, it is measured
 # again before it is the answer. On two cores three of four searches took a fifth to a third less
-# time than with 1%, for plans as fast (benchmarks/results/search-seconds-2026-11-28.md).
+# time than with 1 %, for plans as fast (benchmarks/results/search-seconds-2026-11-28.md).
 CLOSE_ENOUGH_TO_SEARCH = 0.03
 
 
@@ -511,7 +508,7 @@ def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
     """Return whether enough steps were timed.
 
     Without an incumbent, the interval of the median step time (`median_interval`) has to lie within
-    1% of the median on either side; with one, within 3%, or wholly above the incumbent's step
+    1 % of the median on either side; with one, within 3 %, or wholly above the incumbent's step
     time. Steps number at least 3, or 6 where they take less than 0.1 s, and at most 30; they end
     with the request's seconds.
 
@@ -552,7 +549,7 @@ MIN_ENDS = 3
 # the budget lasts.
 MAX_STEPS_OF_GROWTH = 128
 MAX_SECONDS_OF_GROWTH = 30.0
-# Growth that would not reach the budget within this many steps (a kept number) is not a leak.
+# Growth that would not reach the budget within so many steps (a kept number) is not a leak.
 HORIZON_STEPS = 1_000_000
 
 
@@ -579,7 +576,7 @@ class Growth:
         return not self.collectable and self.steps_until(headroom_bytes) < HORIZON_STEPS
 
     def words(self, headroom_bytes: int) -> str:
-        """Return a sentence about the growth, its size and the remedy."""
+        """Return a sentence about it, with its size and the way out."""
         much = format_bytes(self.bytes_per_step)
         if self.collectable:
             return f"a reference cycle keeps {much} of every step until garbage collection"
@@ -620,7 +617,7 @@ def growth_over(end_bytes: Sequence[int], collected_bytes: int) -> Growth | None
 
 
 def _growth(steps: _Steps, vram_budget_bytes: int) -> Growth | None:
-    """Return what every step keeps adding; more steps are run to be sure."""
+    """Return what every step added and does not end; more steps are run to find that out."""
     device = steps.device
     # The device accounted alike for these
     end_bytes = steps.end_bytes[0 if device.tracked_steps else WARM_UP_STEPS :]
