@@ -68,7 +68,7 @@ _OF_WHOLE = 0.5
 # The modes of several ranks under which blocks are compiled: `fully_shard` hooks into the calls of
 # blocks, and with torch 2.13 on gloo nothing of them was compiled.
 _REPLICATED = {"parallel.mode": ("ddp", "ddp_view", "zero1")}
-# What lies between blocks is not fused: on a CPU a step took 3 to 17% longer than with the whole
+# What lies between blocks is not fused: on a CPU a step took 3 to 17 % longer than with the whole
 # model compiled (benchmarks/results/compile-2026-11-22.md).
 _NOT_FUSED_BETWEEN = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.05)
 # Least share of a compilation's time that compiling blocks alone must save to be offered.
@@ -218,7 +218,7 @@ def _regions(context: Context, step: SeenStep) -> Dimension:
         trial_costs_s={BLOCKS: round(-saved_s, 1)},
         hints={BLOCKS: _NOT_FUSED_BETWEEN},
         # On a CPU what lies between blocks weighs so much that blocks were slower than eager where
-        # the whole model was 19% faster: tried first, they spoke against compilation.
+        # the whole model was 19 % faster: tried first, they spoke against compilation.
         opt_in=context.device.type == "cpu",
     )
 
