@@ -310,7 +310,7 @@ def report(
     """
     if export is not None:
         if later is not None or as_json or verbose:
-            raise InvalidArgument("--export: takes one report, and no other option than --out")
+            raise InvalidArgument("--export: takes one report and no option except --out")
         export_report(path, export, out or ())
         return
     for file in out or ():

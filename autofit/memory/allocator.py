@@ -399,7 +399,7 @@ class ExpandableSegments:
                 if _reach(start, size):
                     return start
             block = block.next
-        raise AssertionError("the addresses of a segment never end")
+        raise AssertionError("a segment always has room for another block")
 
     def _unmap(self, pool: Pool, block: Block, start: int, end: int) -> None:
         """Unmap the addresses from `start` to `end` of a free block."""

@@ -356,7 +356,7 @@ def refuse_compiled(model: torch.nn.Module) -> None:
 
 
 def meta_step(workload: Workload, sizes: Sequence[int], tracer: CudaTracer) -> Any:
-    """Return what a step of those micro-batches takes, which does not count yet."""
+    """Return the batch of a step in those micro-batches, outside the traced allocations."""
 
     def make(workload: Workload, samples: int) -> Any:
         return workload.step_of(*(sizes if samples == sum(sizes) else (samples,)))
