@@ -32,6 +32,9 @@ _RANGE = re.compile(r"\([\d.]+-[\d.]+\)")
 _END_OF_PART = re.compile(r"(=|\.(?=[a-z]))")
 
 
+_FRAME = "width:100%;height:40em;border:0"
+
+
 def page(record: Record, place: Place = IN_PYTHON) -> str:
     """Return the report as an HTML document."""
     answer = summary(record, place)
@@ -53,9 +56,10 @@ def page(record: Record, place: Place = IN_PYTHON) -> str:
 
 
 def cell(record: Record, place: Place = IN_PYTHON) -> str:
-    """Return what a notebook shows of the report: its answer, and speed against memory.
+    """Return what a notebook shows: the answer, speed against memory, and the page, folded.
 
-    The chart is an image: the style of an SVG in the cell would be that of the whole notebook.
+    The chart is an image and the page a frame: their style would be that of the whole notebook.
+    Where frames are left out, as on GitHub, the rest stays.
     """
     answer = summary(record, place)
     messages = [*(f"Warning: {text}" for text in answer.warnings), *answer.remarks]
@@ -63,7 +67,9 @@ def cell(record: Record, place: Place = IN_PYTHON) -> str:
     lines = [f"{answer.apply}  # train by the plan", f"{answer.more}  # show everything"]
     told = notebook.shown([answer.title, *messages], table, lines)
     drawn = b64encode(standalone(frontier_chart(record)).encode()).decode()
-    return f'{told}<img alt="speed against memory" src="data:image/svg+xml;base64,{drawn}">'
+    image = f'<img alt="speed against memory" src="data:image/svg+xml;base64,{drawn}">'
+    frame = f'<iframe sandbox srcdoc="{escape(page(record, place))}" style="{_FRAME}"></iframe>'
+    return f"{told}{image}<details><summary>The whole report</summary>{frame}</details>"
 
 
 def _document(title: str, body: Iterable[str], version: str) -> str:
