@@ -540,6 +540,8 @@ def _shape_words(name: str, shape: str, *, of_one: bool = False) -> str:
         of_one: leave out the first dimension, which counts the samples.
     """
     sizes = shape.partition("[")[2].rstrip("]").split(", ")[of_one:]
+    if of_one and sizes == ["1"]:  # one number, in a dimension of its own
+        sizes = []
     named, size = _shown_name(name).rstrip(), "x".join(filter(None, sizes))
     if named and size:
         return f"{named} {size}" if named.endswith("]") else f"{named}[{size}]"

@@ -320,6 +320,7 @@ def test_the_table_in_full_is_of_the_plans_of_the_answer(record: Record) -> None
             "For samples up to ids[128], t; constant: [1][0]['boxes'] 8x5x4",
         ),
         ({"sample_shapes": {"[0]": "float32[8, 3, 32, 32]", "[1]": "int64[8]"}}, "up to 3x32x32"),
+        ({"sample_shapes": {"[0]": "float32[8, 9]", "[1]": "float32[8, 1]"}}, "up to length 9"),
         ({"sample_shapes": {"[0]": "int64[8, 9]", "[1]": "int64[8, 9]"}}, "up to length 9"),
         # Time first, or samples side by side in one row: no dimension is known to hold samples.
         *(
