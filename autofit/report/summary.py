@@ -462,12 +462,11 @@ def loader_verdict(loader: Mapping[str, Any]) -> str:
 
 
 def held_by_ranks(ranks: Sequence[RankUse]) -> str:
-    """Return what the ranks held: "20.0 MiB to 24.0 MiB (rank 1 most)", or "24.0 MiB each"."""
+    """Return what the ranks held: "20.0 MiB to 24.0 MiB (rank 1 most)", or "20.0 MiB each"."""
     held = [use.held_bytes for use in ranks]
     least, most = format_bytes(min(held)), format_bytes(max(held))
-    if least == most:
-        return f"{most} each"
-    return f"{least} to {most} (rank {held.index(max(held))} most)"
+    each = f"{least} to {most} (rank {held.index(max(held))} most)"
+    return f"{most} each" if least == most else each
 
 
 def validity(record: Record) -> Iterator[str]:

@@ -571,17 +571,17 @@ def test_the_shell_is_told_of_flags_that_there_are() -> None:
     assert {f"--{name.replace('_', '-')}" for name in FLAGS} <= options
 
 
-COMMANDS: Any = get_command(app)
-
-
-@pytest.mark.parametrize("command", COMMANDS.commands)
+@pytest.mark.parametrize("command", get_command(app).commands)  # type: ignore[attr-defined]
 def test_help_cuts_no_word_and_fits_a_screen(command: str) -> None:
     narrow = CliRunner(env={"COLUMNS": "60"}).invoke(app, [command, "--help"])
     assert narrow.exit_code == 0
     assert "\u2026" not in narrow.output
     shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, [command, "-h"])
-    assert len(shown.output.splitlines()) <= 52
+    assert len(shown.output.splitlines()) <= 60
     assert max(map(len, shown.output.splitlines())) <= 80
+
+
+COMMANDS: Any = get_command(app)
 
 
 @pytest.mark.parametrize("command", COMMANDS.commands)
