@@ -42,7 +42,7 @@ _Read = TypeVar("_Read")
 
 
 def to_json(value: Any) -> Any:
-    """Return a value, and the dataclasses in it, as the data that JSON has.
+    """Return a value, with the dataclasses in it, as JSON data.
 
     By way of `json`, since `msgspec` writes no lone surrogates, which an error's text may hold.
     """
@@ -62,7 +62,7 @@ def _builtin(value: Any) -> Any:
         return dict(value)
     if isinstance(value, Sequence):
         return list(value)
-    raise TypeError(f"a {type(value).__name__} is no JSON")
+    raise TypeError(f"a {type(value).__name__} is not JSON")
 
 
 def from_json(data: Any, kind: type[_Read], place: str) -> _Read:
@@ -94,7 +94,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        InvalidArgument: it cannot be read, is no JSON, holds what JSON has no form for, or gives a
+        InvalidArgument: it cannot be read, is not JSON, holds what JSON has no form for, or gives a
             name twice; or it is a pipe in a folder, for whose writer it would wait for ever.
     """
     try:
@@ -118,7 +118,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _with_names_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON, whose readers would take the last value of a name without a word.
+    """Return a JSON object; refuse repeated names, of which readers silently take the last.
 
     Raises:
         ValueError: it gives a name twice.
@@ -155,7 +155,9 @@ def without_controls(value: Any) -> Any:
 
 
 def in_a_table(value: Any) -> Any:
-    """Return a cell of a table for spreadsheets: a text that looks like a formula is quoted."""
+    """Return a cell for spreadsheets: a list as JSON, a text that looks like a formula quoted."""
+    if isinstance(value, list):
+        return json.dumps(value)
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 

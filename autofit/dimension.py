@@ -47,7 +47,7 @@ class CostHint:
     fixed_bytes: Number | None = None
 
 
-_BY_VALUE = ("payloads", "hints", "trial_costs_s", "accumulation")
+_BY_VALUE = ("payloads", "hints", "trial_costs_s", "accumulation", "labels")
 
 
 MAX_VALUES = 1000
@@ -79,6 +79,8 @@ class Dimension:
         opt_in: its values other than the first are only tried where the strategy is named.
         lever: the value that an expert would turn on at once, since it is expected to help wherever
             it is offered; None: there is none. A search tries levers first, together and alone.
+        labels: what a value means in a few words, which reports show beside it ("recompute 6 of 12
+            blocks").
     """
 
     values: Sequence[Scalar]
@@ -91,6 +93,7 @@ class Dimension:
     accumulation: Mapping[Scalar, bool] = field(default_factory=dict, kw_only=True)
     opt_in: bool = field(default=False, kw_only=True)
     lever: Scalar | None = field(default=None, kw_only=True)
+    labels: Mapping[Scalar, str] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(self.values))
@@ -101,8 +104,7 @@ class Dimension:
             raise InvalidArgument("a dimension needs at least one value, the default")
         if len(self.values) > MAX_VALUES:
             raise InvalidArgument(
-                f"a dimension has at most {MAX_VALUES} values, got {len(self.values)}: each is a "
-                "plan to choose among, so offer some of them"
+                f"a dimension has at most {MAX_VALUES} values, got {len(self.values)}: offer fewer"
             )
         if len(set(self.values)) != len(self.values):
             raise InvalidArgument(f"a dimension's values must be distinct, got {list(self.values)}")
@@ -158,7 +160,7 @@ class Dimension:
 
 
 def _as_json(payload: Any) -> Any:
-    """Return a payload as it is read again; what is no JSON stays, for `check_strategy` to name."""
+    """Return a payload as it would be read back; what is not JSON stays, for `check_strategy`."""
     try:
         return json.loads(json.dumps(payload))
     except (TypeError, ValueError):
@@ -166,7 +168,7 @@ def _as_json(payload: Any) -> Any:
 
 
 def as_called(made: Any, **changed: Any) -> tuple[Callable[..., Any], tuple[()]]:
-    """Return how to make a value again, for pickle, which has no way with a `MappingProxyType`.
+    """Return how to rebuild a value, since pickle cannot handle a `MappingProxyType`.
 
     Args:
         made: an instance of a dataclass.
@@ -179,7 +181,7 @@ def as_called(made: Any, **changed: Any) -> tuple[Callable[..., Any], tuple[()]]
 
 @dataclass(frozen=True)
 class DimensionForm:
-    """A dimension as JSON: what is known of the values stands in the order of the values."""
+    """A dimension as JSON, where facts about values are lists in the order of the values."""
 
     values: Sequence[Scalar]
     payloads: Sequence[Any] = ()
@@ -191,6 +193,7 @@ class DimensionForm:
     accumulation: Sequence[bool | None] = ()
     opt_in: bool = False
     lever: Scalar | None = None
+    labels: Sequence[str | None] = ()
 
     @classmethod
     def of(cls, dimension: Dimension) -> DimensionForm:
@@ -241,7 +244,7 @@ _WORD = re.compile(r"[\w.+-]*")
 def check_are_words(
     dimensions: Mapping[str, DimensionForm], settings: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Refuse a name or value that strategies write into code and that is no word.
+    """Refuse a name or value that would be written into code and is not a plain word.
 
     Args:
         dimensions: setting -> a dimension as JSON has it.
@@ -254,8 +257,8 @@ def check_are_words(
     for text in _bare([*dimensions, *chain(*values), *settings]):
         if not _WORD.fullmatch(text):
             raise InvalidArgument(
-                f"{without_controls(text)[:80]!r} is no name or value of a setting, which have "
-                'letters, digits, "_", ".", "+" and "-" alone'
+                f"{without_controls(text)[:80]!r} is not a valid name or value of a setting: "
+                'use only letters, digits, "_", ".", "+" and "-"'
             )
 
 

@@ -105,18 +105,18 @@ def note_tried(error: BaseException, tried: str) -> None:
 
 
 def tried_when(error: BaseException) -> str | None:
-    """Return what autofit tried when it was raised; None: nobody noted that."""
+    """Return what autofit tried when it was raised, or None if nobody noted that."""
     tried: str | None = vars(error).get("_tried")
     return tried
 
 
 def blame(error: BaseException, setting: str, value: bool | float | str) -> None:
-    """Note under which value of a setting it was raised, for whoever can do without that value."""
+    """Note the value of a setting that caused an error, for callers that can do without it."""
     vars(error)["_raised_under"] = setting, value
 
 
 def blamed(error: BaseException) -> tuple[str, bool | float | str] | None:
-    """Return the setting and the value that `blame` noted; None: it did not."""
+    """Return the setting and the value that `blame` noted, or None if it did not."""
     noted: tuple[str, bool | float | str] | None = vars(error).get("_raised_under")
     return noted
 
@@ -138,7 +138,7 @@ def raised_here(error: BaseException) -> bool:
 
 
 def is_users_class(named: Any) -> bool:
-    """Whether a class or function is of none of torch, numpy, autofit and the standard library.
+    """Whether a class or function is not from torch, numpy, autofit or the standard library.
 
     The library's namespaces, containers and generators are as good as the user's.
     """
@@ -151,7 +151,7 @@ _NOT_THE_USERS = {"torch", "numpy", "autofit", *sys.stdlib_module_names} - _HOLD
 
 @contextmanager
 def users_code() -> Iterator[None]:
-    """Mark what is raised inside as the user's, but for autofit's errors and Ctrl-C."""
+    """Mark what is raised inside as the user's, except for autofit's errors and Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:

@@ -90,7 +90,7 @@ def interrupts_remembered() -> Iterator[Interrupts]:
 
 @contextmanager
 def ended_after(seconds: float | None) -> Iterator[None]:
-    """End the body after so many seconds, where it runs in the main thread.
+    """End the body after this many seconds, where it runs in the main thread.
 
     Raises:
         TimeoutError: they were over; whatever the body made of that is its cause.
@@ -118,7 +118,7 @@ def ended_after(seconds: float | None) -> Iterator[None]:
 
 
 def interruptible(call: Callable[[], _Result], timeout_s: float | None = None) -> _Result:
-    """Return what a call returns that lets signals wait, such as one into a library of C.
+    """Return the result of a call that delays signals, such as one into a C library.
 
     It has a thread of its own, which is left alone when Ctrl-C comes, or the time is over.
 

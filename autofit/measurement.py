@@ -194,21 +194,21 @@ class Measurement:
 
     @property
     def held_bytes(self) -> int | None:
-        """Peak reserved plus non-torch bytes, which the VRAM budget limits; None: unknown."""
+        """Peak reserved plus non-torch bytes, which the VRAM budget limits, or None if unknown."""
         if self.peak_reserved_bytes is None:
             return None
         return self.peak_reserved_bytes + (self.non_torch_bytes or 0)
 
     @property
     def least_held_bytes(self) -> int | None:
-        """What the plan holds at any micro-batch, non-torch bytes included; None: unknown."""
+        """What the plan holds at any micro-batch, non-torch bytes included, or None if unknown."""
         if self.resident_bytes is None:
             return None
         return self.resident_bytes + (self.non_torch_bytes or 0)
 
     @property
     def evaluation_held_bytes(self) -> int | None:
-        """What the process held in an evaluation, non-torch bytes included; None: unknown."""
+        """What the process held in an evaluation, non-torch bytes included, or None if unknown."""
         if self.evaluation_peak_bytes is None:
             return None
         return self.evaluation_peak_bytes + (self.non_torch_bytes or 0)
@@ -220,7 +220,7 @@ class Measurement:
 
     @property
     def needed_bytes(self) -> int | None:
-        """The larger of what training and evaluation held; None: unknown."""
+        """The larger of what training and evaluation held, or None if unknown."""
         held = self.held_bytes
         return held if held is None else max(held, self.evaluation_held_bytes or 0)
 
@@ -236,7 +236,7 @@ class Measurement:
 
     @property
     def step_time_interval_s(self) -> tuple[float, float] | None:
-        """A confidence interval of the median step time: 95 % from six steps on.
+        """A confidence interval of the median step time: 95% from six steps on.
 
         See `median_interval`.
         """
@@ -244,11 +244,11 @@ class Measurement:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return a distribution-free 95 % confidence interval of the median, from six values on.
+    """Return a distribution-free 95% confidence interval of the median, from six values on.
 
-    Its ends are order statistics: the ranks whose binomial coverage reaches 95 % (Conover,
+    Its ends are order statistics: the ranks whose binomial coverage reaches 95% (Conover,
     Practical Nonparametric Statistics, 3.2). Of fewer values they are the smallest and the largest,
-    which cover less: 75 % with three, 88 % with four, 94 % with five.
+    which cover less: 75% with three, 88% with four, 94% with five.
     """
     ordered = sorted(values)
     rank = _median_interval_rank(len(ordered))
@@ -271,7 +271,7 @@ def median_error(values: Sequence[float]) -> float:
 
 
 def _median_interval_rank(count: int) -> int:
-    """Return how many of `count` sorted values can be cut from each end at 95 % coverage."""
+    """Return how many of `count` sorted values can be cut from each end at 95% coverage."""
     rank, tail = 0, 1 / 2**count
     while 2 * (tail + math.comb(count, rank + 1) / 2**count) <= 0.05:
         rank += 1
@@ -343,7 +343,7 @@ class Trial:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples trained per second at the median step time; None: nothing was timed."""
+        """Samples trained per second at the median step time, or None if nothing was timed."""
         return self._rate(self.measurement.step_time_s)
 
     @property

@@ -95,7 +95,7 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
 
 
 def thinned(values: Sequence[_Value], most: int) -> list[_Value]:
-    """Return at most so many of the values, evenly spread, both ends included."""
+    """Return at most this many of the values, evenly spread, both ends included."""
     if len(values) <= most:
         return list(values)
     last = len(values) - 1
@@ -216,7 +216,7 @@ class Plan:
 
     @property
     def mean_micro_batch(self) -> float:
-        """Samples of a micro-batch, on average, on the rank with most, for which others wait."""
+        """Mean samples of a micro-batch on the rank with most, for which the others wait."""
         return -(-self.samples_per_step // self.ranks) / self.accumulation_steps
 
     def micro_batch_sizes_of(self, rank: int) -> tuple[int, ...]:
@@ -230,10 +230,10 @@ class Plan:
         return variant_key(self.settings)
 
     def on(self, ranks: int) -> Plan:
-        """Return the plan of so many ranks: of the same global batch, where one was given.
+        """Return the plan of this many ranks: of the same global batch, where one was given.
 
         Raises:
-            InvalidArgument: that cannot be shared by so many.
+            InvalidArgument: that cannot be shared by this many.
         """
         if self.ranks == ranks:
             return self

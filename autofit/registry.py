@@ -56,9 +56,7 @@ def check_installed(name: str) -> None:
     installed = installed_names()
     if name not in installed:
         known = ", ".join(installed) or "none (is torch-autofit installed?)"
-        raise InvalidArgument(
-            f"unknown strategy {name!r}; installed: {known}. To use your own, pass the object"
-        )
+        raise InvalidArgument(f"unknown strategy {name!r}; installed: {known}")
 
 
 def unavailable(strategies: Iterable[Strategy], device_type: str) -> Iterator[str]:
@@ -188,7 +186,7 @@ def _check_accumulation(plan: Plan, space: Space) -> None:
         value = plan.settings.get(name, dimension.values[0])
         if dimension.accumulation.get(value) is False:
             raise InvalidArgument(
-                f"{name}={value} is for plans of one micro-batch, and this one has "
+                f"{name}={value} needs a plan with one micro-batch a step, but this one has "
                 f"{plan.accumulation_steps}: choose another value, or micro_batch="
                 f"{plan.samples_per_step}"
             )
@@ -338,7 +336,7 @@ def _check_dimensions(strategy: Strategy, offered: object) -> None:
             _check_readable(name, dimension)
         except (InvalidArgument, TypeError, ValueError, RecursionError) as error:
             raise InvalidArgument(
-                f"{who} offers {name!r} with what no report or study could be read with again: "
+                f"{who} offers {name!r} with a value that a report or study could not read back: "
                 f"{error}"
             ) from error
 
@@ -354,7 +352,9 @@ def _check_readable(name: str, dimension: Dimension) -> None:
     read = from_json(written, dict[str, DimensionForm], "its dimension")
     check_are_words(read, ())
     if to_json(forms_of(dimensions_of(read))) != written:
-        raise InvalidArgument("JSON gives its values or payloads back as others")
+        raise InvalidArgument(
+            "its values or payloads change when they are written as JSON and read back"
+        )
 
 
 def _origin(entry: EntryPoint) -> str:

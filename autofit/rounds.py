@@ -48,7 +48,7 @@ _WIDTHS = {0.012: 0.5, 0.03: 0.25, 0.1: 0.15, 0.3: 0.1}  # deviation of small er
 _HITS = {0.03: 0.5, 0.3: 0.2, 0.6: 0.15, 0.85: 0.15}  # probability of a hit: its prior
 _HIT_BY = 0.45  # mean log of the factor by which a hit slows a probe down: 1.6 times
 # How many times as probable the second account is beforehand. Of 36 simulated searches on a machine
-# that drifts by 3 % a round, 16 tell a gain of 4 % with 1, and 25 with 5; beside busy loops alike.
+# that drifts by 3% a round, 16 tell a gain of 4% with 1, and 25 with 5; beside busy loops alike.
 _WITH_ROUND = 5.0
 _QUANTILE = 0.1  # of step times. The least of few and of many steps are not alike
 # Probes of the search ran at other moments, and fewer micro-batches: they may err either way.

@@ -137,7 +137,7 @@ class Space:
         return replace(plan, settings=self._settled(settled, accumulates=accumulates))
 
     def _settled(self, settings: Settings, *, accumulates: bool | None = None) -> Settings:
-        """Return the settings with those that may not differ from their first values at these."""
+        """Return the settings with those that may not vary at their first values."""
         settled, before = dict(settings), None
         while settled != before:  # what is reset may be what others depend on
             before = dict(settled)
@@ -209,8 +209,8 @@ class Space:
         better = round(batch / grain) * grain
         if len(sizes) <= FEW_SIZES and better != batch:
             yield (
-                f"A global batch of {batch} splits evenly into micro-batches of "
-                f"{', '.join(map(str, sizes))} alone: one with more divisors, such as {better}, "
+                f"A global batch of {batch} splits evenly only into micro-batches of "
+                f"{', '.join(map(str, sizes))}: a size with more divisors, such as {better}, "
                 "gives more choices"
             )
 

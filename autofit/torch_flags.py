@@ -44,7 +44,7 @@ def computing() -> Mapping[str, Any]:
 
 
 def compute_as(values: Mapping[str, Any]) -> None:
-    """Have torch compute as where these values of `computing` were read; raise as `put_back`."""
+    """Have torch compute as it did when these values of `computing` were read."""
     put_back(flags(), values)
 
 

@@ -23,7 +23,7 @@ _FSDP = "torch.distributed.fsdp._fully_shard"
 
 @dataclass(frozen=True)
 class Newer:
-    """A name that the oldest torch which autofit takes, 2.8, lacks.
+    """A name that torch 2.8, the oldest supported version, lacks.
 
     Attributes:
         since: the first version that has it.
@@ -321,7 +321,10 @@ def check(need: str) -> None:
 
 
 def missing(need: str) -> str | None:
-    """Return which name of a use is gone and what cannot be done without it; None: all are here."""
+    """Return which name of a use is gone and what cannot be done without it.
+
+    None if all are here.
+    """
     for path in USES[need].names:
         if (why := _why_gone(path)) is not None and not _has_stand_in(path):
             return _words(path, need, why)
@@ -345,7 +348,10 @@ def _why_gone(path: str) -> Exception | None:
 
 
 def gone_in(error: BaseException) -> str | None:
-    """Return what cannot be done where an error came of a name that is gone; None: it did not."""
+    """Return what no longer works if an error came from a name that is gone.
+
+    None if it did not.
+    """
     if not isinstance(error, (AttributeError, ImportError)):
         return None
     asked = {error.name, getattr(error, "name_from", None)}

@@ -77,7 +77,7 @@ def format_bytes(size: float | None) -> str:
 
 
 def round_up_shown(size: float) -> int:
-    """Return a size in bytes that is no smaller, and that `format_bytes` shows without rounding."""
+    """Round a size in bytes up to one that `format_bytes` shows exactly."""
     unit = next((unit for unit in (TIB, GIB, MIB, KIB) if size >= unit), 1)
     grain = unit / 10 ** _decimals(size / unit) if unit > 1 else 1
     return math.ceil(math.ceil(size / grain) * grain)

@@ -39,7 +39,7 @@ def world_of_environment(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def check_ranks(ranks: int, world: World) -> None:
-    """Refuse the plan of another number of ranks than there are here.
+    """Refuse a plan for another number of ranks than there are here.
 
     Raises:
         InvalidArgument: they differ.

@@ -123,7 +123,7 @@ def _look(
 def _kernels(
     training: TrainingView, batch: Any, dtype: torch.dtype | None, first: str | None
 ) -> set[str]:
-    """Return the kernels of a forward with one of them first, by the backward that each takes."""
+    """Return the kernels that a forward runs if one is preferred, as its backward tells."""
     kernels: set[str] = set()
 
     def note(function: Any, result: Any) -> None:

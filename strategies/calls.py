@@ -45,7 +45,7 @@ class Calls(TorchFunctionMode):
 
 
 class ModeBesideCompiledCode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
-    """A mode that is left while code is compiled, and in force while that code runs.
+    """A mode that is off while code is compiled, and on while that code runs.
 
     Else torch would run the user's compiled functions as they are written.
     """
@@ -62,7 +62,7 @@ class ModeBesideCompiledCode(TorchDispatchMode):  # type: ignore[no-untyped-call
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return the same for torch 2.8, which knows no other way to say so."""
+        """Return the same for torch 2.8, which has only this method."""
         return not hasattr(TorchDispatchMode, "ignore_compile_internals")
 
 
@@ -127,7 +127,7 @@ def saved_bytes(model: nn.Module, run: Callable[[], object]) -> int:
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef | None:
-    """Return a key of a tensor's storage that no later one has; None: it has none."""
+    """Return a key of a tensor's storage that no later one has, or None if it has none."""
     try:
         return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
     except (NotImplementedError, RuntimeError):  # sparse tensors and such

@@ -1,4 +1,4 @@
-"""Convolutions that are given their inputs channels-last, and so return their outputs."""
+"""Convolutions that take channels-last inputs, and return channels-last outputs."""
 
 from __future__ import annotations
 

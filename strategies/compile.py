@@ -90,7 +90,7 @@ class Compile:
     standard_terms = ("compilation",)
 
     def unavailable(self, device_type: str) -> str | None:
-        """Return why nothing can be compiled for such a device here; None: it can."""
+        """Return why nothing can be compiled for such a device here, or None if it can."""
         return _lacks(device_type)
 
     def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
@@ -197,9 +197,9 @@ def _regions(context: Context, step: SeenStep) -> Dimension:
     saved_s = whole_s - _cost_s(step.operators * step.share_of_blocks)
     if step.objects and not step.blocks:
         context.note(
-            f"{REGION}={BLOCKS} skipped: the blocks are given objects ({', '.join(step.objects)}) "
-            "that each call may find changed, so that each would be compiled for itself; training "
-            "needs no cache of keys and values (in transformers: config.use_cache = False)"
+            f"{REGION}={BLOCKS} skipped: the blocks take objects ({', '.join(step.objects)}) "
+            "that may change from call to call, so each block would be compiled on its own. In "
+            "transformers, turn the key-value cache off: config.use_cache = False"
         )
     if not step.blocks or saved_s < MIN_SAVED * whole_s:
         return Dimension([WHOLE])

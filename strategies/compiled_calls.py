@@ -168,7 +168,7 @@ class _Codes:
         return call
 
     def of(self, module: nn.Module, shapes: Any) -> Callable[..., Any] | None:
-        """Return its call for these shapes; None: there is code for as many others already."""
+        """Return its call for these shapes, or None if there is code for as many others already."""
         if shapes not in self._of_shapes and len(self._of_shapes) >= _MAX_SIZES:
             return None
         code = self._of_shapes.setdefault(shapes, _new_code())
@@ -237,7 +237,7 @@ def _by_shapes(module: nn.Module, codes: _Codes, *, is_block: bool) -> Callable[
 
 
 def _refuse_second_derivatives(output: Any) -> None:
-    """Have a backward through a compiled block refused that is to be differentiated itself.
+    """Refuse to differentiate a backward through a compiled block.
 
     Torch refuses the second backward, where the first one gets that far: with compiled code behind
     the block too, it fails at once, with an error that names no cause.
@@ -325,7 +325,7 @@ def _not_accumulating(model: nn.Module) -> Iterator[None]:
     if torch.is_grad_enabled() and any(each.grad is not None for each in model.parameters()):
         raise Unsupported(
             f"compile.mode={_GRAPHS}: a CUDA graph writes its gradients over those of its last "
-            "replay, so that they cannot be added up (pytorch issue 169545): drop the gradients "
+            "replay, so gradients cannot accumulate (pytorch issue 169545): clear the gradients "
             "before each forward, or choose another mode"
         )
     yield

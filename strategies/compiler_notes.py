@@ -54,11 +54,11 @@ def lines_since(before: Counted, *, with_cuda_graphs: bool) -> Iterator[str]:
     words = f"compile: {graphs} graphs, {breaks.total()} graph breaks"
     yield f"{words}, {len(again)} recompilations"
     if with_cuda_graphs and (left_out := now.without_graphs - before.without_graphs):
-        yield f"compile: {left_out} graphs could not be captured as CUDA graphs and run without"
+        yield f"compile: {left_out} graphs could not be captured as CUDA graphs, and run as usual"
     if limits := now.limits - before.limits:
         yield (
-            f"compile: {limits} x compiled as often as torch does (recompile_limit), so that "
-            "calls for which no compiled code fits run eagerly"
+            f"compile: {limits} x reached torch's recompile_limit: calls that the compiled code "
+            "does not fit run eagerly from then on"
         )
     for reason, times in list(breaks.items())[:_MAX_REASONS]:
         yield f"compile: graph break ({times} x): {_line(reason)}"

@@ -71,7 +71,7 @@ def _set_options(options: str) -> None:
 
 
 def _configured() -> str:
-    """Return the options of the allocator that the environment has."""
+    """Return the options of the allocator that the environment sets."""
     return next((os.environ[name] for name in _VARIABLES if name in os.environ), "")
 
 

@@ -1,4 +1,4 @@
-"""Logits that nobody has looked at, so that a loss can take them a few rows at a time.
+"""Logits that nobody has read yet, so that a loss can take them a few rows at a time.
 
 In: a linear head and rows of logits to hold at once. While `deferred` is entered, the head returns
 `DeferredLogits`: they remember the head's input and weights. Views, slices of rows and casts of
@@ -14,7 +14,7 @@ The chunks follow Liger Kernel's fused linear cross entropy (Hsu et al., "Liger 
 Triton Kernels for LLM Training", 2024), without kernels and without a line of the model's.
 
 Torch's own `linear_cross_entropy` does not stand in for them: with 2.13 it adds up the losses and
-the gradients of chunks in bfloat16 where that is the type (128 chunks of 16 rows: a loss 6 % off),
+the gradients of chunks in bfloat16 where that is the type (128 chunks of 16 rows: a loss 6% off),
 autocast does not cast what it is given, and with smoothed labels it makes all logits.
 """
 
@@ -284,7 +284,7 @@ class DeferredLogits(Tensor):
         return self._logits
 
     def plain(self) -> Tensor:
-        """Return a view of these that is a tensor as any other."""
+        """Return a view of these as an ordinary tensor."""
         self.values()  # here, where dispatch modes see it
         with torch._C.DisableTorchFunctionSubclass():
             return self.view_as(self)
@@ -297,7 +297,7 @@ class DeferredLogits(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer for shapes and types, remember views, take a loss by chunks; else be made."""
+        """Answer for shapes and types, record views, take a loss by chunks, or make the logits."""
         return cls._answer(func, args, kwargs or {})
 
     @staticmethod

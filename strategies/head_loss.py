@@ -2,7 +2,7 @@
 
 `head_loss.rows` starts at 0, plain PyTorch. Where a `Linear` head of many classes feeds
 `cross_entropy`, as in a language model, the logits and their gradient are the largest tensors of a
-step. With another value the loss is computed over so many rows of logits at a time, in the matrix
+step. With another value the loss is computed over this many rows of logits at a time, in the matrix
 products that plain training takes (`deferred_logits`).
 
 Which heads do so is found by running the model once with all that might be deferred; the setting is
@@ -38,7 +38,7 @@ MIN_CLASSES = 4096
 
 MIN_SHARE = 0.1
 """Of what a sample holds. So much larger can a micro-batch be at most without its logits, and
-samples seldom train faster in one a tenth larger by the 5 % that chunks of 2,048 rows cost."""
+samples seldom train faster in one a tenth larger by the 5% that chunks of 2,048 rows cost."""
 
 _SAMPLES = 2
 _COPIES = 2  # logits and their gradient
@@ -66,7 +66,7 @@ class HeadLoss(OneSetting):
         if not heads:
             return {}
         if share is not None and share < MIN_SHARE:
-            context.note(f"{SETTING} skipped: logits are {share:.1%} of what a sample holds")
+            context.note(f"{SETTING} skipped: logits are only {share:.1%} of a sample's memory")
             return {}
         payload: dict[str, Any] = {"heads": heads}
         dimension = Dimension(

@@ -158,7 +158,7 @@ def _movable(model: torch.nn.Module, min_bytes: float) -> Callable[[torch.Tensor
 
 
 def _moved_bytes(times: float, training: TrainingView, batch: Any) -> int:
-    """Return the bytes that a forward of so many times the batch's samples would move."""
+    """Return the bytes that a forward of this many times the batch's samples would move."""
     is_moved = _movable(training.model, MIN_BYTES / times)
     moved: dict[Any, int] = {}
 

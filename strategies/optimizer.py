@@ -82,7 +82,7 @@ class OptimizerImplementation:
         return OptimizerImplementation(self.numerics, has_step=False)
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        """Return the implementations, when the update may be, and from what state it may be.
+        """Return the implementations, when the update may run, and from what state.
 
         As steps show it, and as far as the arithmetic may change.
         """
@@ -184,7 +184,7 @@ def _implementations(context: Context, implementations: Mapping[str, Sequence[st
 
 
 def _of_one_step(share: float | None, shares: Mapping[str, float]) -> dict[str, Dimension]:
-    """Return when the update may be, and in what types its state, of one device.
+    """Return when the update may run, and the types of its state, on one device.
 
     In the backward pass where that is as exact and saves bytes.
     """

@@ -62,8 +62,8 @@ def applied(
             chosen = _chosen(training, names)
             if value == "fused" and any(map(_leaves_weights, chosen)):
                 raise Unsupported(
-                    f"optimizer.implementation=fused: torch {torch.__version__} leaves weights in "
-                    "16 bits as they are on a CPU (pytorch issue 191763): choose another "
+                    f"optimizer.implementation=fused: torch {torch.__version__} does not update "
+                    "16-bit weights on a CPU (pytorch issue 191763): choose another "
                     "implementation"
                 )
             stack.enter_context(implemented(chosen, value))
@@ -79,8 +79,8 @@ def _chosen(training: TrainingView, names: Iterable[str]) -> list[Optimizer]:
     optimizers = named(training)
     if missing := [name for name in names if name not in optimizers]:
         raise InvalidArgument(
-            f"the plan is for the optimizers {[*names]}, and there is none of the name "
-            f"{missing[0]!r} here: apply it to a training with the optimizers of the search"
+            f"the plan is for the optimizers {[*names]}, but this training has none named "
+            f"{missing[0]!r}: apply it to a training with the optimizers of the search"
         )
     return [optimizers[name] for name in names]
 
@@ -174,7 +174,7 @@ def _leaves_weights(optimizer: Optimizer) -> bool:
 
 @cache
 def _fused_sgd_leaves(dtype: torch.dtype) -> bool:
-    """Return whether the loop over vectors of a CPU leaves them: pytorch issue 191763."""
+    """Return whether a CPU's vectorized loop does not update them (pytorch issue 191763)."""
     weight = torch.nn.Parameter(torch.ones(256, dtype=dtype, device="cpu"))
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=0.5, fused=True).step()
@@ -188,7 +188,7 @@ def worth_it(
     training: TrainingView,
     batch: Any,
 ) -> tuple[dict[str, Sequence[str]], dict[str, str]]:
-    """Return what saves enough of a step with so many micro-batches; all where that is hidden.
+    """Return what saves enough of a step with this many micro-batches; all where that is hidden.
 
     Where "for_loop" is found, steps are by lists, whose temporaries all others save: there time
     does not decide. And return why others raise: only a real step has gradients that they refuse.

@@ -41,7 +41,7 @@ def test_a_prediction_and_a_verdict_show_their_rows() -> None:
     prediction = autofit.predict(workload, gpu="L4")
     verdict = autofit.check(workload, gpu="L4", vram_budget="1GiB")
     for shown_one, title, size in (
-        (prediction, f"{prediction.plan} on L4", prediction.peak_reserved_bytes),
+        (prediction, str(prediction).splitlines()[0], prediction.peak_reserved_bytes),
         (verdict, str(verdict), verdict.required_bytes),
     ):
         words = Elements(shown_one._repr_html_())

@@ -155,7 +155,7 @@ def test_a_broken_plugin_is_named(
         ([], "mapping"),
         ({"doubling.on": Dimension(["default", "max autotune"])}, "'max autotune'"),
         ({"doubling.on": Dimension(["default", "a/b"])}, "'a/b'"),
-        ({"doubling.a\nprint(1)": Dimension([0, 1])}, "no name"),
+        ({"doubling.a\nprint(1)": Dimension([0, 1])}, "not a valid name"),
         ({"doubling.on": Dimension([(0, 1), (1, 0)])}, "doubling.on"),  # type: ignore[list-item]
         ({"doubling.on": Dimension([0.0, math.nan])}, "doubling.on"),
         ({"doubling.on": Dimension([0, 10**30])}, "doubling.on"),

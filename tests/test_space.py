@@ -226,7 +226,7 @@ def test_one_value_of_several_may_forbid_accumulation(
     assert space.smallest_micro_batch_of(settings) == smallest
     assert space.plan(8, settings).settings == settings
     assert space.plan(4, settings).settings == {"compile.mode": when_split}
-    refused = pytest.raises(InvalidArgument, match="graphs is for plans of one micro-batch")
+    refused = pytest.raises(InvalidArgument, match="graphs needs a plan with one micro-batch")
     with refused if asked == "graphs" else nullcontext():
         resolve(Plan.split(8, 4, settings=settings), space)
 

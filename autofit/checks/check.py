@@ -134,8 +134,8 @@ def _as_tuned(
     if vram_budget is None and tuned.on_cpu and not (probes and device == "cpu"):
         raise InvalidArgument(
             f"the report was made on the CPU, and its budget of "
-            f"{format_bytes(tuned.record.vram_budget_bytes)} leaves out what a GPU's context "
-            "takes: pass vram_budget, or neither gpu nor device"
+            f"{format_bytes(tuned.record.vram_budget_bytes)} does not include a CUDA "
+            "context: pass vram_budget, or neither gpu nor device"
         )
     if vram_budget is None:
         vram_budget = tuned.record.vram_budget_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -48,6 +49,7 @@ def show_report(
     as_json: bool,
     *,
     verbose: bool = False,
+    quiet: bool = False,
     loaded_from: Path | None = None,
 ) -> None:
     """Write the report, then print it: a full disk must cost neither the answer nor other files.
@@ -57,6 +59,7 @@ def show_report(
         paths: of the files to write.
         as_json: print JSON; else text, whose commands name a file that holds the report.
         verbose: everything.
+        quiet: do not name the files on standard error.
         loaded_from: the file that holds the report; None: the first of `paths` that does, or else
             one in the folder for temporary files, so that no search is lost.
 
@@ -71,12 +74,13 @@ def show_report(
         except InvalidArgument as error:
             lost.append(str(error))
         else:
-            say_written(path)
+            if not quiet:
+                say_written(path)
             held_by = held_by or (path if path.suffix == ".json" else None)
         report = _shown_at(report, held_by)
     kept = _kept(report) if held_by is None and not as_json else None
-    if kept is not None:
-        say(f"wrote {kept}, which the machine may delete: give --out to keep a report")
+    if kept is not None and not quiet:
+        say(f"wrote {kept}, a temporary file: pass --out to keep the report")
     report = _shown_at(report, held_by or kept)
     try:
         shown = json.dumps(report.to_dict(), indent=1) if as_json else None
@@ -91,7 +95,10 @@ def show_report(
 
 
 def _kept(report: Report) -> Path | None:
-    """Write a report that no file holds yet to one that only this user may read; None: none can."""
+    """Write a report that no file holds yet to one that only this user may read.
+
+    None if none can.
+    """
     try:
         descriptor, name = tempfile.mkstemp(prefix="autofit-", suffix=".json")
     except OSError:  # there is no folder for temporary files
@@ -105,14 +112,14 @@ def _kept(report: Report) -> Path | None:
 
 
 def _shown_at(report: Report, path: Path | None) -> Report:
-    """Return the report with the commands of a shell, which read it from that file."""
+    """Return the report with shell commands that read it from that file."""
     if path is None:
         return report
     return replace(report, place=Place(os.fspath(path), _program()))
 
 
 def _program() -> str:
-    """Return how autofit was called, in a form that a shell runs again."""
+    """Return how autofit was called, as a command that a shell can run."""
     command = shutil.which("autofit")
     if command is not None and os.path.abspath(sys.argv[0]) == command:
         return "autofit"
@@ -126,7 +133,7 @@ def export_report(report: Path, stack: str, paths: Sequence[Path]) -> None:
         InvalidArgument: there is no such stack, or several files or one that cannot be written.
     """
     if len(paths) > 1:
-        raise InvalidArgument("--export writes one file: give --out once")
+        raise InvalidArgument("--out: --export writes one file")
     for path in paths:
         check_out(path, (path.suffix,))
     text = _shown_at(load(report), report).export(stack, *paths)
@@ -185,7 +192,7 @@ def exit_code(outcome: Outcome) -> int:
 
 
 def print_result(text: str) -> None:
-    """Print to standard output, which carries results only; a reader may have had enough of them.
+    """Print to standard output, which carries only results; a closed pipe is not an error.
 
     Raises:
         AutofitError: it cannot be written.
@@ -215,7 +222,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 class Interrupted(AutofitError):
-    """A signal ended the command, which has printed what it had; a shell's script should end, too.
+    """A signal ended the command after it printed what it had, so a calling script should end too.
 
     SIGTERM of a search counts as Ctrl-C.
     """
@@ -236,6 +243,19 @@ class Commands(typer.core.TyperGroup):
     That is 1 for EOFError, a broken pipe and its own Abort, and any for its Exit.
     """
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run a command; a command line that is wrong ends as any other wrong argument does."""
+        if options.get("standalone_mode") is False:  # for a caller that handles errors itself
+            return super().main(*args, **options)
+        try:
+            code = super().main(*args, **{**options, "standalone_mode": False})
+        except Exception as error:
+            if not hasattr(error, "format_message"):  # typer and click have it in different modules
+                raise
+            _print_error(f"autofit: {_usage_words(error)}")
+            code = getattr(error, "exit_code", 2)
+        sys.exit(code if isinstance(code, int) else 0)
+
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # typer's own base class
         try:
             return super().invoke(ctx)
@@ -243,6 +263,30 @@ class Commands(typer.core.TyperGroup):
             if is_users(error) or isinstance(error, (EOFError, OSError)):
                 sys.exit(_show_error(error))
             raise
+
+
+_NAMED = re.compile(r"^[\w-]+ (?=must )")
+"""The argument that a message begins with, where the option is named before it."""
+
+
+def _usage_words(error: Any) -> str:
+    """Return what is wrong with a command line: "--timeout: must be above zero seconds"."""
+    option, message = getattr(error, "param", None), str(error.message)
+    if option is not None and message:
+        return f"{_name_of(option)}: {_NAMED.sub('', message)}"
+    if hasattr(error, "possibilities"):
+        alike = " or ".join(sorted(error.possibilities or ()))
+        words = f"no such option {error.option_name}" + (f", do you mean {alike}?" if alike else "")
+    else:
+        words = f"missing {_name_of(option)}" if option is not None else message
+    hint = f" (see {error.ctx.command_path} -h)" if error.ctx is not None else ""
+    return f"{words[:1].lower()}{words[1:].removesuffix('.')}{hint}"
+
+
+def _name_of(option: Any) -> str:
+    """Return the longest form of an option, or the name of an argument."""
+    is_argument = option.param_type_name == "argument"
+    return str(option.metavar or option.name) if is_argument else max(option.opts, key=len)
 
 
 @contextmanager
@@ -271,7 +315,7 @@ def _show_error(error: BaseException) -> int:
 
 
 def _show_traceback(error: BaseException) -> None:
-    """Show the traceback of the user's code alone, and that of a fault of autofit's in full."""
+    """Show a traceback: of the user's code alone, or of a fault of autofit's in full."""
     if not is_users(error):
         _print_error("".join(traceback.format_exception(error)).rstrip())
         return

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +50,7 @@ from autofit.cli.options import (
     PlannedSteps,
     PricePerHour,
     Profile,
+    Quiet,
     Ranks,
     Seed,
     SettingsGiven,
@@ -63,6 +64,7 @@ from autofit.cli.options import (
     given_plan,
     load_target,
     read_budget,
+    whole,
 )
 from autofit.cli.predict_and_check import check, predict
 from autofit.codec import to_json
@@ -70,16 +72,14 @@ from autofit.errors import InvalidArgument, SearchTimedOut
 from autofit.interrupts import ended_after, ended_like_interrupted, interrupts_remembered
 from autofit.plan import PLANNED_STEPS, Plan
 from autofit.report.report import Report, load
-from autofit.streams import lossy_standard_streams
+from autofit.streams import complain, lossy_standard_streams
 
 app = typer.Typer(
     cls=Commands,
-    add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its tables cut long words
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Finds, by running it, the fastest way to train a PyTorch model within a VRAM budget.",
+    help="Find the fastest way to train a PyTorch model within a GPU memory budget.",
 )
 
 
@@ -91,13 +91,17 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Options before the command."""
+    """Options before the command; without one the help is shown."""
+    if context.invoked_subcommand is None:
+        complain(context.get_help())
+        raise typer.Exit(2)
 
 
 def search(
@@ -120,11 +124,13 @@ def search(
     out: Out = None,
     profile: Profile = None,
     verbose: Verbose = False,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan that fits, and print the report.
 
-    Options that take a list take commas.
+    Exit codes: 0 found; 1 nothing fits; 2 usage; 3 your code raised; 4 the device or a worker
+    failed; 5 timed out before any plan fitted, or undecided with --strict; 130 interrupted.
     """
     for path in out or ():
         check_out(path)
@@ -142,9 +148,10 @@ def search(
             target,
             global_batch,
             timeout,
+            quiet=quiet,
             vram_budget=read_budget(vram_budget),
             device=device,
-            strategies=strategies,
+            strategies=strategies or None,
             numerics=numerics,
             max_probes=max_probes,
             planned_steps=planned_steps,
@@ -153,7 +160,7 @@ def search(
             options=options,
         )
         if leads():
-            show_report(report, out or (), as_json, verbose=verbose)
+            show_report(report, out or (), as_json, verbose=verbose, quiet=quiet)
         from autofit.report.record import INTERRUPTED
 
         if report.record.search.stopped_because == INTERRUPTED:
@@ -164,13 +171,19 @@ def search(
 
 
 def _searched(
-    target: str, global_batch: int | None, timeout: float | None, **arguments: Any
+    target: str,
+    global_batch: int | None,
+    timeout: float | None,
+    *,
+    quiet: bool,
+    **arguments: Any,
 ) -> Report:
     """Load a workload and search it, with its progress shown; the report names the target."""
     start_server_ahead()
     from autofit.searching.progress import ProgressLine
 
-    with stdout_for_results_only(), ProgressLine() if leads() else nullcontext() as progress:
+    is_shown = leads() and not quiet
+    with stdout_for_results_only(), ProgressLine() if is_shown else nullcontext() as progress:
         if progress is not None:
             progress.show_stage(f"loading {target}")
         began = time.monotonic()
@@ -206,7 +219,11 @@ def probe(
     ranks: Ranks = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run one plan and print its memory and speed."""
+    """Run one plan and print its memory and speed.
+
+    Exit codes: 0 it ran; 1 it does not fit; 2 usage; 3 your code raised; 4 the device or the worker
+    failed; 5 the device does not support it.
+    """
     with stdout_for_results_only():
         start_server_ahead()
         workload = load_target(target)
@@ -236,15 +253,20 @@ def soak(
     global_batch: GlobalBatch = None,
     setting: SettingsGiven = None,
     plan_from: PlanFrom = None,
-    steps: Annotated[int, typer.Option(metavar="N", min=8, help="optimizer steps to time")] = 200,
+    steps: Annotated[
+        int, typer.Option(metavar="N", help="optimizer steps to time", parser=whole(8))
+    ] = 200,
     vram_budget: Budget = None,
     device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a plan for long: does it hold? (exit code 0: yes, 1: no).
+    """Train a plan for longer, and check that its memory and speed hold.
 
-    With --plan-from the report's recommended plan is compared with its trial there; another plan is
+    With --plan-from the recommended plan is compared with its trial in the report; another plan is
     probed first.
+
+    Exit codes: 0 it holds; 1 it does not; 2 usage; 3 your code raised; 4 the device or the worker
+    failed.
     """
     with stdout_for_results_only():
         start_server_ahead()
@@ -265,8 +287,11 @@ def soak(
 
 
 def report(
-    path: Annotated[Path, typer.Argument(help="a report that a search wrote")],
-    later: Annotated[Path | None, typer.Argument(help="a later report: show what changed")] = None,
+    path: Annotated[Path, typer.Argument(metavar="REPORT", help="the JSON file of a search")],
+    later: Annotated[
+        Path | None,
+        typer.Argument(metavar="LATER", help="a later report, to show what changed"),
+    ] = None,
     out: Out = None,
     export: Annotated[
         str | None,
@@ -279,10 +304,13 @@ def report(
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a saved report, write it in other forms, or compare two; needs no GPU and no torch."""
+    """Show a saved report, convert it, or compare two.
+
+    Needs neither a GPU nor torch.
+    """
     if export is not None:
         if later is not None or as_json or verbose:
-            raise InvalidArgument("--export takes one report and only --out besides")
+            raise InvalidArgument("--export: takes one report and no option except --out")
         export_report(path, export, out or ())
         return
     for file in out or ():
@@ -290,14 +318,17 @@ def report(
     loaded = load(path).with_costs(epoch_samples=epoch_samples, price_per_hour=price_per_hour)
     if later is not None:
         if as_json:
-            raise InvalidArgument("two reports are compared in words: leave --json out")
+            raise InvalidArgument("--json: not available for a comparison of two reports")
         show_changes(loaded, load(later), out or ())
         return
     show_report(loaded, out or (), as_json, verbose=verbose, loaded_from=path)
 
 
 def doctor(device: DeviceName = None, as_json: AsJson = False) -> None:
-    """Look at this machine as a search would, and say what to do (exit code 4: none could run)."""
+    """Check whether a search can run on this machine.
+
+    Exit codes: 0 it can; 2 usage; 4 it cannot.
+    """
     with stdout_for_results_only():
         from autofit.checks.doctor import diagnose
 
@@ -307,8 +338,39 @@ def doctor(device: DeviceName = None, as_json: AsJson = False) -> None:
         raise typer.Exit(4)
 
 
-for command in (search, probe, soak, predict, check, report, doctor):
-    app.command()(command)
+_EXAMPLES: Mapping[Callable[..., None], Sequence[str]] = {
+    search: (
+        "search train.py:make --vram-budget 24GiB --out report.json",
+        "search train.py:make --global-batch 256 --numerics exact -q",
+    ),
+    probe: (
+        "probe train.py:make --micro-batch 8 --set precision.dtype=bfloat16",
+        "probe train.py:make --plan-from report.json",
+    ),
+    soak: (
+        "soak train.py:make --plan-from report.json --steps 1000",
+        "soak train.py:make --micro-batch 8 --device cuda:1",
+    ),
+    predict: (
+        "predict train.py:make --gpu L4 --micro-batch 8",
+        "predict train.py:make --gpu all",
+    ),
+    check: (
+        "check train.py:make --gpu L4 --micro-batch 8",
+        "check train.py:make --gpu L4 --json --baseline earlier.json",
+    ),
+    report: (
+        "report report.json -v",
+        "report report.json --out report.html",
+        "report earlier.json later.json",
+    ),
+    doctor: ("doctor --device cuda:1",),
+}
+"""The commands, with what their help shows as examples."""
+
+for command, examples in _EXAMPLES.items():
+    lines = "\n".join(f"  autofit {each}" for each in examples)
+    app.command(epilog=f"\b\nExamples:\n{lines}")(command)
 
 
 def main(run: Callable[[], Any] = app) -> None:

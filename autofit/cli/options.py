@@ -37,8 +37,8 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="path/to/file.py:name or package.module:name of a Workload, or of a function that "
-        "returns one",
+        help="a Workload, or a function that returns one: path/to/file.py:name or "
+        "package.module:name",
     ),
 ]
 
@@ -58,6 +58,34 @@ def refused_by_name(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return callback
 
 
+def whole(least: int, most: int | None = None) -> Callable[[str | int], int]:
+    """Return what reads a whole number of at least, and at most, this many."""
+    allowed = f"from {least} to {most}" if most is not None else f"of at least {least}"
+
+    def parse(text: str | int) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least or (most is not None and number > most):
+            raise typer.BadParameter(f"must be a whole number {allowed}, got {str(text)!r}")
+        return number
+
+    return parse
+
+
+def _number(text: str | float) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"must be a number, got {str(text)!r}") from None
+
+
+def _choices(*names: str) -> Callable[[], list[str]]:
+    """Return the values of an option for the completion of a shell."""
+    return lambda: list(names)
+
+
 def read_budget(text: str | None) -> str | float | None:
     """Return "24" as bytes and "0.5" as a fraction; the device reads other texts."""
     if text is None or not re.fullmatch(r"-?\d*\.?\d+|-?\d+\.", text):
@@ -72,7 +100,7 @@ def _check_budget(text: str | None) -> str | None:
 
 
 def checked(check: str) -> Callable[[Any], Any]:
-    """Return a callback that has "module:function", imported only then, refuse an invalid value."""
+    """Return a callback that checks a value by "module:function", which it imports when called."""
 
     def callback(value: Any) -> Any:
         if value is not None:
@@ -89,25 +117,34 @@ def _check_devices(names: str | None) -> str | None:
     return names
 
 
-def by_commas(texts: list[str] | None) -> list[str] | None:
-    """Return what options that take lists name, by commas or by being repeated; None: nothing."""
-    if texts is None:
-        return None
-    return [part for text in texts for part in text.split(",")]
+def by_commas(texts: list[str] | None) -> list[str]:
+    """Return what an option that takes a list names, by commas or by being repeated.
+
+    Nothing is an empty list: typer 0.15 asks for the length of what a callback returns.
+    """
+    return [part for text in texts or () for part in text.split(",")]
 
 
 @refused_by_name
-def _check_strategies(texts: list[str] | None) -> list[str] | None:
+def _check_strategies(texts: list[str] | None) -> list[str]:
     from autofit.registry import check_installed
 
     names = by_commas(texts)
-    for name in names or ():
+    for name in names:
         check_installed(name)
     return names
 
 
 @refused_by_name
-def _check_settings(texts: list[str] | None) -> list[str] | None:
+def _check_effort(level: str) -> str:
+    from autofit.searching.options import SearchOptions
+
+    SearchOptions(effort=level)
+    return level
+
+
+@refused_by_name
+def _check_settings(texts: list[str] | None) -> list[str]:
     # A comma parts two settings where another "strategy.name=" follows, else it is of the value.
     settings = [part for text in texts or () for part in re.split(r",(?=\w+\.\w+=)", text)]
     by_name: dict[str, str] = {}
@@ -120,17 +157,17 @@ def _check_settings(texts: list[str] | None) -> list[str] | None:
     return settings
 
 
-def paths(texts: list[Path] | None) -> list[Path] | None:
+def paths(texts: list[Path] | None) -> list[Path]:
     """Return the files of `--out`: several by commas, and by being repeated."""
-    names = by_commas(None if texts is None else list(map(str, texts)))
-    return None if names is None else list(map(Path, names))
+    return list(map(Path, by_commas(list(map(str, texts or ())))))
 
 
 Budget = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="24GiB, 24G, bytes or a fraction (0.5); default: what is free",
+        help="24GiB, 24G, bytes or a fraction such as 0.5",
+        show_default="what is free, less a margin",
         callback=_check_budget,
     ),
 ]
@@ -138,7 +175,8 @@ DeviceName = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="cuda, cuda:1 or cpu; default: cuda, if any",
+        help="cuda, cuda:1 or cpu",
+        show_default="cuda, if there is one",
         callback=checked("autofit.devices.request:check_device_name"),
     ),
 ]
@@ -146,7 +184,8 @@ DeviceNames = Annotated[
     str | None,
     typer.Option(
         metavar="NAMES",
-        help="cuda, cuda:1 or cpu; cuda:0,cuda:1 or all for several",
+        help="cuda, cuda:1 or cpu; several by commas, or all",
+        show_default="cuda, if there is one",
         callback=_check_devices,
     ),
 ]
@@ -155,64 +194,67 @@ StrategyNames = Annotated[
     typer.Option(
         "--strategies",
         metavar="NAMES",
-        help="use only these; default: all installed",
+        help="use these only, separated by commas",
+        show_default="all that are installed",
         callback=_check_strategies,
     ),
 ]
-Seed = Annotated[
-    int,
-    typer.Option(metavar="N", min=0, max=2**32 - 1, help="random seed", show_default=False),
-]
-Strict = Annotated[
-    bool,
-    typer.Option(
-        "--strict", help="exit with 5 where no plan was told from the baseline", show_default=False
-    ),
-]
+Seed = Annotated[int, typer.Option(metavar="N", help="random seed", parser=whole(0, 2**32 - 1))]
+Strict = Annotated[bool, typer.Option("--strict", help="exit with code 5 if nothing is decided")]
 NumericsName = Annotated[
     str,
     typer.Option(
         "--numerics",
         metavar="LEVEL",
-        help="exact, rounding or reduced_precision (the default)",
-        show_default=False,
+        help="how far results may change: exact (not at all), rounding, reduced_precision",
         callback=checked("autofit.registry:numerics_level"),
+        autocompletion=_choices("exact", "rounding", "reduced_precision"),
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="print no progress, only the result and errors")
+]
 MicroBatch = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="samples in one forward and backward")
+    int | None,
+    typer.Option(metavar="N", help="samples in one forward and backward", parser=whole(1)),
 ]
 GlobalBatch = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="samples in one optimizer step")
+    int | None, typer.Option(metavar="N", help="samples in one optimizer step", parser=whole(1))
 ]
 Ranks = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="GPUs that train one model together"),
+    typer.Option(metavar="N", help="GPUs that train one model together", parser=whole(1)),
 ]
 SettingsGiven = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="SETTINGS",
-        help="strategy.name=value; the others keep their default",
+        help="such as precision.dtype=bfloat16; other settings keep their defaults",
         callback=_check_settings,
     ),
 ]
 AccumulationChange = Annotated[
-    bool, typer.Option("--allow-accumulation-change", help="accumulate even if gradients change")
+    bool,
+    typer.Option(
+        "--allow-accumulation-change",
+        help="accumulate even where that changes the gradients",
+    ),
 ]
 MaxMicroBatch = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="the largest to try, in samples")
+    int | None,
+    typer.Option(metavar="N", help="largest micro-batch to try, in samples", parser=whole(1)),
 ]
 MaxProbes = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="the most timed runs of plans")
+    int | None, typer.Option(metavar="N", help="stop after this many probes", parser=whole(1))
 ]
 Timeout = Annotated[
     float | None,
     typer.Option(
         metavar="SECONDS",
         help="stop after this time",
+        parser=_number,
         callback=checked("autofit.searching.options:check_timeout"),
     ),
 ]
@@ -220,43 +262,57 @@ PlannedSteps = Annotated[
     int,
     typer.Option(
         metavar="N",
-        min=0,
-        help="steps you will train, 10,000 if you do not say: costly settings such as compile are "
-        "tried where they save more than they take; 0: never",
-        show_default=False,
+        parser=whole(0),
+        help="optimizer steps you will train: settings that are slow to try, such as compile, "
+        "are tried only if they pay off over these steps; 0: never",
     ),
 ]
 Effort = Annotated[
     str,
     typer.Option(
-        metavar="LEVEL", help="quick, normal (the default) or thorough", show_default=False
+        metavar="LEVEL",
+        help="quick, normal or thorough",
+        callback=_check_effort,
+        autocompletion=_choices("quick", "normal", "thorough"),
     ),
 ]
 StudyName = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="resume from this file or Optuna storage URL",
+        help="keep the search in this file or Optuna storage URL, and resume it from there",
         callback=checked("autofit.searching.options:check_study"),
     ),
 ]
 Profile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="trace of the answer: .json or .json.gz")
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="write a profiler trace of the recommended plan: .json or .json.gz",
+    ),
 ]
 EpochSamples = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="samples of an epoch: report its time")
+    int | None,
+    typer.Option(
+        metavar="N", help="samples of an epoch, to show the time it takes", parser=whole(1)
+    ),
 ]
 PricePerHour = Annotated[
     float | None,
     typer.Option(
         metavar="PRICE",
-        help="of the device: report what it costs",
+        help="price of the device, to show what an epoch or the training costs",
+        parser=_number,
         callback=checked("autofit.report.report:check_price"),
     ),
 ]
 EvalBatch = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="samples of an evaluation, in place of the workload's"),
+    typer.Option(
+        metavar="N",
+        help="samples of an evaluation, instead of the workload's own",
+        parser=whole(1),
+    ),
 ]
 PlanFrom = Annotated[
     Path | None,
@@ -287,7 +343,7 @@ def given_plan(
     if plan_from is not None:
         if has_any:
             raise InvalidArgument(
-                "--plan-from sets the whole plan: leave --micro-batch, --global-batch and --set out"
+                "--plan-from: sets the whole plan: drop --micro-batch, --global-batch and --set"
             )
         return load(plan_from)
     if not has_any:
@@ -297,7 +353,7 @@ def given_plan(
 
 
 def with_eval_batch(workload: Workload, samples: int | None) -> Workload:
-    """Return the workload with evaluations of so many samples; None: its own.
+    """Return the workload with evaluations of this many samples; None: its own.
 
     Raises:
         InvalidArgument: it has no evaluation.
@@ -314,19 +370,20 @@ Out = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="FILES",
-        help="write the report: .json, .html, .md, .txt, .csv or .svg",
+        help="also write the report: .json, .html, .md, .txt, .csv or .svg; several by commas",
         callback=paths,
     ),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show every trial and the reasons")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show every trial and all notes")]
 
 
 def check_out(path: Path, forms: Sequence[str] = REPORT_FORMS) -> None:
     """Refuse a path of `--out` before the work rather than after it."""
     if path.suffix not in forms:
         *others, last = forms
-        raise InvalidArgument(f"--out {path}: a report is written as {', '.join(others)} or {last}")
-    check_writable(path, f"--out {path}")
+        allowed = f"{', '.join(others)} or {last}"
+        raise InvalidArgument(f"--out: {path} must end in {allowed}")
+    check_writable(path, "--out")
 
 
 def _read_setting(text: str) -> tuple[str, Scalar]:

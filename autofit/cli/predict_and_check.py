@@ -62,11 +62,11 @@ if TYPE_CHECKING:
 
 
 @refused_by_name
-def _check_gpus(texts: list[str] | None) -> list[str] | None:
+def _check_gpus(texts: list[str] | None) -> list[str]:
     from autofit.devices.gpu_catalogue import find_gpu
 
     names = by_commas(texts)
-    for name in names or () if names != ["all"] else ():
+    for name in names if names != ["all"] else ():
         find_gpu(name)
     return names
 
@@ -76,7 +76,7 @@ GpuName = Annotated[
     typer.Option(
         "--gpu",
         metavar="NAME",
-        help="predict for L4, A100-80GB or a size",
+        help="predict for a GPU, such as L4 or A100-80GB, or a memory size",
         callback=checked("autofit.devices.gpu_catalogue:find_gpu"),
     ),
 ]
@@ -90,7 +90,9 @@ def predict(
         list[str] | None,
         typer.Option(
             metavar="NAMES",
-            help="L4, A100-80GB or a size; several by commas, or all, give a table",
+            help="name, such as L4 or A100-80GB, or memory size; several by commas, or all, for a "
+            "table",
+            show_default="H200",
             callback=_check_gpus,
         ),
     ] = None,
@@ -106,10 +108,12 @@ def predict(
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the memory that a plan needs on a GPU (exit code 0: it fits, 1: not, 5: unknown).
+    """Predict whether a plan fits a GPU, without one.
 
-    With several GPUs: which ones the plan fits, and the largest micro-batch there; the exit code is
-    1 where it fits none.
+    For several GPUs a table shows which of them the plan fits, and the largest micro-batch on each.
+
+    Exit codes: 0 it fits (of several GPUs, one); 1 it does not; 2 usage; 3 your code raised; 5 it
+    cannot be told.
     """
     with stdout_for_results_only():
         warnings.filterwarnings("ignore", f".*{re.escape(IGNORED)}")  # the result has it as a note
@@ -157,7 +161,7 @@ def predict(
 
 
 def _largest_of(prediction: Prediction) -> tuple[int | None, str]:
-    """Return the largest micro-batch that fits the GPU, and what is printed of it."""
+    """Return the largest micro-batch that fits the GPU, and how it is printed."""
     try:
         largest = prediction.largest_micro_batch
     except PredictionUnavailable as error:  # of other sizes; the plan's own answer stands
@@ -183,36 +187,44 @@ def check(
     lora_rank: LoraRank = None,
     dtype: Dtype = None,
     allow_stand_in_loss: Annotated[
-        bool, typer.Option("--allow-stand-in-loss", help="answer for a workload without a loss")
+        bool, typer.Option("--allow-stand-in-loss", help="accept a workload without a loss")
     ] = False,
     baseline: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="compare with an earlier report or check --json",
+            help="compare with an earlier report, or the output of check --json",
             callback=checked("autofit.checks.verdict:read_earlier"),
         ),
     ] = None,
     max_regression: Annotated[
         str | None,
-        typer.Option(metavar="SHARE", help="allowed growth over --baseline; default: 5%"),
+        typer.Option(
+            metavar="SHARE",
+            help="allowed growth over --baseline",
+            show_default=MAX_REGRESSION,
+            callback=checked("autofit.checks.verdict:read_fraction"),
+        ),
     ] = None,
     junit_xml: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write a JUnit XML file")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check whether a plan trains within a VRAM budget (exit code 0: yes, 1: no, 5: no answer).
+    """Check in CI that a plan fits a VRAM budget.
 
-    With --plan-from the report's budget and GPU are used where no others are given. On GitHub a
-    table is added to the job's summary.
+    With --plan-from the budget and the GPU of the report are used unless others are given. On
+    GitHub a table is added to the summary of the job.
+
+    Exit codes: 0 it fits; 1 it does not, or needs more than --max-regression allows; 2 usage; 3
+    your code raised; 4 the device or the worker failed; 5 it cannot be told.
     """
     here = world_of_environment().size
     if ranks is None and here > 1 and not plan_from:
         ranks = here
     allowed = read_fraction(MAX_REGRESSION if max_regression is None else max_regression)
     if max_regression is not None and baseline is None:
-        raise InvalidArgument("--max-regression compares with an earlier file: give --baseline too")
+        raise InvalidArgument("--max-regression: needs --baseline, the file to compare with")
     with stdout_for_results_only(), _errors_shown(target, junit_xml if leads() else None):
         warnings.filterwarnings("ignore", f".*{re.escape(IGNORED)}")
         model = read_model(target, dtype, batch=batch, sequence=sequence, lora_rank=lora_rank)

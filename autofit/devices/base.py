@@ -31,7 +31,7 @@ TRIED_TORCH = ("2.8", "2.11", "2.13", "2.14", "2.15")
 
 
 def notes_on_torch(version: str = torch.__version__) -> tuple[str, ...]:
-    """Return a note where torch is newer, or older, than all with which autofit was tried."""
+    """Return a note if torch is newer or older than every version autofit was tested with."""
     oldest, newest = map(TorchVersion, (TRIED_TORCH[0], TRIED_TORCH[-1]))
     own = TorchVersion(".".join(version.split(".")[:2]))
     if oldest <= own <= newest:
@@ -110,7 +110,7 @@ class Device:
         return nullcontext()
 
     def in_host_memory(self) -> AbstractContextManager[None]:
-        """Have what is made inside lie in the host's memory: it does not count."""
+        """Let tensors made inside live in host memory, where they do not count."""
         return nullcontext()
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -160,11 +160,11 @@ class Device:
         """Compute something small and check it; raise what the device raises if it is gone."""
 
     def foreign_bytes(self) -> int | None:
-        """Return the bytes that other processes use on the device; None: unknown."""
+        """Return the bytes that other processes use on the device, or None if unknown."""
         return None
 
     def busy(self) -> str | None:
-        """Return what others do on the device while this process does nothing; None: not much."""
+        """Return what other processes do on the device while this one is idle; None: not much."""
         return None
 
 

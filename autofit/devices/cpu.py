@@ -105,7 +105,7 @@ _MALLOC_VARIABLES = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_
 
 
 def fix_malloc_thresholds(device: torch.device) -> None:
-    """For a training on the CPU, have glibc keep what is freed, from now to the process's end.
+    """Have glibc keep freed memory until the process ends, for a training on the CPU.
 
     The thresholds from which it gives memory back follow what the process freed so far. So of two
     processes with one training, one may get from the kernel in each step what the other reuses, and

@@ -189,7 +189,7 @@ class CudaDevice(Device):
             )
 
     def _use_first(self) -> None:
-        """Check the device's health, and say what a failure that is no fault of a plan means."""
+        """Check the device's health, and explain a failure that no plan is to blame for."""
         try:
             self.check_health()
         except torch.AcceleratorError as error:
@@ -218,7 +218,7 @@ class CudaDevice(Device):
 
     def busy(self) -> str | None:
         percent, foreign_bytes = self._nvml.busy_percent() or 0, self.foreign_bytes() or 0
-        parts = [f"other processes ran kernels for {percent} % of the time"] * (percent >= _BUSY)
+        parts = [f"other processes ran kernels for {percent}% of the time"] * (percent >= _BUSY)
         parts += [f"other processes hold {format_bytes(foreign_bytes)}"] * (
             foreign_bytes > _CROWDED * self.total_bytes
         )

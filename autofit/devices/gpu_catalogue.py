@@ -33,7 +33,7 @@ NCCL_BYTES = 2 * GIB
 NCCL_UNKNOWN = "unknown, counted as 0"
 # Beside the name of a GPU that nobody gave.
 ASSUMED = " (assumed: no gpu given)"
-FITS = {True: "yes", False: "no", None: "unknown"}
+FITS = {True: "fits", False: "does not fit", None: "may not fit"}
 MEASURED_CONTEXT_BYTES = 620 * MIB
 # How far off the context of a GPU may be that was not measured: an assumption, half either way.
 CONTEXT_MARGIN_BYTES = MEASURED_CONTEXT_BYTES // 2
@@ -122,7 +122,7 @@ class Gpu:
 
     @property
     def peak_flops_per_s(self) -> float | None:
-        """The data sheet's dense rate in float16 and bfloat16; None: unknown."""
+        """The data sheet's dense rate in float16 and bfloat16, or None if unknown."""
         return None if self.rates is None else self.rates.half_flops_per_s / REACHED_BY_TENSOR_CORES
 
     @property

@@ -119,7 +119,7 @@ class ProcessMemory:
 def process_that_grew(
     before: Mapping[int, int], after: Mapping[int, int], grown_bytes: int
 ) -> int | None:
-    """Return the one process that grew by at least, and less than twice, so much; else None."""
+    """Return the only process that grew by at least this much and less than twice; else None."""
     processes = [
         process
         for process, nbytes in after.items()

@@ -21,7 +21,7 @@ def budget_bytes(
 
     Args:
         vram_budget: "24GiB", bytes as an integer, a fraction of the device in (0, 1], or None: the
-            free memory less 3 %, but at least 256 MiB and at most a tenth.
+            free memory less 3%, but at least 256 MiB and at most a tenth.
         total_bytes: the device's memory.
         free_bytes: what this process could use of it now.
         is_cpu: whether the device is the CPU, which is also what runs where there is no GPU.
@@ -103,7 +103,7 @@ def device_names(device: Any) -> list[str | None]:
 
 
 def _check_several(names: Sequence[str | None]) -> None:
-    """Refuse devices of which two would be one, or which cannot be compared."""
+    """Refuse devices that are named twice, or that cannot be compared."""
     if all(name == "cpu" for name in names):
         return
     unnumbered = [name for name in names if name is None or not name.startswith("cuda:")]

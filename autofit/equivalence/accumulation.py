@@ -331,7 +331,7 @@ def _with_padding(
 def _compare_altered(
     builder: TrainingBuilder, batch: Batch, *arounds: Around
 ) -> _GradientComparison | None:
-    """Return how split and whole compare on altered samples; None: the model refuses those."""
+    """Return how split and whole compare on altered samples, or None if the model refuses those."""
     try:
         return _split_against_whole(builder, batch, *arounds)
     except Exception as error:
@@ -342,7 +342,7 @@ def _compare_altered(
 
 
 def _with_distinct_samples(batch: Batch, places: Collection[int]) -> Batch:
-    """Return the batch with its tensors whose samples are all alike made to differ, where possible.
+    """Return the batch with identical samples made to differ, where possible.
 
     Rolling a sample along its last dimension keeps what the elements mean: tokens, labels, pixels.
     Floating tensors of a single value become random in [0, 1), but for those of 1 that are not the

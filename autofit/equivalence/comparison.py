@@ -204,7 +204,7 @@ def compare(first: StepTrace, second: StepTrace, tolerance: Tolerance | None = N
 
 
 def owners_of(parameters: Iterable[str]) -> tuple[str, ...]:
-    """Return modules by name; a parameter of the model's own stands for itself."""
+    """Return modules by name; a parameter directly on the model stands for itself."""
     return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in parameters))
 
 
@@ -328,7 +328,7 @@ def _batch_of(builder: TrainingBuilder, samples: int) -> Batch:
 
 @contextmanager
 def perturbed(training: Training, *, by: float, seed: int = 0) -> Iterator[None]:
-    """Train weights each of which is moved at random by up to this share of it, as by rounding.
+    """Train from weights that are each changed at random by up to this share, as by rounding.
 
     Some models move their gradients by half then: a residual network that normalizes over its
     batch, before it is trained.
@@ -414,7 +414,7 @@ def traced_step(
     noted: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def is_noted(name: str, gradient: torch.Tensor) -> bool:
-        """Return whether it stood there before: no update took it, such as a frozen part's."""
+        """Return whether a gradient was there before, as in a frozen part that is never updated."""
         known = noted.get(name)
         noted[name] = weakref.ref(gradient), gradient._version
         return known is not None and known[0]() is gradient and known[1] == gradient._version
@@ -434,7 +434,7 @@ def traced_step(
 
 
 def _strided(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a copy that compares: of a sparse gradient (an embedding's), the rows it has."""
+    """Return a copy to compare: of a sparse gradient, such as an embedding's, its rows."""
     if gradient.layout == torch.sparse_coo:
         gradient = gradient.coalesce()
         return torch.cat([gradient.values().flatten(), gradient.indices().flatten()])
@@ -464,7 +464,7 @@ def step_without_update(
 
 
 def _step_in_range(training: Training, batch: Batch, seed: int) -> StepTrace:
-    """Step, again with a smaller scale for as long as float16 overflows, as training does."""
+    """Step, and repeat with a smaller scale while float16 overflows, as training does."""
     while True:
         seed_everything(seed)
         scale = 1.0 if training.scaler is None else training.scaler.get_scale()
@@ -488,7 +488,7 @@ def _normalizes_over_batch(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def _calm(model: torch.nn.Module) -> Iterator[None]:
-    """Have modules draw no random numbers, also where the loss calls `model.train()` first."""
+    """Keep modules from drawing random numbers, even if the loss calls `model.train()`."""
     with ExitStack() as stack:
         for module in model.modules():
             stack.enter_context(attributes_kept(module, "dropout", "train", "eval"))

@@ -51,7 +51,7 @@ _EACH = 3
 
 
 def shared_evenly_or_not(ranks: int) -> int:
-    """Return a number of samples that so many ranks cannot share evenly."""
+    """Return a number of samples that this many ranks cannot share evenly."""
     return _EACH * ranks - 1
 
 
@@ -113,7 +113,7 @@ def compare_ranks(
     payloads: Mapping[str, object],
     strategy: Strategy,
 ) -> Comparison | str:
-    """Return how far a parallel strategy's gradients are from one process's, or why none knows.
+    """Return how far a parallel strategy's gradients are from one process's, or why not.
 
     Every rank of the builder's world calls this, and gets the comparison of the worst, or that some
     rank could not run all samples alone, or that random numbers of the model's would move them by

@@ -173,7 +173,7 @@ class StepComparer:
 
 
 def state_of(model: nn.Module, *, updated: bool) -> Iterator[tuple[str, Any]]:
-    """Yield what a step left in the model and the random states, by names for a reader.
+    """Yield what a step left in the model and the random states, under readable names.
 
     Of parameters their values where they are `updated`, else the sum of their bits.
     """
@@ -195,7 +195,7 @@ def _visible(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     opened: set[int] = set()
 
     def is_leaf(part: object) -> bool:
-        """Return whether it is no container, or one that was opened: some hold themselves."""
+        """Return whether it is not a container, or one already visited (some hold themselves)."""
         if type(part) not in _CONTAINERS or id(part) in opened:
             return True
         opened.add(id(part))
@@ -224,7 +224,7 @@ def _random_states() -> dict[str, Any]:
 
 @contextmanager
 def one_thread(is_exact: bool = True) -> Iterator[None]:
-    """Compute in one thread where that repeats to the bit: several add in any order."""
+    """Compute in one thread where that is reproducible; several threads add in any order."""
     threads = torch.get_num_threads()
     if is_exact:
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Trainings that another library runs: a workload out of theirs, a plan into it.
+"""Trainings that another library runs: make a workload from one, and apply a plan to it.
 
     report = autofit.integrations.transformers.search(trainer, vram_budget="24GiB")
     autofit.integrations.transformers.apply(report, trainer)

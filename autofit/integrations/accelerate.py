@@ -189,7 +189,10 @@ def _check_precision(division: Division, has: str) -> None:
 
 
 def _compiled_mode(accelerator: Any) -> str | None:
-    """Return the mode in which an Accelerator compiles whole models; None: it does not compile."""
+    """Return the mode in which an Accelerator compiles whole models.
+
+    None if it does not compile.
+    """
     plugin = accelerator.state.dynamo_plugin
     backend = str(getattr(plugin.backend, "value", plugin.backend)).lower()
     if backend == "no":

@@ -1,4 +1,4 @@
-"""A plan in another library's loop: what its arguments express, and the rest, on the model.
+"""A plan in another library's loop: part as its arguments, the rest on the model.
 
 A stack is given those settings that have a name in it (`Strategy.in_standard_terms`). All others
 are applied to the model and the optimizer by their strategies, exactly as `Report.apply` does, for
@@ -61,7 +61,7 @@ class Division:
         return frozenset(term for terms in parts for term in terms)
 
     def samples_in(self, batch: Any) -> int | None:
-        """Return the samples of a batch, by the tensors that hold some; None: none tells."""
+        """Return the samples of a batch, by the tensors that hold some, or None if none tells."""
         if self.batched:
             return Rows(self.batched, frozenset(describe(batch)) - self.batched).size(batch)
         return batch_size(batch) if self.has_rows else None

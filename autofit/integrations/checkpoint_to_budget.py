@@ -33,7 +33,7 @@ def checkpoint_to_budget(
     optimizer: Any = torch.optim.AdamW,
     device: str | None = None,
 ) -> AbstractContextManager[Trial]:
-    """Checkpoint as few activations of a live model as a VRAM budget asks for.
+    """Checkpoint as few activations of a live model as a VRAM budget requires.
 
         with autofit.checkpoint_to_budget(model, batch, "8GiB", criterion=criterion):
             ...  # your training loop, as it is
@@ -79,7 +79,10 @@ def checkpoint_to_budget(
 def _required_bytes(
     workload: Workload, strategies: list[Strategy], device: str | None, resolved: ResolvedPlan
 ) -> int | None:
-    """Return what a plan holds within all free memory of the device; None: it has no room there."""
+    """Return what a plan holds with all free memory of the device as its budget.
+
+    None if it has no room there.
+    """
     with open_prober(workload, strategies, Target(device)) as prober:
         prober.survey()
         measured = prober.probe(ProbeRequest(resolved, full_accumulation=True)).measurement

@@ -64,7 +64,7 @@ def workload(
     examine: int = MAX_EXAMINED,
     **more: Any,
 ) -> Workload:
-    """Return what a LightningModule trains, as a workload: for `autofit.predict` and the others.
+    """Return a LightningModule's training as a workload, for `autofit.predict` and the like.
 
     Args:
         module: a live LightningModule with one optimizer, which Lightning steps.
@@ -301,7 +301,7 @@ class Schedule:
 
     @property
     def optimizer_steps(self) -> int | None:
-        """How many `Trainer.fit` takes; None: not known."""
+        """How many `Trainer.fit` takes, or None if not known."""
         steps = [] if self.max_steps == -1 else [self.max_steps]
         epochs = -1 if self.max_epochs is None else self.max_epochs
         if epochs >= 0 and math.isfinite(self.micro_batches):
@@ -544,7 +544,7 @@ def _optimizer(module: Any) -> Any:
 
 
 def _asks_for_trainer(error: RuntimeError, what: str, advice: str = "") -> Exception:
-    """Return the error to raise for one of a module's code: in words where it lacks a Trainer."""
+    """Return the error to raise for one in a module's code: explained, if it needs a Trainer."""
     if "not attached to a `Trainer`" not in str(error):
         return error
     own = [

@@ -76,7 +76,7 @@ def longest_samples(
             first batches is taken.
         examine: samples to look at, spread over the data set.
         batch_size: samples of a batch; None: as the loader says.
-        seconds: after so many the longest that were found are taken, with a warning.
+        seconds: after this many the longest that were found are taken, with a warning.
 
     Raises:
         InvalidArgument: it delivers nothing, or only once: it is an iterator.
@@ -123,16 +123,16 @@ def from_loader(loader: Any, n: int = MAX_EXAMINED) -> Lengths:
 
 
 def _check_restarts(loader: Any) -> None:
-    """Refuse what delivers its batches once, such as a generator: the training would lack them."""
+    """Refuse an iterator, such as a generator: the training would miss the batches read here."""
     if isinstance(loader, Iterator) and iter(loader) is loader:
         raise InvalidArgument(
-            f"{kind_of(loader)} delivers its batches once, and the training would lack those that "
-            "are looked at: pass the loader itself, not an iterator over it"
+            f"{kind_of(loader)} can be read only once, and the training would miss those that "
+            "autofit reads: pass the loader itself, not an iterator over it"
         )
 
 
 def _three_batches(loader: Any, examine: int) -> list[LoaderBatch]:
-    """Return the batches of both quartiles, and the longest."""
+    """Return the batches at both quartiles of length, and the longest."""
     dataset, samples = _dataset_of(loader, None)
     if dataset is None:
         count = min(examine, _BATCHES)

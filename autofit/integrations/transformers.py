@@ -61,7 +61,7 @@ def workload(
     as_configured: bool = True,
     **more: Any,
 ) -> Workload:
-    """Return what a Trainer trains, as a workload: for `autofit.predict`, `check` and the others.
+    """Return a Trainer's training as a workload, for `autofit.predict`, `check` and the like.
 
     Its precision, accumulation, optimizer and clipping count, and LoRA: frozen parameters have
     neither gradients nor optimizer state. The batch is that of its longest samples, which is the
@@ -105,7 +105,7 @@ def workload(
         given.update(eval_step=loss.evaluate, eval_batch=evaluated and evaluated.given)
     model = trainer.model
     if as_configured and args.torch_compile:
-        warnings.warn("torch_compile=True of TrainingArguments was not used", stacklevel=2)
+        warnings.warn("torch_compile=True of TrainingArguments was ignored", stacklevel=2)
     if as_configured and _checkpoints(args):
         model = _checkpointed(model, args)
     return Workload(model, taken.given, **given | more)
@@ -154,7 +154,7 @@ def check(
 
 
 def _workload_for(trainer: Any, sample_batch: Any, examine: int, plan: Any) -> Workload:
-    """Return the workload as the arguments have it, or as a report given as the plan has it."""
+    """Return the workload under the Trainer's arguments, or under the plan of a given report."""
     as_configured = not isinstance(plan, Report)
     return workload(
         trainer, sample_batch=sample_batch, examine=examine, as_configured=as_configured
@@ -348,18 +348,21 @@ def _optimizer(trainer: Any) -> Any:
 def _notes(args: Any) -> Iterator[str]:
     if _checkpoints(args):
         yield (
-            "gradient_checkpointing=True of TrainingArguments was not used: "
-            "placements are searched instead, and applying a plan turns it off"
+            "gradient_checkpointing=True of TrainingArguments was ignored: "
+            "the search looks for placements itself, and applying a plan turns it off"
         )
     if args.torch_compile:
         yield (
-            "torch_compile=True of TrainingArguments was not used in the baseline: where "
-            "compilation was searched, applying a plan sets it as the plan has it"
+            "torch_compile=True of TrainingArguments was ignored in the baseline; "
+            "applying a plan sets it to what the plan has, if compilation was searched"
         )
 
 
 def _planned_steps(trainer: Any) -> dict[str, int]:
-    """Return the optimizer steps that `train` takes, as an argument; {}: its data has no length."""
+    """Return the optimizer steps that `train` takes, as an argument.
+
+    {} if its data has no length.
+    """
     args, data = trainer.args, trainer.train_dataset
     if args.max_steps > 0:
         return {"planned_steps": args.max_steps}
@@ -433,7 +436,7 @@ def _write(trainer: Any, values: Mapping[str, Any]) -> None:
 
 
 def _take_off_autocast(model: torch.nn.Module) -> None:
-    """Undo `Accelerator.prepare_model`, which keeps the autocast of the precision of before.
+    """Undo `Accelerator.prepare_model`, which would keep the autocast of the earlier precision.
 
     `Accelerator.unwrap_model(keep_fp32_wrapper=False)` would take decorators of the model's own
     forward off, too.
@@ -472,7 +475,7 @@ def _callback(division: Division) -> Any:
     base: Any = library("transformers").TrainerCallback
 
     class ApplyPlan(base):  # type: ignore[misc]  # a class of a library that is optional
-        """Applies a plan's settings to model and optimizer from the begin to the end of `train`."""
+        """Applies a plan's settings to model and optimizer from the start to the end of `train`."""
 
         def __init__(self) -> None:
             self._stack = ExitStack()
@@ -592,7 +595,7 @@ class TrainerLoss:
 
     @contextmanager
     def _with_model(self, model: torch.nn.Module) -> Iterator[None]:
-        """Have the Trainer know its model where it has left it behind, for `compute_loss` alone."""
+        """Give a copied Trainer its model back, for `compute_loss` only."""
         before = self._trainer.model
         if before is None:
             self._trainer.model = self._trainer.model_wrapped = model
@@ -603,7 +606,7 @@ class TrainerLoss:
                 self._trainer.model = self._trainer.model_wrapped = None
 
     def counts_items(self, batch: Any) -> bool:
-        """Whether the Trainer takes its loss over the items of a step, such as valid tokens."""
+        """Whether the Trainer averages its loss over the items of a step, such as valid tokens."""
         return self._items_in(_split_off_samples(batch)[0]) is not None
 
     def items(self, batch: Any) -> float:
@@ -615,7 +618,7 @@ class TrainerLoss:
         return self._trainer._get_num_items_in_batch([batch], device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave behind what the loss does without; `__setstate__` makes an Accelerator anew."""
+        """Drop what the loss does not need; `__setstate__` makes a new Accelerator."""
         trainer = copy.copy(self._trainer)
         for name in _LEFT_BEHIND:
             vars(trainer).pop(name, None)

@@ -139,7 +139,7 @@ class Pool:
 
 
 class Addresses:
-    """The addresses of one pool's segments, which decide what is taken of equal blocks.
+    """The addresses of one pool's segments, which decide between equal blocks.
 
     A rule found in recorded trainings of an H200, and that of the emulated GPU (its addresses.cpp):
     addresses never used before are given downwards, freed ones again from the lowest up; those of
@@ -399,7 +399,7 @@ class ExpandableSegments:
                 if _reach(start, size):
                     return start
             block = block.next
-        raise AssertionError("the addresses of a segment never end")
+        raise AssertionError("a segment always has room for another block")
 
     def _unmap(self, pool: Pool, block: Block, start: int, end: int) -> None:
         """Unmap the addresses from `start` to `end` of a free block."""

@@ -170,7 +170,7 @@ def required_bytes(
     """Return the smallest limit under which four steps run, the last two without a flush.
 
     A smaller limit can work by chance where a larger one does not, since a flush at another moment
-    leaves other segments behind. So the limit is lowered by 2 % at a time from where nothing is
+    leaves other segments behind. So the limit is lowered by 2% at a time from where nothing is
     flushed, and bisected between the last that worked and the first that did not. A limit under
     which only the warm-up took a step longer is passed if three below it work, but not if
     convolutions would go without workspaces, whose sizes are not known well enough.

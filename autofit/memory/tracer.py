@@ -359,12 +359,12 @@ class CompiledMemoryTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # to
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: it is left while code is compiled, and in force while that runs."""
+        """Return True: the mode is off while code is compiled, and on while that code runs."""
         return True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return the same for torch 2.8, which knows no other way to say so."""
+        """Return the same for torch 2.8, which has only this method."""
         return not hasattr(TorchDispatchMode, "ignore_compile_internals")
 
     @contextmanager
@@ -389,7 +389,7 @@ class CompiledMemoryTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # to
 
 
 def _replace(before: Any, after: Any) -> None:
-    """Have the modules that inductor has written call the one in place of the other."""
+    """Make modules written by inductor call one function in place of another."""
     cache = sys.modules.get("torch._inductor.codecache")
     for module in () if cache is None else cache.PyCodeCache.modules:
         if vars(module).get(_ALLOCATES) is before:

@@ -28,7 +28,7 @@ The method is Bayesian optimization with a constraint that is learned, bytes wit
    planned training than the probe takes. Where none does, the search ends.
 7. The finalists run again in rounds, each of them once a round, in random order (`confirmation`).
    Log ratios within rounds and the best of several replicates decide (`autofit.rounds`); what is
-   not told from the baseline with 95 % is not recommended.
+   not told from the baseline with 95% is not recommended.
 
 Plans that are pending are believed to turn out as forecast (`planner.believing`), as in the
 kriging believer (Ginsbourger, Le Riche and Carraro, Kriging Is Well-Suited to Parallelize

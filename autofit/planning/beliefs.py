@@ -138,7 +138,7 @@ class Known:
         return found
 
     def _rest(self, settings: Settings) -> VariantKey:
-        """Return the settings that are not costly, and not allowed only beside such."""
+        """Return the settings that are not costly, nor allowed only beside costly ones."""
         return variant_key({n: v for n, v in settings.items() if n not in self._costly})
 
     @cached_property
@@ -156,7 +156,7 @@ class Known:
         ]
 
     def variant_of(self, settings: Settings) -> int | None:
-        """Return the place of a variant; None: the space does not have it."""
+        """Return the place of a variant, or None if the space does not have it."""
         return self.index.get(variant_key(settings))
 
     def _hints(self, field: str) -> Hints:
@@ -345,7 +345,10 @@ class Beliefs:
         return OOM_COST * (1 + self.oom_probes / 2) * risk
 
     def largest_at(self, risk: float) -> MicroBatches:
-        """Return (variants): the largest micro-batch with at most this risk; 0: there is none."""
+        """Return (variants): the largest micro-batch with at most this risk.
+
+        0 if there is none.
+        """
         if risk not in self._largest_at:
             limits = np.minimum(self.held.limits(risk), self.accumulating)
             if self.held.gradient_bytes.any():

@@ -113,7 +113,7 @@ def costly_seconds(beliefs: Beliefs) -> Array:
 
 
 def planned_seconds(beliefs: Beliefs) -> float:
-    """Return how long the planned training takes with the incumbent; infinite: nobody knows."""
+    """Return how long the planned training takes with the incumbent; infinite if unknown."""
     samples = beliefs.spec.planned_samples
     if not samples or beliefs.incumbent is None:
         return math.inf

@@ -7,7 +7,7 @@
 3. `autofit.rounds` says from all rounds by how much each plan is ahead of another, and how sure
    that is. The plan ahead of all others is the best; plans within `MAX_GIVEN_UP` of it tie.
 4. A plan is left for another round while it may change the answer: the baseline until the best plan
-   is told from it with 95 %, others while they may well be faster than the best by `MAX_LOST`.
+   is told from it with 95%, others while they may well be faster than the best by `MAX_LOST`.
    Where none is left, the comparison ends; at the latest after `MAX_ROUNDS`. One round alone does
    not end it where the steps show that others disturb the machine.
 
@@ -17,7 +17,7 @@ fastest one. It then goes to one without recomputation, to the fewest settings t
 and to the fewest bytes. A plan that wins such a tie runs again beside one that measured faster by
 more than half of `MAX_GIVEN_UP`.
 
-What cannot be told from the baseline with 95 % is not recommended: then the baseline is. Where the
+What cannot be told from the baseline with 95% is not recommended: then the baseline is. Where the
 baseline does not fit there is nothing to tell a plan from, and the best one is recommended. A
 search that was cut short is judged by the turns and probes that there were.
 """
@@ -81,13 +81,13 @@ def next_turn(beliefs: Beliefs) -> Plan | None:
 
 
 def best_of(beliefs: Beliefs) -> Trial | None:
-    """Return the best trial; None: nothing fits."""
+    """Return the best trial, or None if nothing fits."""
     answer = answer_of(beliefs)
     return None if answer is None else answer.best
 
 
 def answer_of(beliefs: Beliefs) -> Answer | None:
-    """Return the answer as far as it was measured; None: nothing fits."""
+    """Return the answer as far as it was measured, or None if nothing fits."""
     if not beliefs.fitting:
         return None
     compared = _Comparison(beliefs)
@@ -279,7 +279,7 @@ class _Comparison:
 def _lacks_headroom(beliefs: Beliefs, trials: Sequence[Trial]) -> bool:
     """Return whether a plan may not fit again, as far as held bytes differ from run to run.
 
-    Its bytes stray by `HeldBytes.error`; two such deviations below the budget, about 98 %
+    Its bytes stray by `HeldBytes.error`; two such deviations below the budget, about 98%
     of all runs fit.
     """
     held = max(map(_held_bytes, trials))
@@ -299,7 +299,10 @@ def _gain_of_turn(beliefs: Beliefs, plan: Plan, other: Plan) -> float:
 
 
 def _held_bytes(trial: Trial) -> int:
-    """Return what a trial held; 0: unknown, as in a study of the user's own without constraints."""
+    """Return what a trial held.
+
+    0 if unknown, as in a study of the user's own without constraints.
+    """
     return trial.measurement.held_bytes or 0
 
 

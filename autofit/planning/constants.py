@@ -3,7 +3,7 @@
 Beside each: its unit, why it has this value, and what falls when it is changed. "x2" and "/2" are
 the number doubled and halved over 48 irregular devices (benchmarks/results/search-ablation-*.md):
 points of mean regret, then probes, with standard errors where they matter. "Not measured":
-nobody knows yet. An acquisition value is a difference of log speed: 0.01 is 1 %.
+nobody knows yet. An acquisition value is a difference of log speed: 0.01 is 1%.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ BOLD, COARSE = 0.8, 1.15  # of an OOM; times
 # No micro-batch is tried that is more than this many times the largest measured; not measured.
 STEP, STEP_WITH_LINES = 6, 64  # times
 NEAR = 0.8  # of its largest size: an expert plan that ran there is done; not measured
-# Deviations by which a plan must be slower to be left out, and hold less to fit in 98 % of runs.
+# Deviations by which a plan must be slower to be left out, and hold less to fit in 98% of runs.
 SURE = 2.0  # 1.5, of speeds: 0.0
 ODD = 1.15  # times a size that ran out: a larger one that was predicted to fit is tried once
 CREDIT = 0.9  # of what a probe tells of the largest size. 0.6: +0.6 +- 0.4, later -0.2 +- 0.5
 APART = 1.02  # sizes that are nearer than this factor are alike; not measured
 # Spread of step times around their lines, beside the noise of their steps, from which the incumbent
-# is repeated once. Without, of 10 devices whose probes scatter by 20 %: .78 of the best for .92.
+# is repeated once. Without, of 10 devices whose probes scatter by 20%: .78 of the best for .92.
 DOUBTED, DOUBTED_PROBES = 4.0, 4  # times; probes before
 GAP = 4  # factor between two sizes that may hide a drop of speed; not measured
 MULTIPLE = 8  # samples: kernels may work in tiles of so many
@@ -50,7 +50,7 @@ MAX_VARIANTS = 512  # of a large space, that a decision looks at: the most promi
 
 # The final comparison.
 MAX_GIVEN_UP = 0.02  # log speed: slower by no more than this is tied; a promise of the docs
-MAX_LOST = 0.05  # log speed: decided where, with 95 %, no plan is faster by more; a promise
+MAX_LOST = 0.05  # log speed: decided where, with 95%, no plan is faster by more; a promise
 MAX_ROUNDS = 4  # turns of each finalist; beside two busy loops a fifth decided hardly more
 MAX_RIVALS = 2  # plans
 # Times the timed seconds of a search's probe, where steps scatter: of simulated pairs beside two

@@ -79,7 +79,7 @@ class Experts:
 
 
 def expert_plan(beliefs: Beliefs, allowed: Mask) -> Plan | None:
-    """Return the next plan that an expert would try; None: no such plan can win."""
+    """Return the next plan that an expert would try, or None if no such plan can win."""
     second = _second_size(beliefs, allowed)
     if second is not None:
         return second

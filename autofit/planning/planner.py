@@ -181,7 +181,7 @@ def _overhead_s(measurement: Measurement, seconds: float) -> float:
 
 
 def believing(beliefs: Beliefs, running: Sequence[tuple[Plan, TrialKind]]) -> Beliefs:
-    """Return the beliefs that those plans turn out as forecast; the same where there are none.
+    """Return the beliefs if those plans turn out as forecast; unchanged if there are none.
 
     Args:
         beliefs: of what was measured.

@@ -47,7 +47,7 @@ class Effort(StrEnum):
 
     @property
     def most_timed_seconds(self) -> float:
-        """No further step of a probe is timed once they add up to so many seconds."""
+        """No further step of a probe is timed once they add up to this many seconds."""
         return QUICK_TIMED_S if self is Effort.QUICK else TIMED_S
 
     def covers(self, other: Effort) -> bool:
@@ -103,7 +103,7 @@ class SearchSpec:
         return USUAL_PROBES_WITH_LINES if self.predicted_lines else USUAL_PROBES
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form: what has no texts for keys stands apart."""
+        """Return the JSON form; mappings whose keys are not text stand apart."""
         space = replace(self.space, dimensions={})
         lines, times = (
             [(dict(variant), line) for variant, line in predicted.items()]

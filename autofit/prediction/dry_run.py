@@ -378,7 +378,7 @@ def refuse_compiled(model: torch.nn.Module) -> None:
 
 
 def meta_step(workload: Workload, sizes: Sequence[int], tracer: CudaTracer) -> Any:
-    """Return what a step of those micro-batches takes, which does not count yet."""
+    """Return the batch of a step in those micro-batches, outside the traced allocations."""
 
     def make(workload: Workload, samples: int) -> Any:
         return workload.step_of(*(sizes if samples == sum(sizes) else (samples,)))
@@ -389,7 +389,7 @@ def meta_step(workload: Workload, sizes: Sequence[int], tracer: CudaTracer) -> A
 def _small_or_without_values(
     workload: Workload, samples: int, make: Callable[[Workload, int], Any], tracer: CudaTracer
 ) -> Any:
-    """Return what is made of so many samples; a large one without values, if possible.
+    """Return what is made of this many samples; a large one without values, if possible.
 
     A user's function that makes batches may need values (lengths of packed sequences).
     """
@@ -452,7 +452,7 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _with_batches(workload: Workload, changed: Callable[[torch.Tensor], Any]) -> Workload:
-    """Return the workload with each tensor changed of the batches whose values nobody reads."""
+    """Return the workload, changing each tensor of the batches whose values nobody reads."""
     batches = {}
     if not _reads_values(workload):
         batches["sample_batch"] = map_tensors(changed, workload.sample_batch)

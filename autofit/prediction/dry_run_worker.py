@@ -150,7 +150,7 @@ class _Shared:
     read: Mapping[str, int] = field(default_factory=dict)
 
     def prober(self, around: tuple[Any, ...]) -> Prober:
-        """Return who asks a worker in these surroundings that has read no older file."""
+        """Return a prober whose worker has this environment, and has read no older file."""
         if around != self.around or _is_outdated(self.read):
             self.close()
         if self.opened is None:
@@ -190,7 +190,7 @@ atexit.register(lambda: _shared.close())
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """Return what code finds in its process besides its arguments."""
+    """Return what code may depend on in its process besides its arguments."""
     folder = None
     with suppress(OSError):  # it may have been removed
         folder = os.getcwd()
@@ -203,7 +203,7 @@ _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 
 
 def _users_modules() -> dict[str, int]:
-    """Return files of modules in no library and in no folder of installed packages, as written."""
+    """Return the files of the user's own modules, which are in no library or installed package."""
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     return {
         file: _written_at(file)

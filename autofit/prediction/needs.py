@@ -21,7 +21,7 @@ from autofit.training.workload import Workload
 MARGIN = 0.05
 # The same for all else on a GPU that trainings were recorded on.
 #
-# The largest error of the 16 trainings without cuDNN that an H200 recorded is 0.8 %.
+# The largest error of the 16 trainings without cuDNN that an H200 recorded is 0.8%.
 RECORDED_MARGIN = 0.02
 # Largest margin for cuDNN workspaces of unknown size, as a fraction of required bytes.
 WORKSPACE_MARGIN = 0.1
@@ -53,7 +53,7 @@ class Need:
 def need_of(
     recording: Recording, gpu: Gpu, ranks: int = 1, evaluation: Recording | None = None
 ) -> Need:
-    """Return what a recorded dry run needs on its GPU, as one of so many ranks.
+    """Return what a recorded dry run needs on its GPU, as one of this many ranks.
 
     Args:
         evaluation: the recording that an evaluation follows; None: the workload has none.
@@ -154,7 +154,7 @@ class SharedRuns:
 
 
 class _NotStraight(Exception):
-    """Two dry runs do not differ in sizes alone, or these have no whole number between."""
+    """Two dry runs differ in more than sizes, or no whole number lies between their sizes."""
 
 
 def on_line(one: DryRun, other: DryRun, micro_batch: int) -> DryRun | None:

@@ -140,10 +140,10 @@ def _request(
 
 
 def plan_of_ranks(workload: Workload, plan: Plan | None, ranks: int | None) -> Plan:
-    """Return the plan for so many ranks; None: the baseline, and as many as the plan says.
+    """Return the plan for this many ranks; None: the baseline, and as many as the plan says.
 
     Raises:
-        InvalidArgument: the plan says another number, or its samples cannot be shared by so many.
+        InvalidArgument: the plan says another number, or its samples cannot be shared by this many.
     """
     if plan is None:
         return workload.plan(ranks=1 if ranks is None else check_count("ranks", ranks))
@@ -151,7 +151,7 @@ def plan_of_ranks(workload: Workload, plan: Plan | None, ranks: int | None) -> P
         return plan
     if plan.ranks > 1:
         raise InvalidArgument(
-            f"ranks={ranks}, but the plan is of {plan.ranks} ranks: leave one out"
+            f"ranks={ranks}, but the plan is for {plan.ranks} ranks: leave one out"
         )
     return plan.on(ranks)
 
@@ -267,7 +267,11 @@ class Prediction:
 
     @property
     def _title(self) -> str:
-        return f"{self.plan} on {self.gpu.name}{ASSUMED * self._gpu_assumed}"
+        name, most = f"{self.gpu.name}{ASSUMED * self._gpu_assumed}", format_bytes(self.interval[1])
+        return (
+            f"{self.plan} {FITS[self.fits()]} on {name}: needs up to {most} of "
+            f"{format_bytes(self.gpu.usable_bytes)}"
+        )
 
     @property
     def _notes(self) -> list[str]:
@@ -278,7 +282,6 @@ class Prediction:
         rows = {
             "required": f"{format_bytes(self.required_bytes)} ({low} to {high})",
             "VRAM budget": f"{format_bytes(self.gpu.usable_bytes)}, all that is usable",
-            "fits": FITS[self.fits()],
             "peak reserved": format_bytes(self.peak_reserved_bytes),
             "peak allocated": f"{format_bytes(self.peak_allocated_bytes)}, of which at that moment",
             **{f"  {memory_words(kind)}": format_bytes(self.breakdown[kind]) for kind in KINDS},

@@ -70,7 +70,7 @@ class _End:
 
 
 def is_fault(answer: Answer) -> bool:
-    """Return whether a rank ended otherwise than by doing what was asked."""
+    """Return whether a rank ended in another way than by doing what was asked."""
     return not _End.of(answer).outcome.ran
 
 
@@ -117,7 +117,7 @@ def agree(answers: Sequence[Answer], *, is_probe: bool) -> Reply:
 
 
 def _decisive(failed: Mapping[int, _End]) -> tuple[int, int | None]:
-    """Return the rank whose end is that of all, and the rank to blame, if it is one."""
+    """Return the rank whose end stands for all, and the rank to blame, if there is one."""
     causes = {
         rank: end
         for rank, end in failed.items()
@@ -170,6 +170,6 @@ def _of_all(replies: Sequence[Reply]) -> Reply:
 
 
 def _all_warm(starts: Sequence[bool | None]) -> bool | None:
-    """Return whether every rank that compiled found its code; None: none compiled."""
+    """Return whether every rank that compiled found its code, or None if none compiled."""
     known = [each for each in starts if each is not None]
     return all(known) if known else None

@@ -18,12 +18,15 @@ _COMPILED = ("fxgraph_cache_miss", "fxgraph_cache_bypass")
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What this process asks the cache for, from when this is made."""
+    """What this process has asked of the cache since this was made."""
 
     _before: tuple[int, int] = field(default_factory=lambda: _counted())
 
     def is_warm(self) -> bool | None:
-        """Return whether all code was found there; None: nobody asked, or torch does not say."""
+        """Return whether all code was found there.
+
+        None if nobody asked, or torch does not say.
+        """
         found, compiled = (now - was for now, was in zip(_counted(), self._before, strict=True))
         return compiled == 0 if found or compiled else None
 

@@ -17,9 +17,9 @@ from autofit.probing.requests import Workplace
 
 # Of the budget: the allocator rounds to segments of 2 MiB and more, so a line is a little off.
 AIMED = 0.97
-# A batch is at most so many times as large as the largest that ran, as in a search.
+# A batch is at most this many times as large as the largest that ran, as in a search.
 MAX_TIMES = 4
-# And at most so many times as large as the user's: no evaluation needs more to be fast.
+# And at most this many times as large as the user's: no evaluation needs more to be fast.
 MAX_IN_ALL = 64
 # A batch that is larger by less is not run.
 MIN_TIMES = 1.05
@@ -119,7 +119,7 @@ def climb(
 
 
 def _aimed_at(found: Mapping[int, MemoryReading], vram_budget_bytes: int) -> int:
-    """Return the samples where the line through the two largest meets the share aimed at.
+    """Return the samples where the line through the two largest meets the target share.
 
     Allocated bytes lie on a line; what is held for them keeps its ratio to these.
     """

@@ -119,7 +119,7 @@ class ExecutorChannel:
 
     @property
     def pid(self) -> int | None:
-        """0 once a worker was opened: it is a process of another machine."""
+        """0 once a worker is open: its process is on another machine."""
         return None if self._device is None else 0
 
     def open(self, ends_at: float = math.inf) -> DeviceFacts:
@@ -204,7 +204,7 @@ class ExecutorChannel:
                     raise SearchTimedOut("the time of the search is over")
             raise WorkerFailed(
                 f"the executor has answered none of {MAX_COPIES} requests, one every "
-                f"{format_seconds(longest_s)}: are its machines there?"
+                f"{format_seconds(longest_s)}: are its machines running?"
             )
         finally:
             for future in self._pending:
@@ -223,7 +223,10 @@ class ExecutorChannel:
 
 
 def _why_lost(ended: Future[Any]) -> str | None:
-    """Return why a job has no result, such as a KeyboardInterrupt of its own; None: it has one."""
+    """Return why a job has no result, such as a KeyboardInterrupt of its own.
+
+    None if it has one.
+    """
     if ended.cancelled():
         return "it was cancelled"
     error = ended.exception()
@@ -289,7 +292,7 @@ _idle: list[threading.Timer] = []
 
 
 def serve(key: str, opening: _Opening | None, job: _Job) -> _Answer | None:
-    """Answer a request of the search of that key; None: its workload has not come here yet."""
+    """Answer a request of the search of that key, or None if its workload has not come here yet."""
     with _lock:
         while _idle:
             _idle.pop().cancel()

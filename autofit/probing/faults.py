@@ -54,7 +54,7 @@ class Fault:
         return f"{self.kind} ({line})"
 
     def outcome_where(self, *, memory_was_short: bool) -> Outcome:
-        """Return the outcome, knowing whether device memory was short when it happened."""
+        """Return the outcome, given whether device memory was short at the time."""
         return self.outcome if memory_was_short else self.otherwise or self.outcome
 
     @property
@@ -161,7 +161,10 @@ def is_explained(fault: Fault, after: MemoryReading, *, vram_budget_bytes: int) 
 
 
 def spilled(held_bytes: int, available_bytes: int) -> str | None:
-    """Return in words that the process held more than the device had left; None: it did not."""
+    """Return in words that the process held more than the device had left.
+
+    None if it did not.
+    """
     if held_bytes <= available_bytes:
         return None
     return (

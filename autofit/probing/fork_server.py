@@ -143,7 +143,7 @@ _lock = threading.Lock()
 
 
 def start_server() -> None:
-    """Have a server import torch beside what this process does until it runs a function.
+    """Have a server import torch while this process does other work.
 
     Where it cannot be started, `run_forked` says so.
     """
@@ -179,7 +179,7 @@ def run_forked(function: str, given: Sequence[Connection]) -> ForkServer:
 
 
 def _server_here() -> ForkServer:
-    """Return the server of these surroundings; what was started ahead in others is ended."""
+    """Return the server for this environment; end one that was started for another."""
     around = surroundings()
     for other, server in [*_servers.items()]:
         if server.has_ended or (other != around and not server.has_forked):
@@ -226,7 +226,7 @@ def import_path() -> list[str]:
 
 @contextmanager
 def beyond_standard_streams() -> Iterator[None]:
-    """Have what is opened inside get no number of a standard stream, any of which may be closed.
+    """Keep files opened inside from taking a standard stream's number, as one may be closed.
 
     What libraries print would be written to it.
     """
@@ -241,7 +241,7 @@ def beyond_standard_streams() -> Iterator[None]:
 
 
 def closed_in_forks(*ends: Connection | socket.socket) -> None:
-    """Have forks of this process let go of these, by which another process knows that it lives."""
+    """Have forks of this process close these, by which another process sees that it is alive."""
     _ends.update(ends)
 
 
@@ -250,7 +250,7 @@ _of_parents: list[ForkServer] = []  # a Popen that is dropped waits for its proc
 
 
 def _leave_to_parent() -> None:
-    """Leave to the parent what is the parent's, in a fork of this process."""
+    """In a fork of this process, close what belongs to the parent."""
     global _lock
     _lock = threading.Lock()
     for end in _ends:
@@ -315,7 +315,7 @@ def outlive_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process whose line of parents up to this one is interrupted."""
+    """Become the parent of descendants whose own parent has ended."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

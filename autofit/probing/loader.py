@@ -35,7 +35,7 @@ from autofit.training.watch import BatchWatch
 from autofit.training.workload import Workload
 from autofit.units import kind_of
 
-# A loader is measured for so many seconds, or one round of its workers if that is longer.
+# A loader is measured for this many seconds, or one round of its workers if that is longer.
 DELIVERY_S = 1.5
 
 
@@ -116,7 +116,7 @@ def _samples_in(batch: Batch, workload: Workload, settings: LoaderSettings) -> i
 def _batches_of(
     session: Workplace, settings: LoaderSettings
 ) -> Iterator[tuple[Iterable[Batch], Iterator[Batch]]]:
-    """Yield a loader and its batches; its processes have ended and its generators are put back."""
+    """Yield a loader and its batches; then end its processes and restore its generators."""
     loader = session.builder.fresh_workload().loader
     assert loader is not None  # a search without one does not ask
     torch.manual_seed(session.builder.seed)

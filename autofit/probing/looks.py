@@ -126,14 +126,14 @@ def notes_on_samples(workload: Workload) -> Iterator[str]:
         shapes = describe(workload.longest_batch)
         yield (
             f"{ACT}{', '.join(f'{name} {shapes[name]}' for name in names[:3])} "
-            f"{'is' if len(names) == 1 else 'are'} not cut into micro-batches, having other than "
-            f"{workload.sample_batch_size} rows: if that grows with the samples, pass samples and "
+            f"{'is' if len(names) == 1 else 'are'} not cut into micro-batches, since there are not "
+            f"{workload.sample_batch_size} rows: if they grow with the samples, pass samples and "
             "Workload(collate_fn=)"
         )
     if kept := uncut(workload.longest_batch):
         yield (
             f"{ACT}{', '.join(kept[:3])} has an entry for each of {workload.sample_batch_size} "
-            "samples, but is no tensor, so every micro-batch gets all of it: pass samples and "
+            "samples, but is not a tensor, so every micro-batch gets all of it: pass samples and "
             "Workload(collate_fn=)"
         )
 
@@ -174,7 +174,7 @@ class _FirstLook:
 
 
 def _first_survey(session: Workplace, builder: TrainingBuilder, model: torch.nn.Module) -> Survey:
-    """Return the facts of a model where it lies, of its loss and its samples.
+    """Return the facts about a model on its device, its loss and its samples.
 
     Raises:
         InvalidArgument: of several ranks, another has other weights or another GPU.
@@ -226,7 +226,7 @@ class _Looks:
 
     @property
     def may_be_taken_again(self) -> bool:
-        """Whether no look was to be taken, so that another survey is to follow."""
+        """Whether looks were skipped, so another survey has to follow."""
         names = [strategy.name for strategy in self._session.strategies]
         return {SPLIT_GRADIENTS, *names} <= self._left_out.keys()
 

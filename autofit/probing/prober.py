@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 # Times that a contended probe is run again; one whose size may not be to blame, once.
 MAX_REPEATS = 2
-# A look at the workload is expected to take as long as so many first forwards of a few samples.
+# A look at the workload is expected to take as long as this many first forwards of a few samples.
 #
 # The longest of the built-in strategies took 24 of them, for a GPT-2 of 12 layers on a CPU.
 FORWARDS_OF_A_LOOK = 50
@@ -137,7 +137,7 @@ class Deadlines:
     patience: float = 20.0
 
     def of(self, expected_seconds: float | None) -> float:
-        """Return the seconds after which what is expected to take so long counts as hung."""
+        """Return the seconds after which a request expected to take this long counts as hung."""
         if expected_seconds is None:
             return self.unknown_s
         return max(self.shortest_s, self.patience * expected_seconds)

@@ -133,7 +133,7 @@ def _running(
 
 
 def _profile_of(events: Any, plan: Plan, micro_batches: int, *, on_gpu: bool) -> StepProfile | None:
-    """Return the profile of a step in which so many of the plan's micro-batches ran."""
+    """Return the profile of a step in which this many of the plan's micro-batches ran."""
     seconds, operators = dict.fromkeys(BOUNDS, 0.0), 0
     for event in events:
         if event.device_type.name != "CPU":
@@ -161,7 +161,7 @@ def _step(training: Training, batch: Batch) -> None:
 def _flops_of_a_sample(
     training: Training, workload: Workload, sizes: Sequence[int]
 ) -> float | None:
-    """Count the model FLOPs of a step with micro-batches of these sizes; None: unknown."""
+    """Count the model FLOPs of a step with micro-batches of these sizes, or None if unknown."""
     mix = workload.mix_of_steps(sizes)
     return sum(share * _flops_of_a_step(training, each) for share, each in mix) / sum(sizes) or None
 

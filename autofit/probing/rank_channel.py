@@ -241,7 +241,7 @@ def device_of_rank(asked: str | None, world: World) -> str | None:
 
 
 def _check_number(ranks: int) -> None:
-    """Refuse ranks that a machine cannot run side by side: a typing error would make their files.
+    """Refuse more ranks than a machine can run side by side, as a typo would ask for.
 
     Raises:
         InvalidArgument: there are more than its cores and GPUs, and more than take turns.
@@ -253,12 +253,12 @@ def _check_number(ranks: int) -> None:
         raise InvalidArgument(
             f"ranks={ranks}: each rank is a process on this machine, which has "
             f"{counted(os.cpu_count() or 1, 'core')} and {counted(device_count(), 'GPU')}: give at "
-            f"most {most}. predict and check answer for any number (--ranks)"
+            f"most {most}. predict and check take any number of ranks (--ranks)"
         )
 
 
 def _check_host() -> None:
-    """Refuse where no process reaches another: torch's store would try for minutes.
+    """Refuse if processes cannot reach one another: torch's store would try for minutes.
 
     Raises:
         WorkerFailed: it is so, as in a sandbox without a loopback device.

@@ -67,14 +67,14 @@ class ProbeRequest:
         vram_budget_bytes: the most that peak reserved plus non-torch bytes may come to. None: the
             budget that the prober was opened with.
         incumbent_samples_per_second: the rate to beat: steps are timed until the plan is seen to
-            be slower, or its step time is known to 3 %. None: nothing to beat, and to 1 %.
+            be slower, or its step time is known to 3%. None: nothing to beat, and to 1%.
         full_accumulation: run every micro-batch of the optimizer step, as a confirmation does;
             otherwise two stand for all of them, and the times are scaled.
         expected_seconds: expected duration of the probe; a multiple of it counts as a hang. None:
             unknown.
-        seconds_left: after so many the search ends the probe, which says nothing about the plan.
+        seconds_left: after this many the search ends the probe, which says nothing about the plan.
             None: unlimited.
-        most_timed_seconds: no further step is timed once they add up to so many.
+        most_timed_seconds: no further step is timed once they add up to this many.
         steps: time at least this many optimizer steps, however slow they are.
     """
 
@@ -111,7 +111,10 @@ class Workplace(Protocol):
     looked_at: Any
 
     def device_fault(self) -> str | None:
-        """Return how the device fails at a small computation now; None: it works, or is full."""
+        """Return how the device fails at a small computation now.
+
+        None if it works, or is full.
+        """
 
 
 @dataclass(frozen=True)
@@ -245,13 +248,13 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float, ends_at: float = math.inf) -> Deadline:
-        """Return the deadline in so many seconds, or the end of the search where that is first."""
+        """Return the deadline in N seconds, or the end of the search where that is first."""
         deadline = cls(ends_at, ends_at, seconds)
         deadline.restart(seconds)
         return deadline
 
     def restart(self, seconds: float) -> None:
-        """Await the reply for so many seconds from now, and not beyond the end of the search."""
+        """Await the reply for this many seconds from now, and not beyond the end of the search."""
         self.at, self.seconds = min(time.monotonic() + seconds, self.ends_at), seconds
 
     @property

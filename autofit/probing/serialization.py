@@ -155,7 +155,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return reduced
 
     def _leave_out_name(self, of_module: dict[str, Any]) -> None:
-        """Have functions of a module that the worker cannot import not say that they are of it.
+        """Hide a module's name from its functions if the worker cannot import that module.
 
         By that name Dynamo looks up what an inlined function reads: in a worker it would find
         another `__main__`. Without one it reads the function's own globals.
@@ -352,7 +352,7 @@ def _check_has_values(workload: Workload) -> None:
     batch = () if workload.makes_batches else tensors_of(workload.sample_batch)
     if any(tensor.is_meta for tensor in batch):
         raise InvalidArgument(
-            "the sample batch is on the meta device, so that it has no values to train with: pass "
+            "the sample batch is on the meta device, so it has no values to train with: pass "
             "a function that makes it, or one with values"
         )
 
@@ -370,8 +370,8 @@ def _write(contents: Any, path: Path, what: str) -> None:
         disk = next((link for link in chain_of(error) if isinstance(link, OSError)), None)
         if isinstance(disk, FileNotFoundError) and not path.parent.is_dir():
             raise WorkerFailed(
-                f"there is no {path.parent}, by which a worker process opens the workload's file: "
-                "mount /proc, to which it leads"
+                f"{path.parent} does not exist, and a worker process opens the workload's file "
+                "through it: mount /proc"
             ) from error
         if disk is not None:  # torch's writer answers a full disk with a RuntimeError of its own
             raise _no_room(path, disk) from error

@@ -130,7 +130,10 @@ class Session:
         )
 
     def device_fault(self) -> str | None:
-        """Return how the device fails at a small computation now; None: it works, or is full."""
+        """Return how the device fails at a small computation now.
+
+        None if it works, or is full.
+        """
         try:
             self._device.check_health()
         except Exception as error:

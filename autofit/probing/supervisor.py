@@ -53,7 +53,7 @@ def _tell_end(pid: int, tell: Connection) -> None:
 
 
 def _end(worker: BaseProcess) -> None:
-    """End it at once, then whatever lives on of what it started, in sessions of their own too."""
+    """End it at once, then everything it started, even in sessions of their own."""
     assert worker.pid is not None  # it was started
     with suppress(ProcessLookupError):  # it has no group yet
         os.killpg(worker.pid, signal.SIGKILL)

@@ -92,7 +92,7 @@ class Survey:
         )
 
     def space_for(self, plan: Plan | None) -> Space:
-        """Return the space of a single plan: what is opt-in is in it where the plan names it."""
+        """Return the space of a single plan, with opt-in values only if the plan names them."""
         return self.without_opt_in(plan.settings if plan else {}).space()
 
     def with_accumulation_free(self) -> Survey:
@@ -134,7 +134,7 @@ class Survey:
         return replace(self, dimensions=dimensions, notes=tuple(notes))
 
     def without_opt_in(self, asked_for: Collection[str]) -> Survey:
-        """Return the survey without what has to be asked for, by its name or its strategy's."""
+        """Return the survey without the opt-in values that nobody asked for."""
         left_out = {
             name: Dimension(dimension.values[:1])
             for name, dimension in self.dimensions.items()

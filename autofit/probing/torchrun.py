@@ -96,8 +96,8 @@ def _check_one_machine(world: World, environment: Mapping[str, str] = os.environ
     if here != str(world.size):
         raise InvalidArgument(
             f"{here} of {world.size} ranks are on this machine, but a search runs on one machine: "
-            "start as many ranks as it has GPUs. predict and check answer for any number "
-            "(--ranks)"
+            "start as many ranks as it has GPUs. predict and check take any number of "
+            "ranks (--ranks)"
         )
 
 

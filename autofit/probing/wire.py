@@ -117,7 +117,7 @@ def _rebuilt(
 
 
 class _Unpickler(pickle.Unpickler):
-    """Leaves classes alone that exist here already: cloudpickle would set all their members."""
+    """Leaves classes alone that already exist here; cloudpickle would overwrite their members."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
@@ -133,5 +133,5 @@ def _loads(data: bytes) -> BaseException:
     loaded = _Unpickler(io.BytesIO(data)).load()
     exception = _rebuilt(*loaded) if isinstance(loaded, tuple) else loaded
     if not isinstance(exception, BaseException):
-        raise TypeError(f"a {type(exception).__name__} was sent for an exception")
+        raise TypeError(f"expected an exception, got a {type(exception).__name__}")
     return exception

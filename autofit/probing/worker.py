@@ -81,7 +81,7 @@ def main(wire: Connection, output: Connection) -> None:
 
 
 def _set_up(output: Connection) -> None:
-    """Have output and ends of this process told to the owner, and torch compute as in training."""
+    """Report this process's output and end to the owner, and have torch compute as in training."""
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()
@@ -101,14 +101,14 @@ def _set_up(output: Connection) -> None:
 
 
 def _received(wire: Connection) -> bytes | None:
-    """Return the next request; None: there will be none."""
+    """Return the next request, or None if there will be none."""
     with suppress(EOFError):
         return wire.recv_bytes()
     return None
 
 
 def _tell_of_exits() -> None:
-    """Have an `os._exit` of the user's code print where it is: it leaves nothing else behind."""
+    """Have the user's `os._exit` print where it was called, since it leaves no other trace."""
     leave, own_pid = os._exit, os.getpid()
 
     def leave_with_words(status: int) -> NoReturn:

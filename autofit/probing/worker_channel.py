@@ -300,7 +300,9 @@ class WorkerProcess:
         except (EOFError, OSError):
             pass
         except Exception:  # unpickling what is no message may raise anything
-            words = "the worker sent what is no reply: does its code write to every descriptor?"
+            words = (
+                "the worker sent something that is not a reply: does its code write to descriptors?"
+            )
             raise NoReply(Outcome.CRASHED, words) from None
         return None
 
@@ -322,7 +324,7 @@ class WorkerProcess:
                 thread.join(1.0)
 
     def _reap(self) -> int | None:
-        """Return its exit status; None: it is left in a call of the driver."""
+        """Return its exit status, or None if it is left in a call of the driver."""
         with self._reaping:
             if self._returncode is None:
                 try:
@@ -391,7 +393,7 @@ def words_of_death(returncode: int | None, printed: str) -> str:
 
 
 def oom_kills() -> int | None:
-    """Return how many processes the kernel has killed to free host memory; None: unknown."""
+    """Return how many processes the kernel has killed to free host memory, or None if unknown."""
     try:
         counters = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

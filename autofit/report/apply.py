@@ -60,8 +60,8 @@ def apply(
     samples = _samples(record, batched, functions.pop("collate_fn", None), workload)
     if record.lacks_loss and not functions.keys() & _LOSSES:  # any scalar shows memory and speed
         raise InvalidArgument(
-            f"the search was given no loss and took {record.workload['loss']}, which is nothing to "
-            "train by: give report.apply loss_fn= or criterion="
+            f"the search had no loss and used {record.workload['loss']}, which is no use for "
+            "training: pass loss_fn= or criterion= to report.apply"
         )
     has_rows = record.workload.get("samples", SamplesKind.ROWS) == SamplesKind.ROWS
     recipe = _recipe(record, workload, functions)
@@ -110,7 +110,7 @@ def _samples(
     collate_fn: CollateFn | None,
     workload: Workload | None,
 ) -> Samples:
-    """Return how a step's samples become micro-batches: as in the search, or as is said now.
+    """Return how a step's samples become micro-batches: as in the search, or as given now.
 
     Raises:
         InvalidArgument: the search had a collate_fn that is not given again; or as of `_rows`.
@@ -212,8 +212,8 @@ def _warn_of_another_size(record: Record, model: torch.nn.Module) -> None:
     there, here = record.workload.get("parameters"), sum(p.numel() for p in parameters)
     if there is not None and here != there:
         warnings.warn(
-            f"this model has {here} parameters, and that of the search had {there}: the plan may "
-            "not fit, or not be the fastest",
+            f"this model has {here} parameters, but the model of the search had {there}: the plan "
+            "may not fit, or may not be the fastest",
             stacklevel=4,
         )
 

@@ -20,7 +20,6 @@ from autofit.report.plot import Plot, scale_for, steps
 from autofit.report.record import Record, one_a_plan
 from autofit.report.summary import (
     beside_recommended,
-    describe,
     is_sure,
     name_of,
     plan_words,
@@ -38,13 +37,15 @@ KINDS: Mapping[str, str] = {
 }
 """Kind of the memory -> its name; the class of its colour is "kind-" and the kind."""
 _WIDE_BUDGET = 3.0
-"""A budget so many times what any plan held is not drawn, or all points would lie at one edge."""
+"""A budget this many times what any plan held is not drawn, or all points would lie at one edge."""
 _BUDGET_SHARE = 0.9
 """Of the width: where the budget stands."""
-_TIMELINE_ROOM = 1.22
-"""Height of a timeline over its peak: room for the label of the peak."""
-_MIN_SHARE = 0.14
-"""Of the width that a phase needs for its name."""
+_TIMELINE_ROOM = 1.4
+"""Height of a timeline over its peak: room for the label of the peak and two rows of names."""
+_MIN_SHARE = 0.16
+"""Of the width: a narrower phase has its name in a second row, over the next phase."""
+_MIN_SHOWN = 0.03
+"""Of the width: the name of a still narrower phase would stand over several others."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Marks:
 
     @classmethod
     def of(cls, record: Record, fits: Sequence[Trial]) -> Marks:
-        """Return those of the lever whose values differ most in the speed of their best plan.
+        """Return the marks of the lever whose values differ most in the speed of their best plan.
 
         A record without levers takes any setting that does not recompute.
         """
@@ -140,10 +141,11 @@ def _frontier_chart(record: Record, fits: list[Trial], marks: Marks) -> Chart:
     most = max(map(_held, fits))
     is_near = budget <= _WIDE_BUDGET * most
     unit, size = scale_for(budget if is_near else most)
+    end = (budget / _BUDGET_SHARE if is_near else 1.1 * most) / size
     plot = Plot(
         f"Speed against memory: {counted(len(fits), 'plan')} that fit",
         height=300,
-        x_end=(budget / _BUDGET_SHARE if is_near else 1.1 * most) / size,
+        x_end=end,
         y_end=1.15 * max(record.speed_of(trial) or 0.0 for trial in fits),
     )
     plot.axes(f"memory, {unit}", "samples/s")
@@ -151,9 +153,9 @@ def _frontier_chart(record: Record, fits: list[Trial], marks: Marks) -> Chart:
     plot.line(steps(edge), "frontier" if is_sure(record) else "frontier undecided")
     if is_near:
         plot.upright(100 * _BUDGET_SHARE, "budget")
-        _draw_failed(plot, failed, budget / size, record)
+    _draw_failed(plot, failed, (_BUDGET_SHARE if is_near else 1) * end, record)
     words = f"VRAM budget {format_bytes(budget)}, {len(failed)} did not fit"
-    plot.text(99.5, -10, words, "budget-words end")
+    plot.text(99.5, -14, words, "budget-words end")
     _draw_plans(plot, fits, lambda trial: _held(trial) / size, record, marks)
     return Chart(
         "Speed against memory",
@@ -187,9 +189,12 @@ def _sizes_chart(record: Record, fits: list[Trial], marks: Marks) -> Chart:
 
 
 def _draw_failed(plot: Plot, failed: Sequence[Trial], x: float, record: Record) -> None:
-    """Draw plans that did not fit one above the other where the budget ends: none has a speed."""
+    """Draw plans that did not fit, which have no speed, one above the other.
+
+    They stand at the budget, or at the right end where that is far away.
+    """
     for place, trial in enumerate(failed):
-        about = f"{describe(trial.plan, record)}\ntrial {trial.number}: {outcome_words(trial)}"
+        about = f"{plan_words(trial.plan, record)}\ntrial {trial.number}: {outcome_words(trial)}"
         plot.dot(x, plot.up(_FAILED_PIXELS * (place + 1)), "failed", about)
 
 
@@ -233,7 +238,7 @@ def _held(trial: Trial) -> int:
 
 def _about(trial: Trial, record: Record) -> str:
     return (
-        f"{describe(trial.plan, record)}\ntrial {trial.number}: {outcome_words(trial)}\n"
+        f"{plan_words(trial.plan, record)}\ntrial {trial.number}: {outcome_words(trial)}\n"
         f"{speed_words(trial, record)}\nmemory {format_bytes(trial.measurement.held_bytes)}"
     )
 
@@ -322,8 +327,10 @@ def _timeline(title: str, use: Mapping[str, Any], most: int, budget: int) -> str
     for phase, end in zip(use["phases"], ends, strict=True):
         place = plot.across(phase["first"])
         plot.upright(place, "phase")
-        if end - phase["first"] >= _MIN_SHARE * moments:
-            plot.text(place, 12, phase["name"], "phase-words", dx=6)
+        share = (end - phase["first"]) / moments
+        if share >= _MIN_SHOWN:
+            row = 12 if share >= _MIN_SHARE else 26
+            plot.text(place, row, phase["name"], "phase-words", dx=4)
     if budget <= _TIMELINE_ROOM * most:
         plot.level(budget / size, "budget")
     at = min(use["peak"], moments - 1)

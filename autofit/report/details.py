@@ -8,6 +8,7 @@ from textwrap import shorten
 from typing import Any
 
 from autofit.measurement import ACT, BOUNDS, Trial, TrialKind, spread_of
+from autofit.plan import unlike
 from autofit.report.paste import lines_by_hand, lines_of_trainer
 from autofit.report.place import IN_PYTHON, Place
 from autofit.report.rates import rate_rows
@@ -19,6 +20,7 @@ from autofit.report.summary import (
     evaluation_words,
     how_speeds_compare,
     is_sure,
+    label_of,
     loader_verdict,
     name_of,
     pay_off,
@@ -82,6 +84,8 @@ def sections(record: Record, place: Place = IN_PYTHON) -> Iterator[Section]:
         [ABOUT_TRIALS],
         [TRIAL_TITLES, *(trial_cells(trial, record) for trial in record.trials)],
     )
+    if meant := dict(_labels(record)):
+        yield Section("What settings mean", table=[("", ""), *meant.items()])
     if record.skipped:
         rows = [(written(each.settings), place.words(each.why)) for each in record.skipped]
         yield Section("Skipped", table=[("settings", "why"), *rows])
@@ -226,7 +230,7 @@ def trial_cells(trial: Trial, record: Record) -> tuple[str, ...]:
         str(trial.number),
         trial.kind.value,
         str(replace(trial.plan, settings={})),
-        settings_words(trial.plan.settings, record),
+        written(unlike(trial.plan.settings, record.default_settings)) or "defaults",
         outcome_words(trial),
         f"{rounded_within(trial.samples_per_second or 0.0, low, high)} ({range_words(low, high)})"
         if low and high
@@ -247,6 +251,15 @@ def outcome_words(trial: Trial) -> str:
         first_line = measured.detail.strip().partition("\n")[0]
         why = f": {shorten(first_line, _SHORT_DETAIL, placeholder=' ...')}"
     return f"{measured.outcome.value}{', contended' if measured.contended else ''}{why}"
+
+
+def _labels(record: Record) -> Iterator[tuple[str, str]]:
+    """Yield (setting=value, what it means) of values in the trials that are not plain words."""
+    for name, dimension in record.dimensions.items():
+        tried = {trial.plan.settings.get(name) for trial in record.trials}
+        for value in dimension.values:
+            if value in tried and value in dimension.labels:
+                yield written({name: value}), label_of(name, value, record)
 
 
 def environment_rows(record: Record) -> Mapping[str, str]:

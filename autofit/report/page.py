@@ -13,7 +13,6 @@ from html import escape
 from importlib.resources import files
 
 from autofit import notebook
-from autofit.measurement import ACT
 from autofit.report.charts import (
     KINDS,
     Chart,
@@ -30,14 +29,17 @@ from autofit.report.summary import Summary, is_sure, summary
 
 _KINDS = {f"kind-{kind}": name for kind, name in KINDS.items()}
 _RANGE = re.compile(r"\([\d.]+-[\d.]+\)")
-_END_OF_PART = re.compile(r"([=_]|\.(?=[a-z]))")
+_END_OF_PART = re.compile(r"(=|\.(?=[a-z]))")
+
+
+_FRAME = "width:100%;height:40em;border:0"
 
 
 def page(record: Record, place: Place = IN_PYTHON) -> str:
     """Return the report as an HTML document."""
     answer = summary(record, place)
     drawn = "".join(map(_figure, memory_charts(record)))
-    charts = f'<div class="pair charts">{drawn}</div>{legend(_KINDS)}' if drawn else ""
+    charts = f'{legend(_KINDS)}<div class="pair charts">{drawn}</div>' if drawn else ""
     every = list(sections(record, place))
     trials = [section for section in every if section.table[:1] == [TRIAL_TITLES]]
     body = [
@@ -54,16 +56,20 @@ def page(record: Record, place: Place = IN_PYTHON) -> str:
 
 
 def cell(record: Record, place: Place = IN_PYTHON) -> str:
-    """Return what a notebook shows of the report: its answer, and speed against memory.
+    """Return what a notebook shows: the answer, speed against memory, and the page, folded.
 
-    The chart is an image: the style of an SVG in the cell would be that of the whole notebook.
+    The chart is an image and the page a frame: their style would be that of the whole notebook.
+    Where frames are left out, as on GitHub, the rest stays.
     """
     answer = summary(record, place)
-    messages = [*(f"{ACT}{text}" for text in answer.warnings), *answer.remarks]
+    messages = [*(f"Warning: {text}" for text in answer.warnings), *answer.remarks]
     table = [answer.columns, *answer.rows]
-    told = notebook.shown([answer.title, *messages], table, [answer.apply, answer.more])
+    lines = [f"{answer.apply}  # train by the plan", f"{answer.more}  # show everything"]
+    told = notebook.shown([answer.title, *messages], table, lines)
     drawn = b64encode(standalone(frontier_chart(record)).encode()).decode()
-    return f'{told}<img alt="speed against memory" src="data:image/svg+xml;base64,{drawn}">'
+    image = f'<img alt="speed against memory" src="data:image/svg+xml;base64,{drawn}">'
+    frame = f'<iframe sandbox srcdoc="{escape(page(record, place))}" style="{_FRAME}"></iframe>'
+    return f"{told}{image}<details><summary>The whole report</summary>{frame}</details>"
 
 
 def _document(title: str, body: Iterable[str], version: str) -> str:
@@ -140,6 +146,8 @@ def _parts(section: Section) -> Iterator[str]:
     """Yield the lines and the table of a part."""
     if section.is_code:
         yield _code(section.lines)
+    elif section.table and len(section.lines) == 1:
+        yield f'<p class="caption">{escape(section.lines[0])}</p>'
     elif section.lines:
         yield f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in section.lines)}</ul>"
     if section.table:

@@ -1,4 +1,4 @@
-"""Code that trains by a plan: lines to paste into a loop of one's own, or for a trainer.
+"""Code that trains by a plan: lines to paste into your own loop, or for a trainer.
 
 No line comes out of a report's file, which may be anybody's: what is installed here writes them.
 """
@@ -32,12 +32,18 @@ LINES_OF_TRAINER: Mapping[str, Sequence[str]] = {
 
 
 def lines_of_trainer(record: Record) -> Sequence[str]:
-    """Return code that trains by the report in the trainer that was searched; (): there is none."""
+    """Return code that trains by the report in the trainer that was searched.
+
+    () if there is none.
+    """
     return LINES_OF_TRAINER.get(record.workload.get("trainer", ""), ())
 
 
 def lines_by_hand(record: Record) -> Sequence[str]:
-    """Return code that trains as the recommended plan does; (): it needs what is not installed."""
+    """Return code that trains as the recommended plan does.
+
+    () if it needs what is not installed.
+    """
     if not record.was_read:
         return record.paste.get(record.recommended.number, ())
     try:
@@ -98,7 +104,7 @@ def paste_lines(resolved: ResolvedPlan, *, has_loss_weight: bool = False) -> lis
 
 
 def _lines_of_ranks(plan: Plan, *, has_loss_weight: bool) -> list[str]:
-    """Return how ranks split and weight their samples, of which wrappers know nothing.
+    """Return how ranks split and weight their samples, which wrappers do not know.
 
     Both `DistributedDataParallel` and `fully_shard` divide the sum of gradients by the ranks, so
     each loss takes a weight whose mean over the ranks adds up to one, as in `Training`.

@@ -25,7 +25,7 @@ Point = tuple[float, float]
 
 
 def scale_for(most_bytes: float) -> tuple[str, int]:
-    """Return the unit in which so many bytes are written, and its size."""
+    """Return the unit in which this many bytes are written, and its size."""
     return next((unit for unit in _UNITS.items() if most_bytes >= unit[1]), ("B", 1))
 
 
@@ -61,7 +61,7 @@ class Plot:
         return self.height * (1 - min(y, self._y_end) / self._y_end)
 
     def up(self, pixels: float) -> float:
-        """Return the value that lies so many pixels above the bottom."""
+        """Return the value that lies this many pixels above the bottom."""
         return self._y_end * pixels / self.height
 
     def axes(self, x_title: str, y_title: str, *, x_ticks: Sequence[float] | None = None) -> None:
@@ -73,7 +73,7 @@ class Plot:
         across = ticks(self._x_end) if x_ticks is None else x_ticks
         for value in across:
             self.text(self.across(value), self.height + 18, _number(value), "tick middle")
-        self.text(0, -10, y_title, "axis", dx=-44)
+        self.text(0, -14, y_title, "axis", dx=-44)
         self.text(100, self.height + (34 if across else 18), x_title, "axis end")
 
     def text(self, percent: float, y: float, words: str, kind: str, *, dx: float = 0) -> None:

@@ -1,4 +1,4 @@
-"""What a speed means to who trains: tokens, model FLOPs, and what an epoch takes and costs.
+"""What a speed means in practice: tokens, model FLOPs, and what an epoch takes and costs.
 
 Each rate is known where its facts are, and left out elsewhere.
 """
@@ -43,8 +43,9 @@ def _words(record: Record, trial: Trial) -> dict[str, str]:
         share = f", {known['mfu']:.1%} of the GPU's peak (MFU)" if "mfu" in known else ""
         words["model FLOP/s"] = f"{format_flops(flops, flops * spread)}{share}"
     if search.epoch_samples:
-        words[f"epoch of {search.epoch_samples:,} samples"] = _span(known, "epoch", spread)
-    if search.planned_samples:
+        took = _span(known, "epoch", spread) if record.is_decided else "not decided"
+        words[f"epoch of {search.epoch_samples:,} samples"] = took
+    if search.planned_samples and record.is_decided:
         words[f"training of {search.planned_samples:,} samples"] = _span(known, "training", spread)
     return words
 

@@ -230,7 +230,7 @@ class Record:
             object.__setattr__(self, "recommended_number", self.best_number)
         numbers = {trial.number for trial in self.trials}
         if len(numbers) < len(self.trials):
-            raise InvalidArgument("two of the trials have one number")
+            raise InvalidArgument("two trials have the same number")
         named = {self.best_number, self.baseline_number, self.recommended_number}
         if missing := sorted(number for number in named - numbers if number is not None):
             raise InvalidArgument(
@@ -364,7 +364,7 @@ class Record:
         return (turns[-1] if turns else trial).samples_per_second
 
     def speed_range(self, trial: Trial) -> tuple[float | None, float | None]:
-        """Return the 95 % interval of the speed that `speed_of` returns; None: nothing was timed.
+        """Return the 95% interval of the speed that `speed_of` returns; None: nothing was timed.
 
         By all of the plan's turns; of a plan that had none, by the steps of the trial.
         """
@@ -382,7 +382,10 @@ class Record:
         return Rounds(probes_of(self.trials))
 
     def searched_speed(self, plan: Plan) -> float | None:
-        """Return the plan's median samples/s in the search alone; None: it did not fit there."""
+        """Return the plan's median samples/s in the search alone.
+
+        None if it did not fit there.
+        """
         its = [
             t
             for t in probes_of(self.trials)
@@ -453,8 +456,8 @@ class Record:
         """
         if "schema" not in data:
             raise InvalidArgument(
-                'this is not an autofit report, which has a "schema": give what --out or '
-                "report.save wrote as .json"
+                'this is not an autofit report (it has no "schema"): pass a .json file that '
+                "--out or report.save wrote"
             )
         if data["schema"] != SCHEMA:
             raise InvalidArgument(
@@ -653,7 +656,7 @@ def _record_in(data: Mapping[str, Any]) -> Record:
 
 
 def _check_memory_use(use: Mapping[str, Any]) -> None:
-    """Check that a memory use is whole, or says why there is none.
+    """Check that a memory use is complete, or says why there is none.
 
     Raises:
         InvalidArgument: it is neither.

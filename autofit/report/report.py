@@ -61,7 +61,7 @@ class Report:
 
     @property
     def best(self) -> Trial:
-        """The trial of the plan that measured fastest, or that won a tie with such.
+        """The trial of the plan that measured fastest, or that won a tie with it.
 
         It is that of `plan` where the search decided: `.plan`, `.samples_per_second`,
         `.measurement`.
@@ -78,7 +78,7 @@ class Report:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the best plan was told from the baseline, with 95 %.
+        """Whether the best plan was told from the baseline, with 95%.
 
         Else one of `warnings` says why: noise, the timeout, max_probes, Ctrl-C or a failure.
         """
@@ -158,6 +158,12 @@ class Report:
             rows.append(trial | plan | settings)
         return pd.DataFrame(rows)
 
+    def _to_csv(self) -> str:
+        """Return the trials as a table without the code of each plan, which other forms show."""
+        trials = self.to_dataframe().drop(columns="paste", errors="ignore")
+        text: str = trials.map(in_a_table).to_csv(index=False)
+        return text
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the report; the suffix of the path chooses the form.
 
@@ -176,7 +182,7 @@ class Report:
             ".md": self.to_markdown,
             ".txt": self.to_text,
             ".svg": self.plot,
-            ".csv": lambda: self.to_dataframe().map(in_a_table).to_csv(index=False),
+            ".csv": self._to_csv,
         }
         write(target, forms, "a report")
         return target
@@ -344,7 +350,7 @@ def load(path: str | os.PathLike[str]) -> Report:
         InvalidArgument: the file cannot be read, or is not a report.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise InvalidArgument(f"give the path of a report as a text or a Path, got {path!r}")
+        raise InvalidArgument(f"give the path of a report as a string or a Path, got {path!r}")
     data = read_json(path)
     try:
         return Report(Record.from_dict(data))
@@ -364,7 +370,7 @@ def write(target: Path, forms: Mapping[str, Callable[[], str]], what: str) -> No
         InvalidArgument: another suffix, or the file cannot be written.
     """
     if target.suffix not in forms:
-        raise InvalidArgument(f"{target}: {what} is written as {', '.join(forms)}")
+        raise InvalidArgument(f"{target}: the file of {what} must end in {', '.join(forms)}")
     text = forms[target.suffix]()
     check_is_file(target)
     try:
@@ -386,7 +392,7 @@ def check_is_file(target: Path) -> None:
         why = getattr(error, "strerror", None) or error
         raise InvalidArgument(f"cannot write {target}: {why}") from error
     if is_other:
-        raise InvalidArgument(f"cannot write {target}: it is no regular file")
+        raise InvalidArgument(f"cannot write {target}: it is not a regular file")
 
 
 def check_writable(target: Path, given: str) -> None:
@@ -400,7 +406,7 @@ def check_writable(target: Path, given: str) -> None:
     except InvalidArgument as error:
         raise InvalidArgument(f"{given}: {error}") from error
     if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise InvalidArgument(f"{given}: the folder must exist and be writable")
+        raise InvalidArgument(f"{given}: the folder of {target} must exist and be writable")
 
 
 def _write_whole(target: Path, text: str) -> None:

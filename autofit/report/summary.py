@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autofit.measurement import ACT, NOT_TRIED, Outcome, RankUse, StartUp, Trial, probes_of
-from autofit.plan import Plan, Settings, unlike
+from autofit.plan import Plan, Scalar, Settings, unlike
 from autofit.report.paste import lines_of_trainer
 from autofit.report.place import IN_PYTHON, Place
 from autofit.report.rates import rate_line
@@ -67,10 +67,10 @@ class Summary:
         A warning is never cut or left out, whatever room there is. The last remarks are left out
         and counted where the lines would be more than `most_lines`.
         """
-        warnings = [line for text in self.warnings for line in _wrapped(f"{ACT}{text}", width)]
+        warnings = [line for text in self.warnings for line in wrapped(f"{ACT}{text}", width)]
         for unseen in range(len(self.remarks) + 1):
             shown = self.remarks[: len(self.remarks) - unseen]
-            lines = [*warnings, *_wrapped(". ".join(shown), width)]
+            lines = [*warnings, *wrapped(". ".join(shown), width)]
             if unseen:
                 lines.append(f"{counted(unseen, 'note')} more: see More")
             if len(lines) <= most_lines:
@@ -78,7 +78,7 @@ class Summary:
         return lines
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def wrapped(text: str, width: int) -> list[str]:
     """Return lines of a paragraph; a flag is never broken at its hyphens."""
     return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
 
@@ -162,7 +162,7 @@ def describe(plan: Plan, record: Record) -> str:
 def speed_words(trial: Trial, record: Record) -> str:
     """Return the speed of the trial's plan with its range: "381 samples/s (375-388)".
 
-    The range is its 95 % interval; where that decides nothing, all that was seen, alone.
+    The range is its 95% interval; where that decides nothing, all that was seen, alone.
     """
     speed, (low, high) = record.speed_of(trial), record.speed_range(trial)
     if not low or not high:
@@ -278,8 +278,22 @@ def plan_words(plan: Plan, record: Record) -> str:
 
 
 def settings_words(settings: Settings, record: Record) -> str:
-    """Return the settings that are not at their default, or "defaults"."""
-    return written(unlike(settings, record.default_settings)) or "defaults"
+    """Return the settings that are not at their default, or "defaults".
+
+    What a number stands for follows it: "checkpointing.level=6 (recompute 6 of 12 blocks)".
+    """
+    changed = unlike(settings, record.default_settings)
+    words = []
+    for name, value in changed.items():
+        label = label_of(name, value, record)
+        words.append(written({name: value}) + (f" ({label})" if label else ""))
+    return ", ".join(words) or "defaults"
+
+
+def label_of(name: str, value: Scalar, record: Record) -> str:
+    """Return what a value of a setting means, on one line, or "" if its strategy does not say."""
+    known = record.dimensions.get(name)
+    return " ".join(known.labels.get(value, "").split()) if known else ""
 
 
 def written(settings: Settings) -> str:
@@ -288,7 +302,7 @@ def written(settings: Settings) -> str:
 
 
 def next_best(record: Record) -> Trial | None:
-    """Return the fastest plan but the best, by the final comparison if it was in it.
+    """Return the fastest plan other than the best, by the final comparison if it was in it.
 
     None that was left out since it does not train as the baseline does.
     """
@@ -306,7 +320,7 @@ def next_best(record: Record) -> Trial | None:
 
 
 def warnings_of(record: Record) -> Iterator[str]:
-    """Yield what the reader should act on, the weightiest first."""
+    """Yield what the reader should act on, the most important first."""
     best, baseline = record.recommended, record.baseline_beside_best
     sizes = [trial.plan.samples_per_step for trial in (baseline, best)]
     if sizes[0] != sizes[1]:
@@ -325,7 +339,7 @@ def warnings_of(record: Record) -> Iterator[str]:
     if start is not None and start.steps is None:
         yield f"{start.words(record)}: search again on an idle machine before you rely on it"
     if record.lacks_loss:
-        yield "There was no loss, and a real one may take more memory: pass criterion= or loss_fn="
+        yield "The search had no loss; a real one may need more memory: pass criterion= or loss_fn="
     yield from sizes_that_failed(record)
     yield from (note.removeprefix(ACT) for note in record.notes if note.startswith(ACT))
     loader = record.findings.get("loader") or {}
@@ -360,7 +374,7 @@ def undecided_words(record: Record) -> str:
 
 
 def sizes_that_failed(record: Record) -> Iterator[str]:
-    """Yield that no micro-batch above those that ran could run, or none below, and why.
+    """Yield that no micro-batch above or below those that ran could run, and why.
 
     Where it is not for lack of memory: then no plan of another size could win. The plan is named
     where it is of settings that ran at no other size, which may be to blame.
@@ -394,7 +408,7 @@ def _remarks(record: Record) -> Iterator[str]:
             plans = len({trial.plan for trial in probes_of(record.trials)})
             yield f"No faster plan was found: {counted(plans, 'plan')} ran"
         elif record.is_confirmed:
-            yield "The fastest other plan is hardly faster: such a tie goes to the baseline"
+            yield "The fastest other plan is hardly faster, and a tie goes to the baseline"
     if (factor := record.factor) is not None and factor < 1 and best.plan != baseline.plan:
         less = (baseline.measurement.held_bytes or 0) - (best.measurement.held_bytes or 0)
         if less > 0:
@@ -413,7 +427,7 @@ def _remarks(record: Record) -> Iterator[str]:
 
 
 def how_speeds_compare(record: Record) -> Iterator[str]:
-    """Yield how the speedup was made, where the two throughputs would give another one."""
+    """Yield how the speedup was computed, if the two throughputs would give another one."""
     beside = beside_recommended(record)
     if beside is None or not (beside.ok and record.is_decided):
         return
@@ -422,7 +436,7 @@ def how_speeds_compare(record: Record) -> Iterator[str]:
     if all(speeds) and not ahead.low <= math.log((speeds[0] or 1) / (speeds[1] or 1)) <= ahead.high:
         yield (
             "Throughput counts all steps of a plan's fastest run; the speedup compares the steps "
-            "of all runs that were hardly disturbed"
+            "of all its undisturbed runs"
         )
 
 
@@ -463,21 +477,19 @@ def validity(record: Record) -> Iterator[str]:
     size = record.workload.get("described_size")
     if (made := record.workload.get("micro_batch_shapes")) is not None:
         shapes, size = made, record.recommended.plan.micro_batch
-    whole = {name: f"{_shown_name(name)}{shape}" for name, shape in shapes.items()}
+    whole = {name: _shape_words(name, shape) for name, shape in shapes.items()}
     if how := _BATCHES.get(record.workload.get("samples", "")):
         shown = shortened(list(whole.values()), _MAX_SHAPES)
-        yield f"For batches as those of {size} samples: {shown}"
+        yield f"For batches like those of {size} samples: {shown}"
         yield how
     else:
         batched = record.workload.get("batched") or list(shapes)
-        held = [
-            f"{_shown_name(name)}{_of_one_sample(shape)}"
-            for name, shape in shapes.items()
-            if name in batched
-        ]
+        held = [_shape_words(name, shapes[name], of_one=True) for name in shapes if name in batched]
+        held = list(dict.fromkeys(filter(None, held)))
         constant = [words for name, words in whole.items() if name not in batched]
         beside = f"; constant: {shortened(constant, _MAX_SHAPES)}" if constant else ""
-        yield f"For samples up to {shortened(held, _MAX_SHAPES)}{beside}"
+        if held or constant:
+            yield f"For samples up to {shortened(held, _MAX_SHAPES) or 'one number'}{beside}"
     if recommends_baseline(record):
         return
     if record.difference is None and record.baseline_beside_best.ok:
@@ -520,11 +532,21 @@ def _shown_name(name: str) -> str:
     return f"{key[1] if key else name} "
 
 
-def _of_one_sample(shape: str) -> str:
-    """Return a type and shape without its first dimension: "int64[128]" of "int64[8, 128]"."""
-    kind, _, sizes = shape.partition("[")
-    rest = sizes.rstrip("]").split(", ")[1:]
-    return f"{kind}[{', '.join(rest)}]" if rest else kind
+def _shape_words(name: str, shape: str, *, of_one: bool = False) -> str:
+    """Return the name of a tensor and its shape: "3x32x32", "ids[128]"; "": it has neither.
+
+    Args:
+        name: where it stands in the batch.
+        shape: with its type: "int64[8, 128]".
+        of_one: leave out the first dimension, which counts the samples.
+    """
+    sizes = shape.partition("[")[2].rstrip("]").split(", ")[of_one:]
+    if of_one and sizes == ["1"]:  # one number, in a dimension of its own
+        sizes = []
+    named, size = _shown_name(name).rstrip(), "x".join(filter(None, sizes))
+    if named and size:
+        return f"{named} {size}" if named.endswith("]") else f"{named}[{size}]"
+    return named or (size if len(sizes) > 1 else f"length {size}" * bool(size))
 
 
 @dataclass(frozen=True)

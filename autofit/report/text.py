@@ -21,7 +21,7 @@ from autofit.measurement import ACT
 from autofit.report.details import TRIAL_TITLES, Section, sections
 from autofit.report.place import IN_PYTHON, Place
 from autofit.report.record import Record
-from autofit.report.summary import MAX_LINES, is_sure, summary
+from autofit.report.summary import MAX_LINES, is_sure, summary, wrapped
 
 WIDTH = 100
 _MIN_WIDTH = 20  # a terminal may say that it has one column, which takes no words
@@ -95,7 +95,7 @@ def laid_out(parts: Iterable[Part], width: int, *, color: bool = False) -> str:
 def table(
     titles: Sequence[str], lines: Iterable[Sequence[str]], *, right: Iterable[int] = ()
 ) -> Table:
-    """Return a table without lines whose columns are left-aligned but for those named."""
+    """Return a table without borders; columns are left-aligned except for those named."""
     made = Table(box=None, pad_edge=False, padding=(0, _BETWEEN, 0, 0), header_style="")
     for number, title in enumerate(titles):
         is_right = number in right
@@ -129,7 +129,7 @@ def _texts(column: Column) -> list[Text]:
 
 
 def _broken(text: str, width: int) -> Iterator[str]:
-    """Yield lines of at most so many columns."""
+    """Yield lines of at most this many columns."""
     for given in text.splitlines():
         line = ""
         for word in given.split(" "):
@@ -161,9 +161,8 @@ def _answer(record: Record, width: int, *, color: bool, place: Place) -> str:
         for column in figures.columns:  # a setting a line
             for cell in _texts(column):
                 cell.plain = cell.plain.replace(", ", ",\n")
-    title = Text(answer.title, style="bold")
-    title.truncate(width, overflow="ellipsis")
-    head = laid_out([title, "", figures, ""], width, color=color)
+    title = [Text(line, style="bold") for line in wrapped(answer.title, width)]
+    head = laid_out([*title, "", figures, ""], width, color=color)
     room = MAX_LINES - head.count("\n") - len(("", "Apply", "More"))
     room = max(room, _MIN_MESSAGES)
     messages = [
@@ -206,7 +205,9 @@ def markdown(record: Record, place: Place = IN_PYTHON) -> str:
     """Return the report as GitHub's Markdown; what a name contains is shown as it is."""
     answer = summary(record, place)
     lines = [f"### {plain(answer.title)}", "", *markdown_table(answer.columns, answer.rows), ""]
-    lines += bullets([*(f"{ACT}{text}" for text in answer.warnings), *answer.remarks])
+    for text in answer.warnings:
+        lines += ["> [!WARNING]", f"> {plain(text)}", ""]
+    lines += bullets(answer.remarks)
     lines += ["", *code([answer.apply])]
     for section in sections(record, place):
         lines += ["", f"<details><summary>{escape(section.title)}</summary>", ""]
@@ -244,5 +245,6 @@ def in_markdown(section: Section) -> Iterator[str]:
     """Yield a part in Markdown."""
     yield from (code if section.is_code else bullets)(section.lines)
     if section.table:
-        yield ""
+        if section.lines:
+            yield ""
         yield from markdown_table(section.table[0], section.table[1:])

@@ -269,7 +269,9 @@ class Search:
             raise nothing_fits(self._beliefs, self._trials)
         baseline = self._baseline
         if baseline is None:  # it is the first probe of any study that is whole
-            raise StudyError(f"{self._store.name} lacks its baseline's trial: begin another study")
+            raise StudyError(
+                f"{self._store.name} has no trial of its baseline: start another study"
+            )
         return Record(
             self._spec.vram_budget_bytes,
             self._summary(stop, answer),
@@ -341,12 +343,15 @@ class Search:
         return self._next_plan()
 
     def _next_plan(self) -> Plan | None:
-        """Return the plan that is most worth a probe, whatever the limits; None: there is none."""
+        """Return the plan that is most worth a probe, whatever the limits.
+
+        None if there is none.
+        """
         decided = planner.decide(self._beliefs, may_repeat=False)
         return decided.plan if isinstance(decided, Proposal) else None
 
     def mark_ended(self, stop: Stop) -> None:
-        """Note in the study that the planner came to its own end, not to that of its allowance."""
+        """Note in the study that the planner finished by itself, not because of a limit."""
         if stop.is_exhausted and stop.with_more_time is None and self._spent() is None:
             self._store.mark_ended(stop.because)
 
@@ -456,7 +461,10 @@ class Search:
         return f"{MAX_VETOES} proposals in a row were not run: {said}"
 
     def _alone(self, plan: Plan, kind: TrialKind) -> Choice | None:
-        """Return the choice of a plan that runs while nothing else does; None: something does."""
+        """Return the choice of a plan that runs while nothing else does.
+
+        None if something does.
+        """
         return None if self._pending else (Proposal.of(self._beliefs, plan), kind)
 
     def _next_turn(self) -> Choice | Stop | None:
@@ -513,7 +521,7 @@ class Search:
         return works.plan
 
     def _submit(self, choice: Proposal | BaseSampler, kind: TrialKind) -> None:
-        """Have a plan run, or a sampler's; store the trial of one that is vetoed instead."""
+        """Run a plan, or a sampler's choice; a vetoed one is only stored as a trial."""
         self.interrupts.check()
         asked = self._asked(choice)
         if isinstance(choice, BaseSampler):
@@ -561,7 +569,7 @@ class Search:
             if self._allowance.seconds_left:  # it is the sampler's own
                 raise
             raise SearchTimedOut(
-                f"{type(choice).__name__} had proposed no plan when the time of the search was over"
+                f"{type(choice).__name__} proposed no plan before the time of the search was over"
             ) from error
 
     def _tell(self, job: Job, probed: Reply) -> None:

@@ -170,12 +170,15 @@ class EventWords:
         self._plain: Settings = {}
         self._probing_since: float | None = None
         self._finished = 0
+        self._best: Trial | None = None
+        self._why_slower = ""
 
     def learn(self, event: Event) -> None:
-        """Remember the baseline's settings, and how long probes take.
+        """Remember the baseline's settings, the best plan, and how long probes take.
 
         A resumed search runs no baseline, and shows plans in full.
         """
+        self._follow(event.progress.best)
         if isinstance(event, ProbeStarted):
             if event.kind is TrialKind.BASELINE:
                 self._plain = event.plan.settings
@@ -204,8 +207,7 @@ class EventWords:
         said = self._said(event)
         if said is None:
             return None
-        clock = format_clock(event.progress.elapsed_s)
-        return " | ".join([f"[{clock}] {said}", *self.standing(event.progress)])
+        return " | ".join([clock(event.progress.elapsed_s) + said, *self.standing(event.progress)])
 
     def _said(self, event: Event) -> str | None:
         match event:
@@ -235,43 +237,34 @@ class EventWords:
         if not progress.probes:
             return []
         best = "nothing fits yet" if progress.best is None else f"best {progress.best.speed_words}"
-        done = counted(progress.probes, "probe")
-        if progress.probes_left is not None:
-            done = f"probe {progress.probes} of {progress.probes + progress.probes_left}"
         oom = f", {progress.oom_probes} out of memory" if progress.oom_probes else ""
         left = self._left(progress, waited_s)
-        return [best, f"{done}{oom}", *([left] if left else [])]
+        return [best + self._why_slower, f"{_done(progress)}{oom}", *([left] if left else [])]
+
+    def _follow(self, best: Trial | None) -> None:
+        """Remember the best plan so far, and why its speed is below that of the best before."""
+        if best is None or best == self._best:
+            return
+        before, self._best = self._best, best
+        speeds = [each.samples_per_second or 0.0 for each in (before, best) if each is not None]
+        self._why_slower = ""
+        if before is not None and speeds[1] < speeds[0]:
+            whose = "it" if before.plan == best.plan else "the one before"
+            self._why_slower = f" ({whose} was slower when measured again)"
 
     def _left(self, progress: Progress, waited_s: float) -> str | None:
-        """Return the time left, by the timeout or by how long probes took so far.
-
-        Without `max_probes` by how many probes are usual; None: none of that is known.
-        """
-        probes, at_most_s = self._probes_left(progress), progress.seconds_left
-        if probes is not None and self._finished and self._probing_since is not None:
+        """Return the time left: by the timeout, or by how long the probes of `max_probes` take."""
+        probes, at_most_s = progress.probes_left, progress.seconds_left
+        if probes and self._finished and self._probing_since is not None:
             took_s = (progress.elapsed_s - self._probing_since) / self._finished
-            fewest, most = probes
-            # Usual counts only: later probes may be slower, by less the more have run
-            longer = 1 + 1 / self._finished if most > fewest else 1.0
-            fewest_s, most_s = (
-                max(took_s * each - waited_s, 0.0) for each in (fewest, longer * most)
-            )
-            if at_most_s is None or most_s + waited_s < at_most_s:
-                return _about(fewest_s, most_s, progress)
+            left_s = took_s * probes - waited_s
+            if at_most_s is None or left_s + waited_s < at_most_s:
+                return f"about {format_clock(left_s)} left" if left_s >= 1 else None
         if at_most_s is None:
             return None
         if at_most_s - waited_s < 1:
             return "the time is over"
         return f"at most {format_clock(at_most_s - waited_s)} left"
-
-    def _probes_left(self, progress: Progress) -> tuple[int, int] | None:
-        """Return the fewest and the most probes that are left; None: unknown."""
-        if progress.probes_left is not None:
-            return progress.probes_left, progress.probes_left
-        if progress.usual_probes is None or progress.probes >= progress.usual_probes[1]:
-            return None
-        fewest, most = progress.usual_probes
-        return max(fewest - progress.probes, 0), most - progress.probes
 
     def _result(self, event: ProbeFinished) -> str:
         trial, measured = event.trial, event.trial.measurement
@@ -286,17 +279,19 @@ class EventWords:
         return str(plan.without(self._plain))
 
 
-def _about(fewest_s: float, most_s: float, progress: Progress) -> str | None:
-    """Return the time left; None: no time that is worth a clock.
+def clock(elapsed_s: float) -> str:
+    """Return the time that a line begins with; none in the first second."""
+    return f"[{format_clock(elapsed_s)}] " if elapsed_s >= 1 else ""
 
-    A search that has run as many probes as are usual may end after any: no clock tells when.
-    """
-    if fewest_s < 1 and progress.probes_left is None and progress.usual_probes is not None:
-        return f"usually {progress.usual_probes[0]} to {progress.usual_probes[1]} probes"
-    if most_s < 1:
-        return None
-    clocks = dict.fromkeys([format_clock(fewest_s), format_clock(most_s)])
-    return f"about {' to '.join(clocks)} left"
+
+def _done(progress: Progress) -> str:
+    """Return the probes done: "probe 14 of usually 13 to 30", or of at most `max_probes`."""
+    usual = progress.usual_probes
+    if progress.probes_left is not None:
+        return f"probe {progress.probes} of {progress.probes + progress.probes_left}"
+    if usual is not None and progress.probes <= usual[1]:
+        return f"probe {progress.probes} of usually {usual[0]} to {usual[1]}"
+    return counted(progress.probes, "probe")
 
 
 def _why(measured: Measurement) -> str:

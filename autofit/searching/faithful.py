@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     Pair: TypeAlias = tuple[ResolvedPlan, ResolvedPlan]
 
-# Gradients in bfloat16 were seen to differ by 2.5 to 3.3 %, where the tolerance is 3.1 %; a cast
-# that was out of date, by 24 %.
+# Gradients in bfloat16 were seen to differ by 2.5 to 3.3%, where the tolerance is 3.1%; a cast
+# that was out of date, by 24%.
 MAX_OVER = 10.0  # times what roundings explain
 # And relative to the gradients themselves, however far roundings move them: two of one size that
 # have nothing in common differ by 1.4 times that size.
@@ -57,7 +57,10 @@ def judged(prober: Prober, spec: SearchSpec, record: Record) -> Record:
 
 
 def difference_of(prober: Prober, spec: SearchSpec, record: Record) -> Mapping[str, Any] | None:
-    """Return how far the best plan's loss and gradients are from the baseline's; None: unknown."""
+    """Return how far the best plan's loss and gradients are from the baseline's.
+
+    None if unknown.
+    """
     best, baseline = record.best.plan, record.baseline.plan
     if best == baseline or not (record.baseline.ok and record.may_probe):
         return None

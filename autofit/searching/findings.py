@@ -204,7 +204,7 @@ def look_for_findings(
     on_stage: OnStage,
     facts: dict[str, Any],
 ) -> None:
-    """Find what there is beside the answer; what was not looked at is missing.
+    """Find what else there is to report; what was not examined is missing.
 
     Args:
         prober: of the search.

@@ -16,7 +16,7 @@ from autofit.units import format_bytes, round_up_shown
 
 
 def workload_failure(trial: Trial) -> AutofitError | None:
-    """Return the error of a plain workload that cannot be trained; None: it can."""
+    """Return the error of a plain workload that cannot be trained, or None if it can."""
     outcome, detail = trial.measurement.outcome, trial.measurement.detail
     if trial.kind is not TrialKind.BASELINE:
         return None
@@ -98,7 +98,7 @@ def none_fits(
 
 
 def _sufficient(beliefs: Beliefs) -> int | None:
-    """Return the bytes that the leanest plan stays under with a probability of 75 %."""
+    """Return the bytes that the leanest plan stays under with a probability of 75%."""
     space, smallest = beliefs.spec.space, beliefs.sizes.smallest
     needs = [
         beliefs.held.quantile(space.plan(int(smallest[at]), settings), 0.75)

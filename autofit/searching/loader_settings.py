@@ -97,7 +97,7 @@ def verdict(rates: Mapping[int, float], consumed: float) -> tuple[int, str]:
 
 
 def _free_bytes() -> int:
-    """Return what is free of the host's memory, and of what workers hand batches on through."""
+    """Return the free host memory, and the free shared memory that workers send batches through."""
     free = host_memory()[1]
     try:
         shared = os.statvfs("/dev/shm")

@@ -70,7 +70,7 @@ class SearchOptions:
 
     def __post_init__(self) -> None:
         if self.effort not in list(Effort):  # a list asks for no hash, and it may be anything
-            names = ", ".join(repr(each.value) for each in Effort)
+            names = ", ".join(each.value for each in Effort)
             raise InvalidArgument(f"effort must be one of {names}, got {self.effort!r}")
         if self.sampler is not None and not isinstance(self.sampler, BaseSampler):
             raise InvalidArgument(f"sampler must be an Optuna sampler object, got {self.sampler!r}")
@@ -103,7 +103,7 @@ def _check_profile(profile: Any) -> None:
             f"profile must be a .json or .json.gz file for a trace, got {profile!r}"
         )
     if "\0" in os.fspath(profile):
-        raise InvalidArgument(f"profile={os.fspath(profile)!r}: the name of a file has no NUL")
+        raise InvalidArgument(f"profile={os.fspath(profile)!r}: a file name cannot contain a NUL")
     check_writable(Path(profile), f"profile={os.fspath(profile)!r}")
 
 
@@ -116,8 +116,7 @@ def check_timeout(timeout: Any) -> None:
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and 0 < timeout < _LARGEST_TIMEOUT_S):
         raise InvalidArgument(
-            f"timeout must be above zero seconds and below {_LARGEST_TIMEOUT_S:g}, or None for no "
-            f"limit, got {timeout!r}"
+            f"timeout must be above zero seconds and below {_LARGEST_TIMEOUT_S:g}, got {timeout!r}"
         )
 
 
@@ -248,13 +247,13 @@ class Allowance:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the timeout, less `after_s`; None: unlimited."""
+        """Seconds until the timeout, less `after_s`, or None if unlimited."""
         if self.timeout_s is None:
             return None
         return max(0.0, self.timeout_s - self.after_s - self.elapsed_s)
 
     def probes_left(self, trials: Sequence[Trial]) -> int | None:
-        """Return the probes left after those trials; None: unlimited."""
+        """Return the probes left after those trials, or None if unlimited."""
         if self.max_probes is None:
             return None
         return max(0, self.max_probes - len(probes_of(trials)))

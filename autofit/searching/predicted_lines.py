@@ -35,7 +35,7 @@ Predicted = tuple[Lines, Lines, tuple[str, ...]]
 
 
 def most_seconds(seconds_left: float | None) -> float:
-    """Return how long a search may predict that has so many seconds left; None: no end."""
+    """Return how long a search may predict that has this many seconds left; None: no end."""
     return MAX_SECONDS if seconds_left is None else min(MAX_SECONDS, SHARE_OF_TIME * seconds_left)
 
 

@@ -27,7 +27,6 @@ from autofit.searching.events import (
     is_warning,
 )
 from autofit.streams import LossyStream
-from autofit.units import format_clock
 
 _FRAMES = "-\\|/"
 _FRAMES_PER_SECOND = 8
@@ -69,8 +68,9 @@ class ProgressLine:
             self._cell.show(self._last.text())
 
     def show_stage(self, stage: str) -> None:
-        """Show a stage that precedes the search."""
-        self(StageStarted(stage, Progress(0, 0, None, 0.0, None, None)))
+        """Show a stage before the search to someone who watches; a typo may end it at once."""
+        if self._live is not None or self._cell is not None:
+            self(StageStarted(stage, Progress(0, 0, None, 0.0, None, None)))
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
@@ -117,4 +117,4 @@ class _LiveLine:
         elapsed_s = waited_s + (progress.elapsed_s if progress else 0.0)
         standing = self._words.standing(progress, waited_s) if progress else []
         # What runs comes last: a narrow terminal cuts it first.
-        return f"[{format_clock(elapsed_s)}] {' | '.join([*standing, self._doing])}"
+        return f"{events.clock(elapsed_s)}{' | '.join([*standing, self._doing])}"

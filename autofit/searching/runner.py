@@ -163,7 +163,7 @@ class ParallelRunner(Runner):
         return job, result
 
     def cancel(self) -> None:
-        """End what is pending: a worker that runs by ending it."""
+        """End what is pending, and the workers that run it."""
         for future, (_, place) in self._running.items():
             if not future.cancel():
                 place.prober.renew()
@@ -256,7 +256,7 @@ def _check_alike(probers: Sequence[Prober], names: Sequence[str | None]) -> None
         if own != facts[0]:
             raise InvalidArgument(
                 f"device {name or 'of a worker'} is {own} and the first one is {facts[0]}: times "
-                "of unlike devices cannot be compared, so search on devices of one kind"
+                "of different devices cannot be compared, so search on devices of one kind"
             )
 
 

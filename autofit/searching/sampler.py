@@ -127,8 +127,8 @@ class Sampler(BaseSampler):
             InvalidArgument: always.
         """
         raise InvalidArgument(
-            f"a plan has no parameter {param_name!r}, or not with this range: a study of this "
-            "sampler has its settings and its micro_batch alone"
+            f"a plan has no parameter {param_name!r} with this range: a study of this "
+            "sampler has only the settings of plans and their micro_batch"
         )
 
     def _spec_of(self, study: Study) -> SearchSpec:

@@ -102,7 +102,7 @@ def open_study(
         )
         opened = AskTellStudy(_STUDY_NAME, storage)
         if opened.directions != [StudyDirection.MAXIMIZE]:
-            raise StudyError(f"{name} holds a study {_STUDY_NAME!r} of another program's")
+            raise StudyError(f"{name} holds a study {_STUDY_NAME!r} of another program")
         if not isinstance(storage, RDBStorage):
             return opened, None
         claim = Claim(opened, name)
@@ -302,7 +302,7 @@ def _cut_torn_line(path: Path, file: IO[bytes], write_lock: JournalFileSymlinkLo
 
 def _damaged(study: object, what: str) -> StudyError:
     return StudyError(
-        f"the study {study} cannot be read ({what}): repair it, use a copy of it, or give another"
+        f"the study {study} cannot be read ({what}): repair it, or use a copy or another study"
     )
 
 
@@ -336,7 +336,7 @@ def this_process() -> dict[str, Any]:
 
 
 def _whereabouts() -> dict[str, Any]:
-    """Return where a process id means the same: the host, as booted, and the id's namespace.
+    """Return what makes a process id unique: the host, its boot, and the namespace of the id.
 
     Containers may have one host name, and ids of their own.
     """
@@ -349,7 +349,7 @@ def _whereabouts() -> dict[str, Any]:
 
 
 def runs_here(claim: Mapping[str, Any]) -> bool | None:
-    """Return whether the process of `this_process` runs; None: it is elsewhere, so unknown."""
+    """Return whether the process of `this_process` runs, or None if it is elsewhere, so unknown."""
     pid = claim["pid"]
     if any(claim.get(name) != value for name, value in _whereabouts().items()):
         return None

@@ -241,8 +241,8 @@ class Store(AbstractContextManager["Store"]):
                     differences.insert(0, f"planned_steps={there} there, {planned_steps} here")
             changes = "; ".join(dict.fromkeys(differences))
             raise StudyError(
-                f"the study {self.name} belongs to another search ({changes}): give another study, "
-                "or search as before"
+                f"the study {self.name} belongs to another search ({changes}): use another study, "
+                "or repeat the earlier search"
             )
 
     def _read_trials(self) -> None:

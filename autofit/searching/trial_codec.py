@@ -54,12 +54,12 @@ def spec_of(study: optuna.Study) -> SearchSpec:
         InvalidArgument: it is none.
     """
     if SPEC not in study.user_attrs:
-        raise StudyError(f"the study {study.study_name!r} was not made by autofit: give another")
+        raise StudyError(f"the study {study.study_name!r} was not made by autofit: use another one")
     return SearchSpec.from_json(study.user_attrs[SPEC])
 
 
 def check_words(spec: SearchSpec, trials: Sequence[Trial]) -> None:
-    """Refuse a study in whose settings something else than words would become code.
+    """Refuse a study whose settings would put more than plain words into code.
 
     Raises:
         InvalidArgument: there is such a name or value.
@@ -141,7 +141,7 @@ def compared_before(trials: Sequence[Trial], number: int) -> tuple[Trial, ...]:
 
 
 def _observed(frozen: FrozenTrial, spec: SearchSpec) -> Trial | None:
-    """Return a trial of a study of the user's own; None: it says nothing of a plan."""
+    """Return a trial of a study of the user's own, or None if it says nothing of a plan."""
     if not {*spec.space.dimensions, MICRO_BATCH} <= frozen.params.keys():
         return None
     plan, excess = plan_of(frozen.params, spec.space), frozen.constraints.get(_CONSTRAINT)

@@ -32,7 +32,7 @@ class Autocast(NamedTuple):
 
     @classmethod
     def now(cls, device_type: str) -> Autocast | None:
-        """Return how it is set; None: it has none on such devices."""
+        """Return how it is set, or None if it has none on such devices."""
         if not torch.amp.is_autocast_available(device_type):
             return None
         enabled = torch.is_autocast_enabled(device_type)

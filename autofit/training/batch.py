@@ -209,7 +209,7 @@ def named_tensors(batch: Batch) -> list[tuple[str, torch.Tensor]]:
 def places_in_turn(
     count: int, sizes: Collection[int], device: torch.device = _HOST
 ) -> torch.Tensor:
-    """Return which of so many samples stand in micro-batches of those sizes, one after the other.
+    """Return which of this many samples stand in micro-batches of those sizes, one after the other.
 
     They are taken in turn. In a micro-batch they keep their order, and a sample that is repeated
     stands next to itself: so lengths that are sorted stay sorted. On a device without values they

@@ -72,7 +72,7 @@ def check_rows(batch: Batch, *, has_criterion: bool = False) -> None:
 
 
 def doubtful(batch: Batch) -> list[str]:
-    """Return the names of floating-point tensors that stay whole for no reason that shows."""
+    """Return the names of floating-point tensors that stay whole for no apparent reason."""
     facts = _Facts(batch)
     has_time_first = len(facts.batched) == 1 and facts.first.dim() > 1
 
@@ -85,7 +85,7 @@ def doubtful(batch: Batch) -> list[str]:
 
 
 def uncut(batch: Batch) -> list[str]:
-    """Return the names of what has an entry for each sample, and stays whole as no tensor."""
+    """Return the names of non-tensors with an entry for each sample, which stay whole."""
     samples = batch_size(batch)
 
     def is_per_sample(part: Any) -> bool:
@@ -141,7 +141,7 @@ class _Facts:
         return tensor.shape[0] in self.lengths or is_square(tensor)
 
     def agrees(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor may lie beside so many samples."""
+        """Return whether a tensor may lie beside this many samples."""
         return tensor.shape[0] in (1, self.samples) or self.explains(tensor)
 
     def text(self, *names: str) -> str:
@@ -158,7 +158,7 @@ def _layouts(facts: _Facts) -> Iterator[str]:
     for tensor in tensors_of(facts.batch):
         if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-            yield f"torch selects none from a {kind} tensor, but from dense and sparse_coo ones"
+            yield f"torch selects samples from dense and sparse_coo tensors, not from {kind} ones"
 
 
 def _one_sample(facts: _Facts) -> Iterator[str]:
@@ -166,7 +166,7 @@ def _one_sample(facts: _Facts) -> Iterator[str]:
     if facts.samples == 1 and 1 < ones < count:
         yield (
             f"{ones} of its {count} tensors have size 1 in dimension 0, so it is ambiguous which "
-            "of them hold the one sample, as it is not in a batch of two or more"
+            "of them hold the one sample; in a batch of two or more it is not"
         )
 
 
@@ -198,8 +198,8 @@ def _lists(facts: _Facts) -> Iterator[str]:
                 yield f"{name} is a list of {len(entries)} tensors {_words(shapes)}"
             elif are_images and len(shapes) > 1 and len(entries) > 2:
                 yield (
-                    f"{name} is a list of {len(entries)} tensors {_words(shapes)}, as of "
-                    f"images, of which the {facts.samples} channels would be cut"
+                    f"{name} is a list of {len(entries)} tensors {_words(shapes)}, like "
+                    f"images, whose {facts.samples} channels would be cut"
                 )
             for beside in _rows_of_entries(facts, len(entries)):
                 yield (
@@ -209,7 +209,7 @@ def _lists(facts: _Facts) -> Iterator[str]:
 
 
 def _rows_of_entries(facts: _Facts, count: int) -> Iterator[str]:
-    """Yield what has one row for each of so many entries; two may be weights of two views."""
+    """Yield what has one row for each of this many entries; two may be weights of two views."""
     for name, tensor in facts.whole.items():
         is_row_of_each = tensor.shape[0] == count and not facts.explains(tensor)
         if is_row_of_each and (count > 2 or not tensor.is_floating_point()):
@@ -236,14 +236,14 @@ def _are_tensors(entries: Sequence[Any]) -> bool:
 
 
 def _is_pair_of_tables(entries: Sequence[torch.Tensor]) -> bool:
-    """Return whether it may be an input beside another table, such as prototypes of classes."""
+    """Return whether a tensor may be an input beside another table, such as class prototypes."""
     return len(entries) == 2 and entries[0].is_floating_point() and entries[0].dim() <= 2
 
 
 def _targets(facts: _Facts) -> Iterator[str]:
     for name, tensor in facts.whole.items():
         if _is_target(name) and tensor.shape[0] > 1:
-            yield f"{facts.text(name)} is named as a target is, but {facts.source}"
+            yield f"{facts.text(name)} is named like a target, but {facts.source}"
 
 
 def _is_target(name: str) -> bool:
@@ -261,7 +261,7 @@ def _indices(facts: _Facts) -> Iterator[str]:
         for other, size in sizes.items():
             if size == counted and facts.samples in (size, tensor.shape[0]):
                 yield (
-                    f"{facts.text(name)} counts to {counted}, as an index of samples does, and "
+                    f"{facts.text(name)} counts to {counted}, like an index of samples, and "
                     f"{facts.text(other)} has {counted} rows"
                 )
 
@@ -290,7 +290,10 @@ def _count_of_index(tensor: torch.Tensor) -> int | None:
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values of one dimension of integers; None: it is something else, or has none."""
+    """Return the values of one dimension of integers.
+
+    None if it is something else, or has none.
+    """
     if not _may_be_read(tensor) or tensor.dim() != 1 or not 0 < tensor.numel() <= _MAX_READ:
         return None
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
@@ -309,7 +312,7 @@ def _sums(facts: _Facts) -> Iterator[str]:
             if summed.shape[0] == total > len(values) and not is_explained:
                 yield (
                     f"{facts.text(other)} has {total} rows, which is the sum of "
-                    f"{facts.text(name)}, as of samples of several lengths one after the other"
+                    f"{facts.text(name)}, as if samples of several lengths were concatenated"
                 )
 
 
@@ -333,8 +336,8 @@ def _candidates(facts: _Facts) -> Iterator[str]:
         is_positions = values is not None and bool((values.diff() == 1).all())
         if values is not None and tensor.shape[0] == facts.first.shape[1] and not is_positions:
             yield (
-                f"{facts.text(name)} has the size of dimension 1 of the first tensor, as where "
-                f"time is dimension 0, but {facts.source}"
+                f"{facts.text(name)} has the size of dimension 1 of the first tensor, as if "
+                f"dimension 0 were time, but {facts.source}"
             )
 
 

@@ -22,7 +22,7 @@ EvalStep: TypeAlias = Callable[[torch.nn.Module, Batch], Any]
 # Bytes of an element -> the whole numbers that it is read as. A larger one is read as several of 4
 # bytes: the sum has 64 bits, which hold the high bits of such a number times its place.
 _NUMBERS = {1: torch.int8, 2: torch.int16}
-_SUMMED_AT_ONCE = 2**20  # elements: a checksum holds two 8-byte copies of so many
+_SUMMED_AT_ONCE = 2**20  # elements: a checksum holds two 8-byte copies of this many
 
 
 def check_evaluation(eval_step: object, eval_batch: object) -> None:

@@ -49,7 +49,7 @@ class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 def formula_of(func: Any) -> Callable[..., int] | None:
-    """Return what counts the FLOPs of an operator's overload; None: torch knows none."""
+    """Return what counts the FLOPs of an operator's overload, or None if torch knows none."""
     name = func._schema.name.removeprefix("aten::")
     if name in _FLOPS:
         return _FLOPS[name]

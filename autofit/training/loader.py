@@ -113,7 +113,7 @@ def at_rest(loader: Loader) -> Loader | Iterable[Batch]:
 
 
 def own_settings(loader: Loader, samples: int) -> LoaderSettings:
-    """Return what the user has now, for batches of so many samples: a function's has neither."""
+    """Return what the user has now, for batches of this many samples: a function's has neither."""
     if not isinstance(loader, DataLoader):
         return LoaderSettings(samples)
     return LoaderSettings(samples, loader.num_workers, loader.pin_memory, loader.prefetch_factor)

@@ -89,9 +89,9 @@ def check_is_factory(chosen: object, *, has_training_step: bool) -> None:
         if not callable(entry):
             raise InvalidArgument(
                 "a plan for several ranks creates the optimizer itself, from the sharded "
-                "parameters: pass apply a function such as torch.optim.AdamW or "
-                "functools.partial(torch.optim.AdamW, lr=3e-4), not a live "
-                f"{type(entry).__name__}. Load optimizer state into training.optimizer"
+                "parameters: pass a function such as torch.optim.AdamW or "
+                "functools.partial(torch.optim.AdamW, lr=3e-4) to apply, not a live "
+                f"{type(entry).__name__}, and load its state into training.optimizer"
             )
 
 

@@ -113,7 +113,7 @@ class Rows(Samples):
 
     @classmethod
     def of_size(cls, batch: Batch, size: int) -> Rows:
-        """Find those that have so many samples."""
+        """Find those that have this many samples."""
         named = named_tensors(batch)
         batched = frozenset(name for name, t in named if t.dim() > 0 and t.shape[0] == size)
         return cls(batched, frozenset(name for name, _ in named) - batched)
@@ -265,8 +265,8 @@ class Made(Samples):
     def divided(self, given: Any, sizes: Sequence[int]) -> Iterator[Any]:
         if len(sizes) > 1:
             raise InvalidArgument(
-                "a batch of the function n -> batch cannot be divided, since its tensors do not "
-                "tell which of them hold samples: give the step such a function, or search with "
+                "a batch of the function n -> batch cannot be divided, since nothing tells which "
+                "of its tensors hold samples: give the step such a function, or search with "
                 "samples and Workload(collate_fn=)"
             )
         yield given
@@ -320,7 +320,7 @@ def is_sample_sequence(given: Any) -> bool:
 
 
 def samples_in_turn(samples: Sequence[Any], sizes: Collection[int]) -> list[Any]:
-    """Return so many samples for micro-batches of those sizes; see `places_in_turn`."""
+    """Return this many samples for micro-batches of those sizes; see `places_in_turn`."""
     return [samples[place] for place in places_in_turn(len(samples), sizes).tolist()]
 
 
@@ -377,7 +377,7 @@ def samples_in(given: Any, samples: Samples | None) -> tuple[Samples, Any]:
 
 
 def rows_of(samples: Samples) -> Rows | None:
-    """Return how batches are cut into rows, of samples too; None: it is not known."""
+    """Return how batches are cut into rows, of samples too, or None if it is not known."""
     return samples if isinstance(samples, Rows) else getattr(samples, "rows", None)
 
 

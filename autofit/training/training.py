@@ -170,7 +170,7 @@ class Training(AbstractContextManager["Training"]):
         optimizer: Optimizers | Callable[..., Optimizers],
         stack: ExitStack,
     ) -> None:
-        """Apply the strategies in the order of their phases, and make the optimizer between."""
+        """Apply the strategies in the order of their phases, and make the optimizer in between."""
         applied = list(resolved.by_strategy())
         is_parallel = any(strategy.phase is Phase.PARALLEL for strategy, _, _ in applied)
         if is_parallel and self.world.size > 1:
@@ -254,7 +254,7 @@ class Training(AbstractContextManager["Training"]):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The active gradient scaler; None: gradients are not scaled."""
+        """The active gradient scaler, or None if gradients are not scaled."""
         return self._loss_scale.scaler
 
     @scaler.setter

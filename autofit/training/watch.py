@@ -131,7 +131,7 @@ class BatchWatch:
         )
 
     def _larger(self, step: MicroBatches) -> str | None:
-        """Say so where a tensor of a micro-batch has more elements than in any of the search's.
+        """Warn if a tensor of a micro-batch has more elements than in any of the search's.
 
         One of fewer samples is as one of the plan's: it holds constants too.
         """
@@ -150,7 +150,7 @@ class BatchWatch:
         return None
 
     def _longer(self, named: Mapping[str, torch.Tensor], samples: int) -> str | None:
-        """Say so where rows are longer than those of the search."""
+        """Warn if rows are longer than those of the search."""
         for name in named.keys() & self._sample_shapes.keys():
             ours, theirs = shape_of(named[name]), shape_in(self._sample_shapes[name])
             first = 1 if ours[:1] == [samples] else 0
@@ -166,7 +166,7 @@ class BatchWatch:
         return None
 
     def _refuse_growing(self, named: Mapping[str, torch.Tensor], rows: Rows) -> None:
-        """Refuse a tensor that every micro-batch would get whole and that is no constant.
+        """Refuse a tensor that every micro-batch would get whole although it is not constant.
 
         Its dimension 0 is not that of the sample batch, nor a length of samples, as that of
         position ids is.

@@ -145,7 +145,7 @@ class Workload:
         elif not self.makes_batches:
             if isinstance(given, Dataset | DataLoader):
                 raise InvalidArgument(
-                    f"the sample batch is {kind_of(given)}, which is no batch: pass one, such "
+                    f"the sample batch is {kind_of(given)}, which is not a batch: pass one, such "
                     "as next(iter(loader)), or the data set's samples and their collate_fn="
                 )
             if isinstance(given, Lengths):
@@ -324,7 +324,7 @@ class Workload:
 
     @property
     def eval_samples(self) -> int | None:
-        """Samples of an evaluation batch; None: there is no evaluation."""
+        """Samples of an evaluation batch, or None if there is no evaluation."""
         given = self.eval_batch
         if given is None or isinstance(given, int):
             return given
@@ -339,7 +339,7 @@ class Workload:
         return resize(self.eval_batch, samples)
 
     def with_eval_samples(self, samples: int) -> Workload:
-        """Return the workload with evaluations of so many samples."""
+        """Return the workload with evaluations of this many samples."""
         own: Any = self.eval_batch
         given: Any = samples
         if self._eval_samples_given:
@@ -542,7 +542,7 @@ COMPILED_CALL = "_compiled_call_impl"
 
 
 def compiled_part(model: torch.nn.Module) -> str | None:
-    """Return the first part of a model that is compiled, in words; None: there is none."""
+    """Return the first part of a model that is compiled, in words, or None if there is none."""
     for name, module in model.named_modules():
         is_script = isinstance(module, torch.jit.ScriptModule)
         is_wrapped = type(module).__name__ == "OptimizedModule"

@@ -55,7 +55,7 @@ class Cover:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cover:
-        """Return one for a copied module; the training that `around` belongs to is not copied."""
+        """Return a cover for a copied module, with the same `around`: no training is copied."""
         original, state = copy.deepcopy((self.original, self.state), memo)
         return replace(self, original=original, state=state)
 
@@ -123,8 +123,8 @@ def _modules_to_cover(
         first, first_way = found.setdefault(module, (name, way))
         if first_way != way:
             raise InvalidArgument(
-                f"{first!r} and {name!r} name one module, which is checkpointed in one "
-                "way wherever it runs: give one of them"
+                f"{first!r} and {name!r} name the same module, which can only be "
+                "checkpointed in one way: give one of them"
             )
     return {module: way for module, (_, way) in found.items()}
 

@@ -54,6 +54,9 @@ _NOTHING_LOWERS_THE_PEAK = (
 
 _PLAIN = Dimension([0])
 
+# Modules whose children are blocks of a model.
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
 
 def find_levels(context: Context, strategy: Strategy) -> Dimension:
     """Return the levels that a strategy of checkpointing may set; 0 alone where none is worth it.
@@ -159,6 +162,7 @@ def make_dimension(
     placements = thinned(find_placements(model, timeline, times), MAX_LEVELS)
     payloads: dict[Scalar, Any] = {}
     hints: dict[Scalar, CostHint] = {}
+    labels: dict[Scalar, str] = {}
     for level, placement in enumerate(placements):
         hints[level] = _hint(placement, placements[0], times.step_s)
         if placement.units:
@@ -166,7 +170,26 @@ def make_dimension(
                 "units": list(placement.units),
                 "state": _within(state, placement.units, model),
             }
-    return Dimension(range(len(placements)), payloads=payloads, hints=hints)
+            labels[level] = label_of(placement.units, model)
+    return Dimension(range(len(placements)), payloads=payloads, hints=hints, labels=labels)
+
+
+def label_of(units: Sequence[str], model: nn.Module) -> str:
+    """Return what recomputing these units means in words: "recompute 6 of 12 blocks".
+
+    Blocks are the children of one list of modules; all else, such as a segment, is a part.
+    """
+    parsed = [Unit.parse(unit) for unit in units]
+    kept = sum(unit.keeps_products for unit in parsed)
+    parents = {unit.module.rpartition(".")[0] for unit in parsed if unit.segment is None}
+    lists = [model.get_submodule(name) for name in parents]
+    whole = len(lists) == 1 and not any(unit.segment for unit in parsed)
+    if whole and isinstance(lists[0], _LISTS):
+        count, what = f"{len(units)} of {len(lists[0])}", "block" + "s" * (len(lists[0]) > 1)
+    else:
+        count, what = str(len(units)), "part" + "s" * (len(units) > 1)
+    whose = "" if kept == len(units) else f" of {kept}"
+    return f"recompute {count} {what}" + (f" except matrix products{whose}" if kept else "")
 
 
 def find_placements(model: nn.Module, timeline: Timeline, times: Times) -> list[Placement]:

@@ -21,7 +21,7 @@ from autofit.strategy import Comparison
 from .units import KEEPING, Unit, make_of
 
 SEEDS = (0, 1, 2)
-# A model in which so many units differ is not worth more steps; the rest is left out untried.
+# A model in which this many units differ is not worth more steps; the rest is left out untried.
 MAX_COMPARISONS = 60
 
 # Units of one kind that differ, and none that does not, for the rest to be left out untried.
@@ -117,7 +117,7 @@ class _Gate:
         return True
 
     def search_all(self, layers: Sequence[Sequence[str]], seeds: Sequence[int]) -> None:
-        """Search these lists from each seed, and leave out what no step has run.
+        """Search these lists from each seed, and leave out units that no step has run.
 
         From further seeds, units within others make no difference as long as none of those does,
         but for units that keep their products: they run again what others do not.
@@ -169,7 +169,7 @@ class _Gate:
         return min(cuts, key=lambda cut: abs(cut - half), default=half)
 
     def _difference(self, units: Sequence[str]) -> str | None:
-        """Return how a step with these units checkpointed differs; None: it does not."""
+        """Return how a step with these units checkpointed differs, or None if it does not."""
         if self._comparisons >= MAX_COMPARISONS:
             return _TOO_MANY
         try:

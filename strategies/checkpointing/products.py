@@ -147,7 +147,7 @@ class Products:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of its own over the same memory, which counts changes in place with it."""
+    """Return a new tensor over the same memory that shares its count of in-place changes."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 

@@ -149,7 +149,7 @@ class Timeline:
 
     @cached_property
     def _released(self) -> Mapping[Call, Collection[int]]:
-        """Storages that are kept for a call alone, its inputs left out."""
+        """Storages that are kept for one call only, without its inputs."""
         return {call: self._released_by(call) for call in self.calls}
 
     def _released_by(self, call: Call) -> Collection[int]:

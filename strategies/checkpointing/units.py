@@ -275,7 +275,7 @@ def _nested_cuts(saved: Sequence[int], begins: Sequence[bool]) -> Iterator[tuple
 def _balanced(
     saved: Sequence[int], begins: Sequence[bool], children: range, count: int
 ) -> Iterator[tuple[int, int]]:
-    """Cut the children into so many ranges that save about the same number of bytes each."""
+    """Cut the children into this many ranges that save about the same number of bytes each."""
     whole = sum(saved[index] for index in children)
     start, so_far = children.start, 0
     for stop in range(children.start + 1, children.stop + 1):

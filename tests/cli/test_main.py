@@ -280,20 +280,28 @@ def test_a_search_takes_another_global_batch(here: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["search"], "Missing argument"),
-        (["serach", "models.py:small"], "No such command 'serach'"),
-        (["search", "models.py:small", "--vram-bugdet", "1GiB"], "--vram-bugdet"),
-        (["search", "models.py:small", "--max-probes", "0"], "Invalid value"),
+        (["search"], "missing TARGET"),
+        (["serach", "models.py:small"], "no such command 'serach'"),
+        (["search", "models.py:small", "--vram-bugdet", "1GiB"], "do you mean --vram-budget?"),
+        (["search", "models.py:small", "--max-probes", "0"], "--max-probes: must be .* 1, got '0'"),
+        (["search", "models.py:small", "--seed", "-1"], "--seed: must be .* got '-1'"),
+        (["search", "models.py:small", "--timeout", "x"], "--timeout: must be a number, got 'x'"),
+        (["search", "models.py:small", "--timeout", "0"], "--timeout: must be .* got 0"),
+        (["search", "models.py:small", "--effort", "x"], "--effort: must be one of quick, .*'x'"),
+        (["search", "models.py:small", "--numerics", "x"], "--numerics: must be one of exact, "),
+        (["report", "report.json", "--price-per-hour", "-1"], "--price-per-hour: must be "),
+        (["check", "models.py:small", "--max-regression", "x"], "--max-regression: cannot read"),
+        (["check", "models.py:small", "--max-regression", "5%"], "--max-regression: needs --base"),
         (
             ["search", "models.py:small", "--vram-budget", "10XB"],
-            "'--vram-budget': cannot read '10XB'",
+            "--vram-budget: cannot read '10XB'",
         ),
-        (["search", "models.py:small", "--strategies", "presicion"], "'--strategies': "),
-        (["check", "models.py:small", "--gpu", "L5"], "'--gpu': "),
-        (["probe", "models.py:small", "--set", "precision"], "'--set': write strategy.name=value"),
+        (["search", "models.py:small", "--strategies", "presicion"], "--strategies: unknown"),
+        (["check", "models.py:small", "--gpu", "L5"], "--gpu: unknown"),
+        (["probe", "models.py:small", "--set", "precision"], "--set: write strategy.name=value"),
         (["search", "gone.py:small"], "gone.py"),
-        (["search", "models.py:small", "--out", "report.yaml"], ".txt, .csv or .svg"),
-        (["search", "models.py:small", "--out", "no/r.json"], "no/r.json"),
+        (["search", "models.py:small", "--out", "r.yaml"], "--out: r.yaml must end in .* or .svg"),
+        (["search", "models.py:small", "--out", "no/r.json"], "--out: the folder of no/r.json"),
         (["search", "models.py:small", "--out", f"{'r' * 300}.json"], "too long"),
         (
             ["probe", "models.py:small", "--set", "a.b=1", "--set", "a.b=2"],
@@ -305,10 +313,12 @@ def test_a_search_takes_another_global_batch(here: Run) -> None:
     ],
 )
 def test_usage_that_is_wrong_exits_with_2(here: Run, arguments: list[str], words: str) -> None:
+    """One line says what is wrong, and with which option, whoever found it."""
     ran = here(*arguments)
     assert (ran.code, ran.out) == (2, "")
-    assert words in re.sub(r"[\s│]+", " ", ran.err)
-    assert "Traceback" not in ran.err
+    (line,) = ran.err.splitlines()
+    assert line.startswith("autofit: ")
+    assert re.search(f"autofit: {words}" if words.startswith("--") else words, line)
 
 
 REFUSED_AT_ONCE = """
@@ -474,7 +484,7 @@ def test_each_file_that_is_written_is_named_on_standard_error(
     show_report(load(SAVED), (), as_json=False)
     (kept,) = tmp_path.glob("*.json")
     shown = capsys.readouterr()
-    assert shown.err.startswith(f"autofit: wrote {kept}, which")
+    assert shown.err.startswith(f"autofit: wrote {kept}, a temporary file")
     assert str(kept) in shown.out
     show_report(load(SAVED), (), as_json=False, loaded_from=SAVED)
     assert capsys.readouterr().err == ""
@@ -566,5 +576,59 @@ def test_help_cuts_no_word_and_fits_a_screen(command: str) -> None:
     narrow = CliRunner(env={"COLUMNS": "60"}).invoke(app, [command, "--help"])
     assert narrow.exit_code == 0
     assert "\u2026" not in narrow.output
-    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, [command, "--help"])
-    assert len(shown.output.splitlines()) <= 40
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, [command, "-h"])
+    assert len(shown.output.splitlines()) <= 60
+    assert max(map(len, shown.output.splitlines())) <= 80
+
+
+COMMANDS: Any = get_command(app)
+
+
+@pytest.mark.parametrize("command", COMMANDS.commands)
+def test_the_examples_of_the_help_are_commands_that_there_are(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "-h"]).output.partition("Examples:")[2]
+    examples = [line.split() for line in shown.splitlines() if line.strip()]
+    assert examples
+    for program, name, *arguments in examples:
+        assert (program, name) == ("autofit", command)
+        options = {flag for each in COMMANDS.commands[name].params for flag in each.opts}
+        assert {word for word in arguments if word.startswith("-")} <= options
+
+
+def test_the_list_of_commands_cuts_no_summary() -> None:
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["-h"])
+    assert "..." not in shown.output.partition("Commands:")[2]
+    alone = CliRunner(env={"COLUMNS": "80"}).invoke(app, [])
+    assert alone.exit_code == 2
+    assert set(COMMANDS.commands) <= set(alone.output.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("autofit sea", "search"),
+        ("autofit search --num", "--numerics"),
+        ("autofit search --numerics ex", "exact"),
+    ],
+)
+def test_a_shell_completes_commands_options_and_values(words: str, completed: str) -> None:
+    environment = {
+        "_AUTOFIT_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    shown = CliRunner(env=environment).invoke(app, [], prog_name="autofit")
+    assert shown.output.split() == [completed]
+
+
+def test_quiet_prints_the_result_alone(here: Run, tmp_path: Path) -> None:
+    limits = (*ON_CPU, "--max-probes", "1", "--out", str(tmp_path / "r.json"))
+    ran = here("search", "models.py:small", *limits, "--quiet")
+    assert ran.code == 0
+    assert ran.out.startswith("small on cpu")
+    assert set(ran.err.splitlines()) <= {
+        "the user's module says hello",
+        "the user's factory says hello",
+    }
+    wrong = here("search", "models.py:smalll", *limits, "-q")
+    assert wrong.err.splitlines()[-1].startswith("autofit: models.py has no 'smalll'")

@@ -95,12 +95,13 @@ SIZED = r"(?s)\A(?!.*no gpu given).*24\.0 GiB"
     [
         ("make", "predict --gpu L4 --global-batch 32", 0, "32, the whole global batch on L4", ""),
         ("make", "predict --gpu L4", 0, r"(?s)\A(?!.*whole).*largest micro-batch", ""),
+        ("make", "predict --gpu L4", 0, r"\A16 x 1 fits on L4: needs up to .* of 22", ""),
         ("make", "predict --gpu L4 --json", 0, r'"fits": true', ""),
         (
             "make",
             "predict --gpu L4 --micro-batch 4000000",
             1,
-            r"VRAM budget +22\.0 GiB.*\n +fits +no",
+            r"\A4000000 x 1 does not fit on L4: needs up to [\d.]+ .iB of 22\.0 GiB\n",
             "",
         ),
         ("make", "check --gpu L4 --max-regression 5%", 2, r"\A\Z", "--baseline"),

@@ -195,7 +195,7 @@ def test_the_largest_micro_batch_is_one_of_the_global_batch(asked: int, most: in
     ("ask", "message"),
     [
         ({"ranks": 0}, "ranks must be a whole number .*1, got 0"),
-        ({"ranks": 4, "plan": Plan(4, ranks=2)}, "the plan is of 2 ranks"),
+        ({"ranks": 4, "plan": Plan(4, ranks=2)}, "the plan is for 2 ranks"),
         (
             {"ranks": 8, "plan": Plan(3, accumulation_steps=2, global_batch=6)},
             "a global batch of 6 samples .* 8 ranks",

@@ -40,9 +40,10 @@ def test_names_are_shown_and_mean_nothing(record: Record) -> None:
     hostile = "<script>alert(1)</script> | `x` [a](b) **c**"
     lines = replace(record, notes=(f"{ACT}{hostile}",), paste={6: ["```", hostile]})
     text = markdown(lines)
-    bullets = re.findall(r"(?m)^- .*alert.*$", text)
-    assert bullets == [f"- ! {plain(hostile)}"] * 2  # above, and among all notes
-    assert re.fullmatch(r"[^<]*\\\|.*\\`x\\`.*\\\[a\\\].*", bullets[0])
+    (warning,) = re.findall(r"(?m)^> \[!WARNING\]\n> (.*)$", text)
+    (note,) = re.findall(r"(?m)^- ! (.*alert.*)$", text)  # among all notes
+    assert warning == note == plain(hostile)
+    assert re.fullmatch(r"[^<]*\\\|.*\\`x\\`.*\\\[a\\\].*", warning)
     fences = re.findall(r"^(`+)python$", text, re.MULTILINE)
     assert max(map(len, fences)) == 4  # longer than any in the code
 

@@ -18,7 +18,7 @@ import pytest
 from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Dimension
 from autofit.report.details import trial_of
-from autofit.report.page import page
+from autofit.report.page import cell, page
 from autofit.report.record import Record, SearchSummary
 from autofit.report.report import load
 from autofit.report.summary import name_of
@@ -154,6 +154,14 @@ def test_hostile_names_are_text(hostile: Record) -> None:
     found = Elements(page(hostile))
     assert {tag for tag, _ in found.found} <= {tag for tag, _ in ours} | {"li", "p"}
     assert "".join(found.texts).count("window.ran = 1") >= 5
+
+
+def test_a_notebook_has_the_whole_page_in_a_frame_in_which_nothing_runs(hostile: Record) -> None:
+    shown = Elements(cell(hostile)).found
+    (frame,) = [attributes for tag, attributes in shown if tag == "iframe"]
+    assert frame["srcdoc"] == page(hostile)
+    assert "sandbox" in frame
+    assert "script" not in {tag for tag, _ in shown}
 
 
 @pytest.mark.parametrize("trials", [1, 8])

@@ -117,7 +117,7 @@ NEEDED = sorted(KEYS - {"schema", "frontier", "calibration"})
         *((operator.methodcaller("pop", key), key) for key in NEEDED),
         (lambda data: data.update(schema=2), r"schema 2.*reads 1"),
         (lambda data: data["best"].update(number=99), "99"),
-        (lambda data: data["trials"].append(data["trials"][0]), "two of the trials"),
+        (lambda data: data["trials"].append(data["trials"][0]), "two trials have the same"),
         *(
             (lambda data, shape=shape: data["workload"]["sample_shapes"].update(x=shape), "shapes")
             for shape in ("float32", "float32[8, j1]", "float32[8, 2", "int64[[]]", "[-1]")

@@ -67,6 +67,12 @@ def test_the_table_has_a_row_a_trial_and_a_column_a_setting(record: Record, tmp_
     assert list(table["outcome"])[:3] == ["ok", "oom", "unsupported"]
     assert {"micro_batch", "accumulation_steps", "global_batch"} <= set(table.columns)
     assert table["samples_per_second"].idxmax() == 6
+    assert "paste" not in table.columns, "code belongs to no cell"
+    noted = replace(record.trials[3].measurement, notes=("it's 5% off",))
+    trials = (replace(record.trials[3], number=0, measurement=noted),)
+    noted_table = Report(replace(record, trials=(*trials, *record.trials[1:])))
+    cells = pd.read_csv(noted_table.save(tmp_path / "noted.csv"))
+    assert json.loads(cells["notes"][0]) == ["it's 5% off"]
 
 
 @pytest.mark.parametrize(

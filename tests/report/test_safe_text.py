@@ -39,11 +39,11 @@ def written(record: Record, path: Path, change: Any) -> Path:
     [
         (
             lambda data: of_setting(data, "precision.dtype", ["default", CALLED]),
-            "no name or value of a setting",
+            "not a valid name or value of a setting",
         ),
         (
             lambda data: data["dimensions"].update({"a\nprint(1)\n#.b": {"values": [1, 2]}}),
-            "no name or value of a setting",
+            "not a valid name or value of a setting",
         ),
         (lambda data: data["workload"].update(given=[INJECTED]), r"workload.given"),
         (lambda data: data["workload"].update(given=["model"]), r"workload.given"),

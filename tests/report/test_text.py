@@ -246,7 +246,7 @@ SAID: dict[str, tuple[Callable[[Record], Record], str, str]] = {
     ),
     "what to act on above remarks": (
         lambda record: replace(record, notes=NOTES),
-        r"(?s)\n! Pass loss_weight=\n.*float32\[8\], int64[^\n]*4e-07[^\n]*Not tried: compile",
+        r"(?s)\n! Pass loss_weight=\n.*up to length 8\.[^\n]*4e-07[^\n]*Not tried: compile",
         "a remark",
     ),
 }
@@ -317,16 +317,19 @@ def test_the_table_in_full_is_of_the_plans_of_the_answer(record: Record) -> None
                 },
                 "batched": ["['ids']", "['t']"],
             },
-            "For samples up to ids int64[128], t int64; constant: [1][0]['boxes'] float32[8, 5, 4]",
+            "For samples up to ids[128], t; constant: [1][0]['boxes'] 8x5x4",
         ),
+        ({"sample_shapes": {"[0]": "float32[8, 3, 32, 32]", "[1]": "int64[8]"}}, "up to 3x32x32"),
+        ({"sample_shapes": {"[0]": "float32[8, 9]", "[1]": "float32[8, 1]"}}, "up to length 9"),
+        ({"sample_shapes": {"[0]": "int64[8, 9]", "[1]": "int64[8, 9]"}}, "up to length 9"),
         # Time first, or samples side by side in one row: no dimension is known to hold samples.
         *(
-            (MADE | {"samples": how}, "of 2 samples: x float32[50, 2, 16], packed int64[1, 95]")
+            (MADE | {"samples": how}, "of 2 samples: x[50x2x16], packed[1x95]")
             for how in ("function", "collate_fn")
         ),
         (
             MADE | {"micro_batch_shapes": {"['x']": "float32[60, 16, 16]"}},  # of the plan shown
-            "of 16 samples: x float32[60, 16, 16]",
+            "of 16 samples: x[60x16x16]",
         ),
     ],
 )

@@ -164,13 +164,40 @@ def test_the_time_left_is_by_the_probes_where_they_end_sooner() -> None:
     assert "at most 0:20 left" in words.standing(replace(told[2], seconds_left=20.0))
 
 
-def test_the_time_left_without_a_limit_is_by_the_usual_number_of_probes(words: EventWords) -> None:
-    """They may take twice as long as the first one."""
-    assert "about 0:18 to 1:56 left" in words.standing(unlimited(1, 42.0))
-    assert "about 0:10 to 1:48 left" in words.standing(unlimited(1, 42.0), waited_s=8.0)
-    assert "usually 10 to 30 probes" in words.standing(unlimited(20, 42.0))
+def test_without_a_limit_the_probes_are_shown_beside_the_usual_number(words: EventWords) -> None:
+    """How long the later ones take is not known, so no clock tells when the search ends."""
+    assert "probe 1 of usually 10 to 30" in words.standing(unlimited(1, 42.0))
+    assert "probe 20 of usually 10 to 30" in words.standing(unlimited(20, 42.0))
+    assert "31 probes" in words.standing(unlimited(31, 42.0))
+    assert not any("left" in part for part in words.standing(unlimited(1, 42.0)))
     assert "at most 1:40 left" in words.standing(replace(unlimited(1, 42.0), seconds_left=100.0))
-    assert not any("left" in part for part in words.standing(unlimited(30, 42.0)))
+
+
+def speed(plan: Plan, step_s: float) -> Trial:
+    trial = ran(TrialKind.SEARCH, plan)
+    return replace(trial, measurement=replace(trial.measurement, step_times_s=[step_s]))
+
+
+def test_a_best_that_falls_says_why() -> None:
+    words, fast = EventWords(), Plan(8, settings=FOLDED)
+    shown = []
+    for best in (
+        speed(fast, 0.1),
+        speed(Plan(4, settings=PLAIN), 0.06),
+        speed(Plan(4, settings=PLAIN), 0.08),
+        speed(Plan(4, settings=PLAIN), 0.08),
+        speed(Plan(16, settings=PLAIN), 0.2),
+    ):
+        told = unlimited(3, 42.0)
+        words.learn(ProbeFinished(best, replace(told, best=best)))
+        shown.append(words.standing(replace(told, best=best))[0])
+    assert shown == [
+        "best 80.0 samples/s",
+        "best 66.7 samples/s (the one before was slower when measured again)",
+        "best 50.0 samples/s (it was slower when measured again)",
+        "best 50.0 samples/s (it was slower when measured again)",
+        "best 80.0 samples/s",
+    ]
 
 
 @pytest.mark.parametrize("waited_s", [0.0, 1.0, 1e3])
@@ -181,6 +208,15 @@ def test_no_clock_stands_at_zero(words: EventWords, waited_s: float) -> None:
         *(Progress(19, 0, BASELINE, 42.0, left, None) for left in (0.0, 0.4, 30.0)),
     ):
         assert not any("0:00" in part for part in words.standing(told, waited_s))
+    began = StageStarted("starting a worker", Progress(0, 0, None, 0.3, None, None))
+    assert lines_of([began]) == ["starting a worker"]
+
+
+def test_a_log_does_not_say_that_a_target_is_loaded_which_may_be_mistyped() -> None:
+    stream = io.StringIO()
+    with ProgressLine(stream) as show:
+        show.show_stage("loading train.py:mkae")
+    assert stream.getvalue() == ""
 
 
 @contextmanager

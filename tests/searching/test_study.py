@@ -161,7 +161,7 @@ def test_a_study_whose_settings_are_code_is_refused(
     ]
     assert changed != lines
     path.write_text("".join(changed))
-    with pytest.raises(StudyError, match="no name or value of a setting"):
+    with pytest.raises(StudyError, match="not a valid name or value of a setting"):
         Store.open(path, IDENTITY)
 
 

@@ -572,7 +572,7 @@ def test_it_is_offered_where_a_transform_hides_what_is_saved_too(loss: Loss) -> 
     dimension, notes = offered(STRATEGY, SETTING, partial(workload, loss))
     assert dimension.values == (0, 2048, 256)
     assert bool(dimension.hints) is (loss is flat)
-    assert not any("of what a sample holds" in note for note in notes)
+    assert not any("of a sample's memory" in note for note in notes)
 
 
 class Overwritten(Language):
@@ -600,7 +600,7 @@ def classified(classes: int) -> Workload:
         (partial(workload, flat, partial(frozen, Overwritten)), "head_loss.rows skipped"),
         (partial(classified, 100), ""),
         (partial(classified, CLASSES), ""),
-        (partial(workload, flat, partial(Language, inner=16 * CLASSES)), "of what a sample holds"),
+        (partial(workload, flat, partial(Language, inner=16 * CLASSES)), "of a sample's memory"),
     ],
     ids=["capped", "each row", "overwritten", "few classes", "few rows", "large body"],
 )

@@ -128,7 +128,7 @@ def _partial_sums(convolution: Convolution, gpu: Gpu) -> int:
 def _winograd(convolution: Convolution, direction: Direction) -> int:
     """Return float32 tiles of 4x4 results for weight gradients, else 6x6, with a border of 2.
 
-    Gradients of data multiply none: without theirs, recorded peaks of a ResNet are met to 0.1 %.
+    Gradients of data multiply none: without theirs, recorded peaks of a ResNet are met to 0.1%.
     """
     plain = set(convolution.stride) == {1} == set(convolution.dilation)
     if direction is Direction.DATA or convolution.weight[2:] != (3, 3):

@@ -34,7 +34,10 @@ class Workspace:
 
 
 def configured_workspace_bytes() -> int | None:
-    """Return the bytes of CUBLAS_WORKSPACE_CONFIG, such as ":4096:2:16:8" (KiB); None: not set."""
+    """Return the bytes of CUBLAS_WORKSPACE_CONFIG, such as ":4096:2:16:8" (KiB).
+
+    None if not set.
+    """
     numbers = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     return sum(int(size) * int(count) for size, count in numbers) * KIB or None
 

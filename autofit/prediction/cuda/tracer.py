@@ -125,7 +125,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         self.obstacle = self.obstacle or obstacle
 
     def is_on_gpu(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor stands for one of the GPU, and not of the host's memory."""
+        """Return whether a tensor stands for one on the GPU, not in host memory."""
         with torch._C.DisableTorchFunction():
             return tensor.is_meta and not self._is_untracked
 
@@ -339,7 +339,7 @@ def _is_simple(tensor: torch.Tensor) -> bool:
 
 
 def _are_new(results: list[Any], args: Any) -> bool:
-    """Return whether each result is all of a storage of its own.
+    """Return whether each result fills a storage of its own.
 
     The schema does not tell: that of `_unsafe_view` names no alias.
     """

@@ -75,14 +75,14 @@ class Obstacle:
 
     @classmethod
     def raised_here(cls, error: Exception) -> Obstacle:
-        """Return it from the place of the raise, with the line found among the callers."""
+        """Return the error as it is raised, with the line found among the callers."""
         frames = traceback.extract_stack()
         inside = [at for at, frame in enumerate(frames) if frame.filename.startswith(_OURS)]
         return cls(_first_line(error), users_line(frames[inside[0] :]))
 
     @classmethod
     def caught(cls, error: Exception) -> Obstacle:
-        """Return it from the place of the catch, with the line found in the traceback."""
+        """Return the error as it is caught, with the line found in the traceback."""
         return cls(_first_line(error), users_line(traceback.extract_tb(error.__traceback__)))
 
 
@@ -106,7 +106,7 @@ def asked_by_an_optimizer() -> bool:
 
 
 def is_an_optimizer(file: str) -> bool:
-    """Return whether a file is one of torch's optimizers that decide nothing by values."""
+    """Return whether a file is a torch optimizer that decides nothing by values."""
     return file.startswith(_OPTIMIZERS) and file != lbfgs.__file__
 
 
@@ -231,7 +231,7 @@ _UTILITIES = tuple(
 
 
 def passes_on(file: str) -> bool:
-    """Return whether a file's code only stands between the code that asks and the answer."""
+    """Return whether a file's code only passes a request for values on."""
     return file.startswith(_OURS) or file.endswith(_UTILITIES)
 
 

@@ -257,7 +257,7 @@ def test_a_module_under_two_names_is_covered_once(units: tuple[str, ...]) -> Non
 
 
 def test_a_module_that_is_named_in_two_ways_is_refused_by_its_names() -> None:
-    refusal = pytest.raises(InvalidArgument, match="'first' and 'second' name one module")
+    refusal = pytest.raises(InvalidArgument, match="'first' and 'second' name the same module")
     with refusal, checkpointed(Shared(), ["first", "second~"]):
         pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from autofit.training.workload import Workload
 from tests.plugin import Plugin
 
 SETTING = "checkpointing.level"
+label_of = importlib.import_module("autofit.strategies.checkpointing.levels").label_of
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,7 @@ def test_levels_go_from_plain_to_least_memory_for_more_time(levels: Dimension) -
     assert 3 <= len(levels.values) <= 24
     assert list(levels.payloads) == list(levels.values[1:])
     assert all(levels.payloads[level]["units"] for level in levels.values[1:])
+    assert all(levels.labels[level].startswith("recompute ") for level in levels.values[1:])
     hints: Any = [levels.hints[level] for level in levels.values]
     assert (hints[0].bytes_per_sample, hints[0].seconds_per_sample) == (1.0, 1.0)
     for before, after in pairwise(hints):
@@ -258,3 +261,22 @@ def test_what_another_strategy_puts_around_the_forward_is_around_a_recomputation
             if not inside:
                 training.backward(loss)
             assert all(map(torch.equal, _gradients_of(model), plain))
+
+
+@pytest.mark.parametrize(
+    ("units", "words"),
+    [
+        (["blocks.0"], "recompute 1 of 3 blocks"),
+        (["blocks.0", "blocks.2"], "recompute 2 of 3 blocks"),
+        (["blocks.0~", "blocks.2~"], "recompute 2 of 3 blocks except matrix products"),
+        (["blocks.0", "blocks.2~"], "recompute 2 of 3 blocks except matrix products of 1"),
+        (["blocks.1.feed", "blocks.1.head"], "recompute 2 parts"),
+        (["blocks[0:2]"], "recompute 1 part"),
+        (["blocks.0", "blocks.1.feed"], "recompute 2 parts"),
+    ],
+)
+def test_a_level_is_said_in_words(units: list[str], words: str) -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Module() for _ in range(3))
+    model.blocks[1].feed = nn.Linear(2, 2)
+    assert label_of(units, model) == words
