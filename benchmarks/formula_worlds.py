@@ -1,8 +1,8 @@
 """Trainings of two formulas, bytes and seconds of a plan, in which tools and people go wrong.
 
-Each is of one kind of device or model that a search once answered worse than a person does who
-knows it: casts that make bfloat16 slow in small micro-batches, a layout that pays in 16 bits alone,
-a compilation, an allocator that fails at some sizes and not at larger ones. The seed determines
+Some are drawn at random. The others are of one kind of device or model that a search once answered
+worse than a person does who knows it: casts that make bfloat16 slow in small micro-batches, a
+compilation, an allocator that fails at some sizes and not at larger ones. The seed determines
 everything about a world.
 """
 
@@ -12,29 +12,37 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from autofit.plan import CostHint, Dimension, Plan, Scalar, VariantKey, variant_key
 from autofit.planning.search_spec import MemoryLine, SearchSpec
 from autofit.space import Space
 from autofit.testing import SimulatedProber
 from autofit.units import GIB, MIB
-from benchmarks.levers import dimension_of
-from benchmarks.simulated_devices import Factors
+from benchmarks.levers import JUDGED_STEPS, dimension_of
 
 PRECISION, LAYOUT = "precision.dtype", "memory_format.layout"
 FUSED, WHEN = "optimizer.implementation", "optimizer.when"
 LEVEL, COMPILE = "checkpointing.level", "compile.mode"
 HEAD, ATTENTION = "head_loss.rows", "attention.backend"
-JUDGED_STEPS = 10_000
-"""Over so many steps what a costly value takes to start counts."""
 _LINE_ERROR = 0.02  # of predicted memory lines, as for the recorded grids
 _HINT_ERROR = 0.05
 _BEND = 2.0  # the first levels of recomputation save most
 _SAME = CostHint(bytes_per_sample=1.0)
 _LATE = replace(_SAME, fixed_bytes=0.85)  # an optimizer that steps within backward
 _PRECISIONS = ("default", "tf32", "bfloat16", "float16")
+_NOISES = (0.002, 0.005, 0.02, 0.05, 0.1, 0.2)
+_INTERACTION = 0.05  # standard deviation of the log by which settings miss the product of effects
 
 Formula = Callable[[Plan], float]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The effect of a value on seconds per sample and on bytes per sample."""
+
+    seconds: float
+    bytes: float
 
 
 @dataclass(frozen=True)
@@ -63,13 +71,18 @@ class FormulaWorld:
     segment_bytes: int = 0
     allocated: Formula | None = None
 
+    @property
+    def step_samples(self) -> int:
+        """Samples of a step, by which planned steps are counted."""
+        return self.space.baseline.samples_per_step
+
     def fits(self, plan: Plan) -> bool:
         """Return whether a plan stays within the budget, without noise."""
         return self.memory(plan) <= self.budget_bytes
 
     def speed(self, plan: Plan) -> float:
         """Return samples per second over `JUDGED_STEPS`, the start of costly values counted."""
-        samples = JUDGED_STEPS * self.space.baseline.samples_per_step
+        samples = JUDGED_STEPS * self.step_samples
         steps_s = samples / plan.samples_per_step * self.step_time(plan)
         return samples / (steps_s + self.space.trial_cost_s(plan.settings))
 
@@ -127,10 +140,100 @@ class FormulaWorld:
                     yield plan
 
 
+def regular(seed: int) -> FormulaWorld:
+    """A device of drawn effects, whose step time is a line of the micro-batch."""
+    return _drawn(seed, Shape(), noise=0.005)
+
+
+def irregular(seed: int) -> FormulaWorld:
+    """The same with a floor, a cliff or a multiple that kernels like, and up to 20 % of noise."""
+    draw = random.Random(f"shape/{seed}")
+    kernels = [(PRECISION, "default"), (PRECISION, "bfloat16"), (LAYOUT, "channels_last"), None]
+    shape = Shape(
+        floor_samples=draw.uniform(8, 64) if draw.random() < 0.3 else 0.0,
+        cliff_at=draw.randint(8, 256) if draw.random() < 0.5 else None,
+        drop=math.exp(draw.uniform(math.log(1.1), math.log(7.0))),
+        of_kernel=draw.choice(kernels),
+        multiple=draw.choice((2, 4, 8)) if draw.random() < 0.3 else 1,
+        penalty=draw.uniform(1.02, 1.3),
+    )
+    return _drawn(seed, shape, noise=_NOISES[seed % len(_NOISES)])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How step times depart from lines of the micro-batch.
+
+    Attributes:
+        floor_samples: no step takes less than so many samples of the plain plan: launches.
+        cliff_at: from this micro-batch on a sample takes `drop` times as long; None: nowhere.
+        drop: see `cliff_at`.
+        of_kernel: the setting and value whose kernels the cliff has; None: all.
+        multiple: micro-batches that are none of it take `penalty` times as long.
+        penalty: see `multiple`.
+    """
+
+    floor_samples: float = 0.0
+    cliff_at: int | None = None
+    drop: float = 1.0
+    of_kernel: tuple[str, Scalar] | None = None
+    multiple: int = 1
+    penalty: float = 1.0
+
+    def slower(self, plan: Plan) -> float:
+        """Return how many times as long a sample takes as on the line."""
+        falls = self.cliff_at is not None and plan.micro_batch >= self.cliff_at
+        falls = falls and (self.of_kernel is None or self.of_kernel in plan.variant)
+        uneven = plan.micro_batch % self.multiple != 0
+        return (self.drop if falls else 1.0) * (self.penalty if uneven else 1.0)
+
+
+def _drawn(seed: int, shape: Shape, noise: float) -> FormulaWorld:
+    draw = random.Random(f"device/{seed}")
+
+    def between(low: float, high: float) -> float:
+        return math.exp(draw.uniform(math.log(low), math.log(high)))
+
+    level, by = _levels(draw, draw.randint(3, 12), saving=(0.0, 0.8), slowdown=(0.0, 0.4))
+    factors: dict[str, dict[Scalar, Factors]] = {
+        PRECISION: {v: Factors(1 / between(1, 5), 1 / between(1, 5)) for v in _PRECISIONS},
+        LAYOUT: {"channels_last": Factors(1 / between(0.9, 2), 1 / between(0.9, 2))},
+        LEVEL: dict(by),
+    }
+    for name in (PRECISION, LAYOUT):
+        factors[name] = {**factors[name], "default": Factors(1.0, 1.0)}
+    precision = dimension_of(_PRECISIONS[: draw.randint(2, 4)])
+    layout = dimension_of(("default", "channels_last")[: draw.randint(1, 2)])
+    dimensions = {PRECISION: precision, LAYOUT: layout, LEVEL: level}
+    fixed, held, sample, start = between(16, 64), between(0.5, 4), 1e-3, between(2e-4, 5e-2)
+    space = Space(dimensions, sample_batch_size=draw.choice((1, 2, 4, 8)), max_micro_batch=512)
+
+    @cache
+    def effects(variant: VariantKey) -> Factors:
+        own = random.Random(f"{seed}/{variant}")
+        its = [factors[name][value] for name, value in variant]
+        seconds, held = (own.gauss(0, _INTERACTION) for _ in range(2))
+        return Factors(
+            math.prod(each.seconds for each in its) * math.exp(seconds),
+            math.prod(each.bytes for each in its) * math.exp(held),
+        )
+
+    def memory(plan: Plan) -> float:
+        return (fixed + held * effects(plan.variant).bytes * plan.micro_batch) * MIB
+
+    def step_time(plan: Plan) -> float:
+        each = sample * effects(plan.variant).seconds
+        seconds = (start + each * plan.micro_batch) * shape.slower(plan)
+        return max(seconds, shape.floor_samples * sample)
+
+    budget = round((fixed + held * between(16, 512)) * MIB)
+    return FormulaWorld(space, budget, memory, step_time, seed, noise=noise)
+
+
 def cpu_cast(seed: int) -> FormulaWorld:
     """A CPU: casting weights makes bfloat16 slow in small micro-batches, fast in the whole batch.
 
-    As small_gpt of results/versus-cpu-three-seeds-2026-11-28.md: memory is taken 20 MiB at a time.
+    Memory is taken 20 MiB at a time.
     """
     draw = random.Random(f"cpu_cast/{seed}")
     batch, segment = draw.choice((32, 48, 64)), 20 * MIB
@@ -181,45 +284,6 @@ def cpu_cast(seed: int) -> FormulaWorld:
         segment_bytes=segment,
         allocated=allocated,
     )
-
-
-def interaction(seed: int) -> FormulaWorld:
-    """A GPU: channels_last is slower in float32 and twice as fast in 16 bits."""
-    draw = random.Random(f"interaction/{seed}")
-    level, by = _levels(draw, 3, saving=(0.5, 0.5), slowdown=(0.3, 0.3))
-    dimensions = {
-        PRECISION: dimension_of(_PRECISIONS),
-        LAYOUT: dimension_of(("default", "channels_last")),
-        FUSED: _fused(),
-        LEVEL: level,
-    }
-    space = Space(dimensions, sample_batch_size=8, max_micro_batch=512)
-    seconds = _by_precision(
-        3e-3, 1.6e-3, draw.uniform(1.2e-3, 1.7e-3), draw.uniform(1.2e-3, 1.7e-3)
-    )
-    layout = _by_precision(
-        draw.uniform(1.1, 1.4),
-        draw.uniform(0.9, 1.3),
-        draw.uniform(0.45, 0.6),
-        draw.uniform(0.45, 0.65),
-    )
-    held = _by_precision(90 * MIB, 90 * MIB, 50 * MIB, 50 * MIB)
-    fixed, update = draw.uniform(5e-3, 20e-3), draw.uniform(1e-3, 4e-3)
-    faster, budget = draw.uniform(0.2, 0.7), round(draw.uniform(3, 12) * GIB)
-
-    def memory(plan: Plan) -> float:
-        it = plan.settings
-        copies = 1.02 if it[LAYOUT] == "channels_last" else 1.0
-        each = held[it[PRECISION]] * by[it[LEVEL]].bytes * copies
-        return 600 * MIB + each * plan.micro_batch
-
-    def step_time(plan: Plan) -> float:
-        it = plan.settings
-        each = seconds[it[PRECISION]] * by[it[LEVEL]].seconds
-        each *= layout[it[PRECISION]] if it[LAYOUT] == "channels_last" else 1.0
-        return fixed + each * plan.micro_batch + update * (faster if it[FUSED] == "fused" else 1)
-
-    return FormulaWorld(space, budget, memory, step_time, seed)
 
 
 def compiled(seed: int) -> FormulaWorld:
@@ -279,55 +343,6 @@ def nonmonotone(seed: int) -> FormulaWorld:
         return (fixed + each * plan.micro_batch) * (fused if it[FUSED] == "fused" else 1)
 
     return FormulaWorld(space, budget, memory, step_time, seed, noise=0.02)
-
-
-def launch_bound(seed: int) -> FormulaWorld:
-    """Speed grows with the micro-batch to the end."""
-    draw = random.Random(f"launch_bound/{seed}")
-    dimensions = {
-        PRECISION: dimension_of(_PRECISIONS),
-        FUSED: _fused(),
-        LAYOUT: dimension_of(("default", "channels_last")),
-    }
-    space = Space(dimensions, sample_batch_size=draw.choice((4, 16, 32)), max_micro_batch=4096)
-    launches, each = draw.uniform(10e-3, 40e-3), draw.uniform(4e-6, 20e-6)
-    more = _by_precision(1.0, 1.0, draw.uniform(1.0, 1.3), draw.uniform(1.05, 1.4))
-    held = _by_precision(4 * MIB, 4 * MIB, 2.6 * MIB, 2.6 * MIB)
-    fused, budget = draw.uniform(0.7, 0.95), round(draw.uniform(1, 8) * GIB)
-
-    def memory(plan: Plan) -> float:
-        return 300 * MIB + held[plan.settings[PRECISION]] * plan.micro_batch
-
-    def step_time(plan: Plan) -> float:
-        it = plan.settings
-        host = launches * more[it[PRECISION]] * (fused if it[FUSED] == "fused" else 1)
-        slower = 1.03 if it[LAYOUT] == "channels_last" else 1.0
-        return max(host, each * plan.micro_batch) * slower
-
-    return FormulaWorld(space, budget, memory, step_time, seed)
-
-
-def saturated(seed: int) -> FormulaWorld:
-    """Speed is flat from small sizes on; larger ones are slightly slower."""
-    draw = random.Random(f"saturated/{seed}")
-    level, by = _levels(draw, 4, saving=(0.5, 0.5), slowdown=(0.3, 0.3))
-    dimensions = {PRECISION: dimension_of(_PRECISIONS[:3]), FUSED: _fused(), LEVEL: level}
-    space = Space(dimensions, sample_batch_size=2, max_micro_batch=512)
-    seconds = _by_precision(30e-3, 16e-3, draw.uniform(8e-3, 14e-3))
-    held = _by_precision(200 * MIB, 200 * MIB, 120 * MIB)
-    slower, budget = draw.uniform(0.0, 0.03), round(draw.uniform(6, 24) * GIB)
-
-    def memory(plan: Plan) -> float:
-        each = held[plan.settings[PRECISION]] * by[plan.settings[LEVEL]].bytes
-        return 900 * MIB + each * plan.micro_batch
-
-    def step_time(plan: Plan) -> float:
-        it, size = plan.settings, plan.micro_batch
-        each = seconds[it[PRECISION]] * by[it[LEVEL]].seconds
-        samples_s = each * size * (1 + slower * max(0.0, math.log2(size / 8)))
-        return (2e-3 + samples_s) * (0.99 if it[FUSED] == "fused" else 1)
-
-    return FormulaWorld(space, budget, memory, step_time, seed)
 
 
 def h100(seed: int) -> FormulaWorld:
