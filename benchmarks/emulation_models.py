@@ -8,12 +8,11 @@ answers, with values from when the training asks for one. Compared are peak allo
 reserved, and required bytes: the smallest limit under which the last two of four steps run without
 a flush, to a page of 2 MiB or 0.1 %. Non-torch bytes are left out on both sides.
 
-    python -m benchmarks.emulation_models RESULTS.jsonl [--mixed] [--shard 1/4] [--seconds 1200]
+    python -m benchmarks.emulation_models RESULTS.jsonl [--mixed] [--seconds 1200]
 
 A hash orders all but the first three cases of each model; `--mixed` leaves these three out. Where a
 training asks for values, a large batch takes many minutes on a CPU: `--uncomputed` gives such
-trainings up. How often a training is said to fit into a GPU that it does not fit is told too,
-beside estimates from the number of parameters alone.
+trainings up.
 
 `.ci/run` runs it on 30 models of transformers, the one such package that development installs.
 
@@ -30,15 +29,11 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from autofit import Plan, Workload, predict
 from autofit.devices.gpu_catalogue import find_gpu
@@ -46,7 +41,6 @@ from autofit.errors import PredictionUnavailable
 from autofit.plan import Dimension
 from autofit.registry import resolve, strategies_of
 from autofit.space import Space
-from autofit.units import GIB
 from benchmarks.emulated_models import MODELS
 from benchmarks.emulation_cases import Case, cases, mixed_cases, workload_of
 from benchmarks.oracle.emulation import Emulated, Emulation
@@ -83,8 +77,6 @@ class Result:
         emulated: None where its training failed.
         refused: why the rehearsal cannot tell.
         failed: what was raised elsewhere.
-        high_bytes: what the rehearsal calls a fit at, with its margin.
-        parameters: elements of the model's parameters.
         computed_values: whether the training asked for values, and so computed.
         estimates: sizes that the emulated card does not know exactly.
         rehearsal_s, emulation_s: durations; that of the emulation with the start of its worker.
@@ -96,8 +88,6 @@ class Result:
     emulated: Bytes | None = None
     refused: str | None = None
     failed: str | None = None
-    high_bytes: int = 0
-    parameters: int = 0
     computed_values: bool = False
     estimates: tuple[str, ...] = ()
     rehearsal_s: float = 0.0
@@ -122,13 +112,11 @@ class Result:
         return cls(**read)
 
 
-def told_by_a_dry_run(workload: Workload, plan: Plan) -> dict[str, Any]:
-    """Return the fields of a result that the rehearsal knows."""
+def told_by_a_dry_run(workload: Workload, plan: Plan) -> Bytes:
+    """Return what the rehearsal tells."""
     found = predict(workload, plan=plan, gpu=GPU)
     own = found.breakdown["non_torch"]
-    told = Bytes(found.peak_allocated_bytes, found.peak_reserved_bytes, found.required_bytes - own)
-    high = found.interval[1] - own
-    return {"rehearsed": told, "high_bytes": high, "parameters": found.parameters or 0}
+    return Bytes(found.peak_allocated_bytes, found.peak_reserved_bytes, found.required_bytes - own)
 
 
 def told_by_the_card(
@@ -155,7 +143,7 @@ def result_of(case: Case, *, may_compute: bool = True) -> Result:
         plan = Plan(case.batch_factor * workload.sample_batch_size, settings=settings)
         started = time.perf_counter()
         try:
-            found |= told_by_a_dry_run(workload, plan)
+            found["rehearsed"] = told_by_a_dry_run(workload, plan)
         except PredictionUnavailable as refusal:
             found["refused"] = str(refusal)[:300]
         found["rehearsal_s"] = time.perf_counter() - started
@@ -176,7 +164,7 @@ def result_of(case: Case, *, may_compute: bool = True) -> Result:
 def read(path: Path) -> list[Result]:
     """Return the results that a file has."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return [Result.of_json(line) for line in lines if not line.startswith('{"versions"')]
+    return [Result.of_json(line) for line in lines]
 
 
 def summary(results: Sequence[Result]) -> dict[str, float]:
@@ -228,8 +216,6 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         ]
         yield f"| {label} | {figures['compared']:.0f} | {' | '.join(cells)} |"
     yield ""
-    yield from fits_table([result for result in results if result.error("required") is not None])
-    yield ""
     yield "The largest differences of required bytes:"
     yield ""
     known = [result for result in results if result.error("required") is not None]
@@ -243,51 +229,6 @@ def table(results: Sequence[Result]) -> Iterator[str]:
     yield from (f"- {r.case.name} failed: {r.failed}" for r in results if r.failed)
 
 
-BUDGETS_GIB = (8, 16, 24, 40, 80)
-_STATE_BYTES = {"sgd": 4, "adamw": 8, "fused adamw": 8, "adafactor": 0}
-ESTIMATES: Mapping[str, Callable[[Result], float]] = {
-    "autofit.predict": lambda result: result.high_bytes,
-    "the same without a margin": lambda result: (
-        result.rehearsed.required if result.rehearsed else 0
-    ),
-    "accelerate estimate-memory: 4 x the weights": lambda result: 16 * result.parameters,
-    "DeepSpeed's estimate for ZeRO-2 on one GPU": lambda result: 20 * result.parameters,
-    "weights, gradients and state of the optimizer": lambda result: (
-        (8 + _STATE_BYTES[result.case.optimizer]) * result.parameters
-    ),
-}
-"""What people use -> bytes; without activations, as these formulas are."""
-
-
-def fits_table(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the shares of the cases that are wrongly said to fit, and not to fit, by budget."""
-    yield (
-        "| wrongly said to fit / not to fit | " + " | ".join(f"{b} GiB" for b in BUDGETS_GIB) + " |"
-    )
-    yield "|---|" + "---:|" * len(BUDGETS_GIB)
-    pairs = [(result, result.emulated.required) for result in results if result.emulated]
-    if not pairs:
-        return
-    for said_by, estimate in ESTIMATES.items():
-        cells = []
-        for budget in (gib * GIB for gib in BUDGETS_GIB):
-            fits = sum(estimate(result) <= budget < need for result, need in pairs)
-            not_fits = sum(need <= budget < estimate(result) for result, need in pairs)
-            cells.append(f"{fits / len(pairs):.2%} / {not_fits / len(pairs):.2%}")
-        yield f"| {said_by} | {' | '.join(cells)} |"
-    needs = (sum(need > gib * GIB for _, need in pairs) / len(pairs) for gib in BUDGETS_GIB)
-    yield f"| do not fit | {' | '.join(f'{share:.0%}' for share in needs)} |"
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of torch and of the packages with the models."""
-    found = {"torch": str(torch.__version__)}
-    for package in dict.fromkeys(model.package for model in MODELS.values()):
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path, help="a file of one JSON object a line")
@@ -296,7 +237,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--package", help="models of that package alone")
     parser.add_argument("--mixed", action="store_true", help="those in the order of a hash alone")
     parser.add_argument("--uncomputed", action="store_true", help="compute no values on the card")
-    parser.add_argument("--shard", default="1/1", help="run each so manieth case alone")
     parser.add_argument("--most", type=int, help="run at most so many cases")
     parser.add_argument("--seconds", type=float, help="begin no case after so long")
     options = parser.parse_args(arguments)
@@ -310,11 +250,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def chosen(options: argparse.Namespace) -> list[Case]:
     """Return the cases that were asked for."""
-    number, of = map(int, options.shard.split("/"))
     asked = mixed_cases() if options.mixed else cases()
     only = options.only or [n for n in MODELS if options.package in (None, MODELS[n].package)]
-    found = dict.fromkeys(case for case in asked if case.model in only)  # each once
-    return list(found)[number - 1 :: of]
+    return list(dict.fromkeys(case for case in asked if case.model in only))  # each once
 
 
 def run(path: Path, asked: Sequence[Case], options: argparse.Namespace) -> None:
@@ -322,8 +260,6 @@ def run(path: Path, asked: Sequence[Case], options: argparse.Namespace) -> None:
     done = {result.case for result in read(path)}
     ends = time.monotonic() + (options.seconds or math.inf)
     with path.open("a") as file:
-        if not done:
-            print(json.dumps({"versions": versions()}), file=file, flush=True)
         for case in [case for case in asked if case not in done][: options.most]:
             if time.monotonic() > ends:
                 return

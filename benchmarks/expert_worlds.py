@@ -98,11 +98,8 @@ class Row:
 
 KINDS: Mapping[str, Mapping[str, Callable[[int], World]]] = {
     "formulas": {
-        "regular": formulas.regular,
         "irregular": formulas.irregular,
         "cpu_cast": formulas.cpu_cast,
-        "compile lines": lambda seed: formulas.compiled(seed).with_lines(),
-        "compile blind": formulas.compiled,
         "nonmonotone": formulas.nonmonotone,
         "h100 lines": lambda seed: formulas.h100(seed).with_lines(),
         "h100 blind": formulas.h100,

@@ -1,9 +1,9 @@
 """Trainings of two formulas, bytes and seconds of a plan, in which tools and people go wrong.
 
-Some are drawn at random. The others are of one kind of device or model that a search once answered
-worse than a person does who knows it: casts that make bfloat16 slow in small micro-batches, a
-compilation, an allocator that fails at some sizes and not at larger ones. The seed determines
-everything about a world.
+One kind is drawn at random. The others are devices or models that a search once answered worse than
+a person does who knows them: casts that make bfloat16 slow in small micro-batches, an allocator
+that fails at some sizes and not at larger ones, a space of hundreds of variants. The seed
+determines everything about a world.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.levers import JUDGED_STEPS, dimension_of
 
 PRECISION, LAYOUT = "precision.dtype", "memory_format.layout"
 FUSED, WHEN = "optimizer.implementation", "optimizer.when"
-LEVEL, COMPILE = "checkpointing.level", "compile.mode"
+LEVEL = "checkpointing.level"
 HEAD, ATTENTION = "head_loss.rows", "attention.backend"
 _LINE_ERROR = 0.02  # of predicted memory lines, as for the recorded grids
 _HINT_ERROR = 0.05
@@ -140,93 +140,54 @@ class FormulaWorld:
                     yield plan
 
 
-def regular(seed: int) -> FormulaWorld:
-    """A device of drawn effects, whose step time is a line of the micro-batch."""
-    return _drawn(seed, Shape(), noise=0.005)
-
-
 def irregular(seed: int) -> FormulaWorld:
-    """The same with a floor, a cliff or a multiple that kernels like, and up to 20 % of noise."""
-    draw = random.Random(f"shape/{seed}")
-    kernels = [(PRECISION, "default"), (PRECISION, "bfloat16"), (LAYOUT, "channels_last"), None]
-    shape = Shape(
-        floor_samples=draw.uniform(8, 64) if draw.random() < 0.3 else 0.0,
-        cliff_at=draw.randint(8, 256) if draw.random() < 0.5 else None,
-        drop=math.exp(draw.uniform(math.log(1.1), math.log(7.0))),
-        of_kernel=draw.choice(kernels),
-        multiple=draw.choice((2, 4, 8)) if draw.random() < 0.3 else 1,
-        penalty=draw.uniform(1.02, 1.3),
-    )
-    return _drawn(seed, shape, noise=_NOISES[seed % len(_NOISES)])
+    """A device of drawn effects, most with a cliff, with launches, and up to 20 % of noise.
 
-
-@dataclass(frozen=True)
-class Shape:
-    """How step times depart from lines of the micro-batch.
-
-    Attributes:
-        floor_samples: no step takes less than so many samples of the plain plan: launches.
-        cliff_at: from this micro-batch on a sample takes `drop` times as long; None: nowhere.
-        drop: see `cliff_at`.
-        of_kernel: the setting and value whose kernels the cliff has; None: all.
-        multiple: micro-batches that are none of it take `penalty` times as long.
-        penalty: see `multiple`.
+    From some micro-batch on, kernels of a precision or of a layout take several times as long.
     """
-
-    floor_samples: float = 0.0
-    cliff_at: int | None = None
-    drop: float = 1.0
-    of_kernel: tuple[str, Scalar] | None = None
-    multiple: int = 1
-    penalty: float = 1.0
-
-    def slower(self, plan: Plan) -> float:
-        """Return how many times as long a sample takes as on the line."""
-        falls = self.cliff_at is not None and plan.micro_batch >= self.cliff_at
-        falls = falls and (self.of_kernel is None or self.of_kernel in plan.variant)
-        uneven = plan.micro_batch % self.multiple != 0
-        return (self.drop if falls else 1.0) * (self.penalty if uneven else 1.0)
-
-
-def _drawn(seed: int, shape: Shape, noise: float) -> FormulaWorld:
     draw = random.Random(f"device/{seed}")
 
     def between(low: float, high: float) -> float:
         return math.exp(draw.uniform(math.log(low), math.log(high)))
 
     level, by = _levels(draw, draw.randint(3, 12), saving=(0.0, 0.8), slowdown=(0.0, 0.4))
-    factors: dict[str, dict[Scalar, Factors]] = {
-        PRECISION: {v: Factors(1 / between(1, 5), 1 / between(1, 5)) for v in _PRECISIONS},
-        LAYOUT: {"channels_last": Factors(1 / between(0.9, 2), 1 / between(0.9, 2))},
-        LEVEL: dict(by),
+    effects: dict[tuple[str, Scalar], Factors] = {(LEVEL, value): by[value] for value in by}
+    for key in ((PRECISION, "tf32"), (PRECISION, "bfloat16"), (PRECISION, "float16")):
+        effects[key] = Factors(1 / between(1, 5), 1 / between(1, 5))
+    effects[LAYOUT, "channels_last"] = Factors(1 / between(0.9, 2), 1 / between(0.9, 2))
+    cliff_of, cliff_at, drop = draw.choice([*effects, None]), draw.randint(8, 256), between(1.1, 7)
+    dimensions = {
+        PRECISION: dimension_of(_PRECISIONS[: draw.randint(2, 4)]),
+        LAYOUT: dimension_of(("default", "channels_last")[: draw.randint(1, 2)]),
+        LEVEL: level,
     }
-    for name in (PRECISION, LAYOUT):
-        factors[name] = {**factors[name], "default": Factors(1.0, 1.0)}
-    precision = dimension_of(_PRECISIONS[: draw.randint(2, 4)])
-    layout = dimension_of(("default", "channels_last")[: draw.randint(1, 2)])
-    dimensions = {PRECISION: precision, LAYOUT: layout, LEVEL: level}
-    fixed, held, sample, start = between(16, 64), between(0.5, 4), 1e-3, between(2e-4, 5e-2)
     space = Space(dimensions, sample_batch_size=draw.choice((1, 2, 4, 8)), max_micro_batch=512)
+    fixed, held, start, least = (
+        between(16, 64),
+        between(0.5, 4),
+        between(2e-4, 5e-2),
+        between(1, 64),
+    )
 
     @cache
-    def effects(variant: VariantKey) -> Factors:
+    def effect(variant: VariantKey) -> Factors:
         own = random.Random(f"{seed}/{variant}")
-        its = [factors[name][value] for name, value in variant]
-        seconds, held = (own.gauss(0, _INTERACTION) for _ in range(2))
+        its = [effects.get(each, Factors(1.0, 1.0)) for each in variant]
+        off = [math.exp(own.gauss(0, _INTERACTION)) for _ in range(2)]
         return Factors(
-            math.prod(each.seconds for each in its) * math.exp(seconds),
-            math.prod(each.bytes for each in its) * math.exp(held),
+            math.prod(each.seconds for each in its) * off[0],
+            math.prod(each.bytes for each in its) * off[1],
         )
 
     def memory(plan: Plan) -> float:
-        return (fixed + held * effects(plan.variant).bytes * plan.micro_batch) * MIB
+        return (fixed + held * effect(plan.variant).bytes * plan.micro_batch) * MIB
 
     def step_time(plan: Plan) -> float:
-        each = sample * effects(plan.variant).seconds
-        seconds = (start + each * plan.micro_batch) * shape.slower(plan)
-        return max(seconds, shape.floor_samples * sample)
+        falls = plan.micro_batch >= cliff_at and cliff_of in plan.variant
+        each = 1e-3 * effect(plan.variant).seconds * (drop if falls else 1.0)
+        return max(start + each * plan.micro_batch, 1e-3 * least)
 
-    budget = round((fixed + held * between(16, 512)) * MIB)
+    budget, noise = round((fixed + held * between(16, 512)) * MIB), _NOISES[seed % len(_NOISES)]
     return FormulaWorld(space, budget, memory, step_time, seed, noise=noise)
 
 
@@ -284,39 +245,6 @@ def cpu_cast(seed: int) -> FormulaWorld:
         segment_bytes=segment,
         allocated=allocated,
     )
-
-
-def compiled(seed: int) -> FormulaWorld:
-    """A GPU where torch.compile gives x1.2 to x1.9 and costs 20 to 90 seconds."""
-    draw = random.Random(f"compiled/{seed}")
-    level, by = _levels(draw, 5, saving=(0.6, 0.6), slowdown=(0.3, 0.3))
-    cost_s = round(draw.uniform(20, 90), 1)
-    dimensions = {
-        PRECISION: dimension_of(_PRECISIONS),
-        FUSED: _fused(),
-        LEVEL: level,
-        COMPILE: Dimension(("off", "default"), trial_cost_s=cost_s, fresh_worker=True),
-    }
-    space = Space(dimensions, sample_batch_size=4, global_batch=64)
-    seconds = _by_precision(20e-3, 9e-3, 4.5e-3, 4.4e-3)
-    held = _by_precision(1.2 * GIB, 1.2 * GIB, 0.85 * GIB, 0.85 * GIB)
-    gain, less = draw.uniform(1.2, 1.9), draw.uniform(0.75, 1.0)
-    fixed, update = draw.uniform(5e-3, 25e-3), draw.uniform(4e-3, 15e-3)
-    budget = round(draw.uniform(8, 48) * GIB)
-
-    def memory(plan: Plan) -> float:
-        it = plan.settings
-        each = held[it[PRECISION]] * by[it[LEVEL]].bytes * (less if it[COMPILE] != "off" else 1)
-        return 2.3 * GIB + each * plan.micro_batch
-
-    def step_time(plan: Plan) -> float:
-        it = plan.settings
-        samples_s = seconds[it[PRECISION]] * by[it[LEVEL]].seconds * plan.samples_per_step
-        passes_s = fixed * plan.accumulation_steps + samples_s
-        faster = gain if it[COMPILE] != "off" else 1.0
-        return passes_s / faster + update * (0.35 if it[FUSED] == "fused" else 1)
-
-    return FormulaWorld(space, budget, memory, step_time, seed)
 
 
 def nonmonotone(seed: int) -> FormulaWorld:

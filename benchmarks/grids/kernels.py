@@ -11,8 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from autofit.prediction.dry_run import dry_run
 from autofit.registry import resolve, strategies_of
 from autofit.space import Space
 from benchmarks.grids.models import MODELS, batch_of, loss_of, optimizer_of
+from benchmarks.traces.trainings import tf32
 
 RECORDED = find_gpu("H200")
 WRITTEN = Path(__file__).with_name("kernels.json.gz")
@@ -100,7 +100,7 @@ def _kernels(name: str, settings: dict[str, Any], share: float, micro_batch: int
     )
     plan = Plan(micro_batch, settings=settings)
     space = Space({key: Dimension([value]) for key, value in settings.items()}, 2)
-    with _plain_float32():
+    with tf32(False):  # as it was where the grids were recorded
         run = dry_run(workload, resolve(plan, space, strategies_of(plan)), RECORDED)
     return [(*kind, count) for kind, count in Counter(_kind(each) for each in run.work).items()]
 
@@ -113,17 +113,6 @@ def _kind(operation: Operation) -> tuple[int, int, str]:
     elif operation.dtype in (torch.float16, torch.bfloat16):
         rate = "half_flops_per_s"
     return operation.flops, moved, rate
-
-
-@contextmanager
-def _plain_float32() -> Iterator[None]:
-    """Forbid TF32, as it was where the grids were recorded; PyTorch allows it in convolutions."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
 
 
 def main() -> None:

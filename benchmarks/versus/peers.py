@@ -199,7 +199,8 @@ def autovram(task: Task, live: Live, folder: Path) -> Answer:
     """Tune a script by the command line, which tries its three precisions."""
     sizes = f"{task.workload} {task.place} {task.budget_bytes} {task.seed}"
     script = f"{sys.executable} -m benchmarks.versus.script {sizes}"
-    command = [str(Path(sys.executable).with_name("autovram")), "tune", "--timeout", "120"]
+    program = "from autovram.cli.app import app; app()"  # what its console script runs
+    command = [sys.executable, "-c", program, "tune", "--timeout", "120"]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([*command, "--cmd", script], cwd=folder, env=variables, check=True)
     told = json.loads((folder / ".autovram/config.json").read_text())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import expert_worlds as worlds
-from benchmarks.formula_worlds import PRECISION, FormulaWorld, compiled, nonmonotone
+from benchmarks.formula_worlds import PRECISION, FormulaWorld, nonmonotone
 from benchmarks.grids.cards import COMPILE, GAINS, compiled_card_world
 from benchmarks.grids.recorded import Told
 
@@ -34,20 +34,13 @@ def test_a_person_takes_the_largest_size_that_fits_though_smaller_ones_fail() ->
     assert worlds._largest_speed(world, settings) == world.speed(fitting[-1])
 
 
-def test_what_costly_values_take_to_start_counts_in_their_speed() -> None:
-    world = compiled(1)
-    plain = world.space.plan(8, world.space.default_settings)
-    costly = world.space.plan(8, {**plain.settings, COMPILE: "default"})
-    assert world.speed(plain) == pytest.approx(plain.samples_per_step / world.step_time(plain))
-    assert world.speed(costly) < costly.samples_per_step / world.step_time(costly)
-
-
 def test_on_a_card_a_compiled_plan_gains_what_is_published_and_is_not_predicted() -> None:
     world = compiled_card_world("gpt2_small", 2, Told.BOTH)
     plain = world.space.plan(8, {**world.space.default_settings, PRECISION: "bfloat16"})
     costly = world.space.plan(8, {**plain.settings, COMPILE: "default"})
     least, most = GAINS["bfloat16"]
     assert least <= world.step_time(plain) / world.step_time(costly) <= most
+    assert world.speed(plain) == pytest.approx(plain.samples_per_step / world.step_time(plain))
     assert world.speed(costly) < costly.samples_per_step / world.step_time(costly)
     spec = world.spec()
     for predicted in (spec.predicted_lines, spec.predicted_times):
@@ -56,11 +49,8 @@ def test_on_a_card_a_compiled_plan_gains_what_is_published_and_is_not_predicted(
 
 
 @pytest.mark.parametrize("planned_steps", [None, 0, 10_000])
-@pytest.mark.parametrize("group", ["compile blind", "compiling card, both, resnet50"])
-def test_costly_values_are_searched_where_steps_are_planned(
-    group: str, planned_steps: int | None
-) -> None:
-    world = worlds.GROUPS[group](1)
+def test_costly_values_are_searched_where_steps_are_planned(planned_steps: int | None) -> None:
+    world = compiled_card_world("resnet50", 1, Told.BOTH)
     spec = worlds.asked(world, planned_steps)
     is_costly = any(spec.space.is_costly(settings) for settings in spec.space.variants())
     assert is_costly == bool(planned_steps)
@@ -71,7 +61,7 @@ def test_costly_values_are_searched_where_steps_are_planned(
 def test_a_search_that_was_written_down_is_not_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kinds: dict[str, Any] = {"groups": ["regular"], "formulas": 2, "grids": 0}
+    kinds: dict[str, Any] = {"groups": ["cpu_cast"], "formulas": 2, "grids": 0}
     given = Namespace(json=tmp_path / "rows.jsonl", first=3, planned_steps=None, **kinds)
     worlds.run(given)
     written = given.json.read_text()
