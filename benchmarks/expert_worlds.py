@@ -22,15 +22,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import optuna
 
 from autofit.measurement import probes_of
@@ -45,8 +46,6 @@ from benchmarks.grids.recorded import WORKLOADS, GridWorld, Told, grid_world
 
 FIRST_SEED = 970_000
 """Nothing was tuned on seeds from here on."""
-MIN_HIDING_NOISE = 0.05
-"""Between probes of a device: 5 % cannot be seen there, so no shortfall is counted."""
 LEVERS = ("memory_format.layout", "optimizer.implementation")
 BEST_PRECISIONS = ("bfloat16", "float16", "tf32")
 LARGEST_SIZE = 4096
@@ -64,7 +63,6 @@ class Row:
         group, seed: the world.
         share: speed of the answer over that of the best plan; 0 where nothing was found.
         finder, by_hand, expert: the same of what people pick; 0 where nothing fits.
-        is_compared: whether the noise lets 5 % be seen.
         probes, ooms: counts.
         seconds: that it would take, with what the space says of costly values.
         planning_s: processor time.
@@ -77,7 +75,6 @@ class Row:
     finder: float
     by_hand: float
     expert: float
-    is_compared: bool
     probes: int
     ooms: int
     seconds: float
@@ -98,11 +95,9 @@ class Row:
 
 KINDS: Mapping[str, Mapping[str, Callable[[int], World]]] = {
     "formulas": {
-        "irregular": formulas.irregular,
         "cpu_cast": formulas.cpu_cast,
         "nonmonotone": formulas.nonmonotone,
-        "h100 lines": lambda seed: formulas.h100(seed).with_lines(),
-        "h100 blind": formulas.h100,
+        "h100": formulas.h100,
     },
     "grids": {
         f"{kind}, {told}, {name}": partial(make, name, told=told)
@@ -138,7 +133,6 @@ def search(group: str, seed: int, planned_steps: int | None) -> Row:
         seed,
         share=round(share, 5),
         **people,
-        is_compared=not (isinstance(world, FormulaWorld) and world.noise >= MIN_HIDING_NOISE),
         probes=len(ran),
         ooms=sum(not trial.ok and trial.measurement.outcome.about_memory for trial in ran),
         seconds=round(_START_S * (1 + prober.renewals) + _PROBE_S * len(ran) + costs, 1),
@@ -213,78 +207,53 @@ def run(given: argparse.Namespace) -> None:
     print_tables([given.json])
 
 
-def print_tables(paths: Sequence[Path]) -> None:
-    """Print what the files say of the worlds that all of them have, and their differences."""
-    files = [rows_of(path) for path in paths]
-    common = [world for world in files[0] if all(world in file for file in files)]
-    columns = {
-        str(path.with_suffix("")): [file[world] for world in common]
-        for path, file in zip(paths, files, strict=True)
+def print_tables(paths: Sequence[Path], out: Path | None = None) -> None:
+    """Print what the files say of the worlds that all of them have; write it as JSON too."""
+    files = {path.stem: rows_of(path) for path in paths}
+    common = [world for world in rows_of(paths[0]) if all(world in each for each in files.values())]
+    groups = dict.fromkeys(group for group, _ in common)
+    kinds = dict.fromkeys(group.rpartition(", ")[0] for group in groups if ", " in group)
+    told = {
+        f"{start or 'all'}{f': {name}' if paths[1:] else ''}": figures(
+            [rows[world] for world in common if world[0].startswith(start)]
+        )
+        for start, (name, rows) in product((*groups, *kinds, ""), files.items())
     }
-    print_groups(columns)
-    for name, rows in columns.items():
-        print(f"\n{name}, more than 2 % behind the expert:")
-        print("\n".join(f"- {row}" for row in rows if row.is_compared and row.ahead < 0.98))
-    if len(columns) > 1:
-        print_differences(columns)
+    print(f"| worlds | {' | '.join(FIGURES)} |\n|{'---|' * (len(FIGURES) + 1)}")
+    for name, its in told.items():
+        print(f"| {name} | {' | '.join(format(its[key], form) for key, form in FIGURES.items())} |")
+    print("\nMore than 2 % behind the expert:")
+    for world, (name, rows) in product(common, files.items()):
+        if rows[world].ahead < 0.98:
+            print(f"- {name}: {rows[world]}")
+    if out is not None:
+        out.write_text(json.dumps(told, indent=1) + "\n")
 
 
-def print_groups(columns: Mapping[str, Sequence[Row]]) -> None:
-    """Print a line for each group of worlds, for each kind and for all, in each file."""
-    kinds = dict.fromkeys(row.group.rpartition(", ")[0] for row in next(iter(columns.values())))
-    print(
-        "\n| worlds | n | | mean | 10th | worst | finder | by hand | expert | over the expert",
-        end="",
-    )
-    print(" | > 2 %, > 5 % behind it | probes | OOM | seconds |\n|---|---|---|" + "---|" * 10)
-    for start in (*GROUPS, *filter(None, kinds), ""):
-        for name, rows in columns.items():
-            its = [row for row in rows if row.group.startswith(start)]
-            if its:
-                print(f"| {start or 'all'} | {len(its)} | {name} | {' | '.join(cells(its))} |")
+FIGURES = {
+    "searches": "d",
+    **dict.fromkeys(("mean", "tenth", "worst", "finder", "by_hand", "expert", "over"), ".3f"),
+    "behind": "d",
+    **dict.fromkeys(("probes", "ooms", "seconds"), ".2f"),
+}
+"""Of some searches, and their formats. Shares of the best plan: the answers' mean, 10th percentile
+and least, and means of what people pick. Then the answers over the expert, geometric mean; how many
+are more than 2 % behind; and means."""
 
 
-def cells(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield what is told of some searches."""
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Return `FIGURES` of some searches."""
     shares = sorted(row.share for row in rows)
-    tenth = statistics.quantiles(shares, n=10, method="inclusive")[0] if shares[1:] else shares[0]
-    yield from (f"{each:.3f}" for each in (statistics.mean(shares), tenth, shares[0]))
-    yield from (f"{_mean(rows, name):.3f}" for name in ("finder", "by_hand", "expert"))
-    yield f"{statistics.geometric_mean(max(row.ahead, 1e-3) for row in rows):.3f}"
-    ahead = [row.ahead for row in rows if row.is_compared]
-    yield ", ".join(str(sum(each < least for each in ahead)) for least in (0.98, 0.95))
-    yield f"{_mean(rows, 'probes'):.1f}"
-    yield f"{_mean(rows, 'ooms'):.2f}"
-    yield f"{_mean(rows, 'seconds'):.0f}"
-
-
-def print_differences(columns: Mapping[str, Sequence[Row]]) -> None:
-    """Print paired differences from the first file, with standard errors over the worlds."""
-    (_, before), *others = columns.items()
-    print(
-        "\n| worlds | n | | share, points | probes | OOM | seconds |\n|---|---|---|---|---|---|---|"
-    )
-    for start in (*dict.fromkeys(group.partition(",")[0] for group in GROUPS), ""):
-        for name, after in others:
-            pairs = [
-                (old, new)
-                for old, new in zip(before, after, strict=True)
-                if new.group.startswith(start)
-            ]
-            if len(pairs) > 1:
-                told = (("share", 100), ("probes", 1), ("ooms", 1), ("seconds", 1))
-                shown = " | ".join(_difference(pairs, *each) for each in told)
-                print(f"| {start or 'all'} | {len(pairs)} | {name} | {shown} |")
-
-
-def _difference(pairs: Sequence[tuple[Row, Row]], name: str, times: float) -> str:
-    its = [times * (getattr(new, name) - getattr(old, name)) for old, new in pairs]
-    error = statistics.stdev(its) / math.sqrt(len(its))
-    return f"{statistics.mean(its):+.2f} ± {error:.2f}"
-
-
-def _mean(rows: Sequence[Row], name: str) -> float:
-    return float(statistics.mean(getattr(row, name) for row in rows))
+    means = ("finder", "by_hand", "expert", "probes", "ooms", "seconds")
+    return {
+        "searches": len(rows),
+        "mean": statistics.mean(shares),
+        "tenth": float(np.quantile(shares, 0.1)),
+        "worst": shares[0],
+        "over": statistics.geometric_mean(max(row.ahead, 1e-3) for row in rows),
+        "behind": sum(row.ahead < 0.98 for row in rows),
+        **{name: statistics.mean(getattr(row, name) for row in rows) for name in means},
+    }
 
 
 def main() -> None:
@@ -303,9 +272,10 @@ def main() -> None:
         "--planned-steps", type=int, default=_DEFAULT, help=f"0: none; the product's: {_DEFAULT}"
     )
     runs.set_defaults(do=run)
-    tables = commands.add_parser("table", help="print what the files say, and differences")
+    tables = commands.add_parser("table", help="print what the files say")
     tables.add_argument("files", type=Path, nargs="+")
-    tables.set_defaults(do=lambda given: print_tables(given.files))
+    tables.add_argument("--json", type=Path, help="write the figures there too")
+    tables.set_defaults(do=lambda given: print_tables(given.files, given.json))
     given = parser.parse_args()
     given.do(given)
 

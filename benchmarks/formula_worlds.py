@@ -1,7 +1,7 @@
 """Trainings of two formulas, bytes and seconds of a plan, in which tools and people go wrong.
 
-One kind is drawn at random. The others are devices or models that a search once answered worse than
-a person does who knows them: casts that make bfloat16 slow in small micro-batches, an allocator
+Each is of a device or a model that a search once answered worse than a person does who knows it:
+casts that make bfloat16 slow in small micro-batches, an allocator
 that fails at some sizes and not at larger ones, a space of hundreds of variants. The seed
 determines everything about a world.
 """
@@ -11,28 +11,24 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, replace
 
-from autofit.plan import CostHint, Dimension, Plan, Scalar, VariantKey, variant_key
-from autofit.planning.search_spec import MemoryLine, SearchSpec
+from autofit.plan import CostHint, Dimension, Plan, Scalar, variant_key
+from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 from autofit.testing import SimulatedProber
 from autofit.units import GIB, MIB
 from benchmarks.levers import JUDGED_STEPS, dimension_of
 
-PRECISION, LAYOUT = "precision.dtype", "memory_format.layout"
+PRECISION = "precision.dtype"
 FUSED, WHEN = "optimizer.implementation", "optimizer.when"
 LEVEL = "checkpointing.level"
 HEAD, ATTENTION = "head_loss.rows", "attention.backend"
-_LINE_ERROR = 0.02  # of predicted memory lines, as for the recorded grids
 _HINT_ERROR = 0.05
 _BEND = 2.0  # the first levels of recomputation save most
 _SAME = CostHint(bytes_per_sample=1.0)
 _LATE = replace(_SAME, fixed_bytes=0.85)  # an optimizer that steps within backward
 _PRECISIONS = ("default", "tf32", "bfloat16", "float16")
-_NOISES = (0.002, 0.005, 0.02, 0.05, 0.1, 0.2)
-_INTERACTION = 0.05  # standard deviation of the log by which settings miss the product of effects
 
 Formula = Callable[[Plan], float]
 
@@ -55,7 +51,6 @@ class FormulaWorld:
         memory: plan -> bytes it holds.
         step_time: plan -> seconds of its optimizer step.
         seed: of the noise.
-        lines: predicted memory lines.
         noise: standard deviation of log step times, between probes and between steps.
         segment_bytes: in which the allocator takes memory.
         allocated: plan -> bytes in live tensors; None: all that it holds.
@@ -66,7 +61,6 @@ class FormulaWorld:
     memory: Formula
     step_time: Formula
     seed: int
-    lines: Mapping[VariantKey, MemoryLine] = field(default_factory=dict)
     noise: float = 0.01
     segment_bytes: int = 0
     allocated: Formula | None = None
@@ -96,7 +90,6 @@ class FormulaWorld:
             self.space,
             self.budget_bytes,
             seed=self.seed,
-            predicted_lines=self.lines,
             segment_bytes=self.segment_bytes,
         )
 
@@ -113,21 +106,6 @@ class FormulaWorld:
             seed=self.seed,
         )
 
-    def with_lines(self) -> FormulaWorld:
-        """Return the world with predicted lines of the plain plans and of each single value."""
-        return replace(self, lines=dict(self._predicted()))
-
-    def _predicted(self) -> Iterator[tuple[VariantKey, MemoryLine]]:
-        draw, plain = random.Random(f"lines/{self.seed}"), self.space.default_settings
-        for name, dimension in self.space.dimensions.items():
-            for value in dimension.values:
-                settings = {**plain, name: value}
-                if not self.space.allows(settings) or self.space.is_costly(settings):
-                    continue
-                one, nine = (self.memory(Plan(size, settings=settings)) for size in (1, 9))
-                slope, off = (nine - one) / 8, math.exp(draw.gauss(0, _LINE_ERROR))
-                yield variant_key(settings), (max(one - slope, 1.0) * off, slope * off)
-
     def _plans(self) -> Iterator[Plan]:
         most, batch = self.space.largest_micro_batch, self.space.global_batch
         sizes = (
@@ -138,57 +116,6 @@ class FormulaWorld:
                 plan = self.space.plan(size, settings)
                 if plan.variant == variant_key(settings):
                     yield plan
-
-
-def irregular(seed: int) -> FormulaWorld:
-    """A device of drawn effects, most with a cliff, with launches, and up to 20 % of noise.
-
-    From some micro-batch on, kernels of a precision or of a layout take several times as long.
-    """
-    draw = random.Random(f"device/{seed}")
-
-    def between(low: float, high: float) -> float:
-        return math.exp(draw.uniform(math.log(low), math.log(high)))
-
-    level, by = _levels(draw, draw.randint(3, 12), saving=(0.0, 0.8), slowdown=(0.0, 0.4))
-    effects: dict[tuple[str, Scalar], Factors] = {(LEVEL, value): by[value] for value in by}
-    for key in ((PRECISION, "tf32"), (PRECISION, "bfloat16"), (PRECISION, "float16")):
-        effects[key] = Factors(1 / between(1, 5), 1 / between(1, 5))
-    effects[LAYOUT, "channels_last"] = Factors(1 / between(0.9, 2), 1 / between(0.9, 2))
-    cliff_of, cliff_at, drop = draw.choice([*effects, None]), draw.randint(8, 256), between(1.1, 7)
-    dimensions = {
-        PRECISION: dimension_of(_PRECISIONS[: draw.randint(2, 4)]),
-        LAYOUT: dimension_of(("default", "channels_last")[: draw.randint(1, 2)]),
-        LEVEL: level,
-    }
-    space = Space(dimensions, sample_batch_size=draw.choice((1, 2, 4, 8)), max_micro_batch=512)
-    fixed, held, start, least = (
-        between(16, 64),
-        between(0.5, 4),
-        between(2e-4, 5e-2),
-        between(1, 64),
-    )
-
-    @cache
-    def effect(variant: VariantKey) -> Factors:
-        own = random.Random(f"{seed}/{variant}")
-        its = [effects.get(each, Factors(1.0, 1.0)) for each in variant]
-        off = [math.exp(own.gauss(0, _INTERACTION)) for _ in range(2)]
-        return Factors(
-            math.prod(each.seconds for each in its) * off[0],
-            math.prod(each.bytes for each in its) * off[1],
-        )
-
-    def memory(plan: Plan) -> float:
-        return (fixed + held * effect(plan.variant).bytes * plan.micro_batch) * MIB
-
-    def step_time(plan: Plan) -> float:
-        falls = plan.micro_batch >= cliff_at and cliff_of in plan.variant
-        each = 1e-3 * effect(plan.variant).seconds * (drop if falls else 1.0)
-        return max(start + each * plan.micro_batch, 1e-3 * least)
-
-    budget, noise = round((fixed + held * between(16, 512)) * MIB), _NOISES[seed % len(_NOISES)]
-    return FormulaWorld(space, budget, memory, step_time, seed, noise=noise)
 
 
 def cpu_cast(seed: int) -> FormulaWorld:

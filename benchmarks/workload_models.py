@@ -7,32 +7,10 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.traces.models import Block
+
 Normalization = Callable[[int], nn.Module]
 """Makes the normalization of so many channels."""
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block with causal attention; [batch, tokens, width] in and out."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        shape = (batch, tokens, self.heads, width // self.heads)
-        q, k, v = (
-            part.view(shape).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1)
-        )
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
-        mixed: Tensor = x + self.mlp(self.norm_2(x))
-        return mixed
 
 
 class GPT(nn.Module):
@@ -106,18 +84,3 @@ def separable(widths: tuple[int, ...], depth: int, classes: int) -> nn.Sequentia
             ]
             before = width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes))
-
-
-class Encoder(nn.Module):
-    """torch's own transformer encoder over ids [batch, tokens] -> logits of classes."""
-
-    def __init__(self, vocabulary: int, width: int, layers: int, classes: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        layer = nn.TransformerEncoderLayer(width, 6, 4 * width, norm_first=True, batch_first=True)
-        self.body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.body(self.embed(ids)).mean(1))
-        return logits

@@ -12,17 +12,13 @@ MILLIONS = {
     "small_resnet": 2.1,
     "small_unet": 2.7,
     "small_lstm": 3.2,
-    "small_encoder": 2.6,
+    "small_encoder": 2.8,
     "small_separable": 1.5,
     "medium_vit": 2.9,
     "medium_cnn": 2.8,
     "medium_gpt": 5.0,
     "gpt2_small": 124,
     "resnet50": 26,
-    "vit": 87,
-    "unet": 20,
-    "lstm": 84,
-    "mlp": 13,
 }
 
 
