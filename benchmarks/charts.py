@@ -16,7 +16,7 @@ FOLDER = ROOT / "docs" / "charts"
 LABELS, PLOT, ROW, TOP = 320, 330, 26, 62
 """Pixels: width of labels and of the plot, height of a row and of the title."""
 STYLE = (
-    "text{font:13px sans-serif;fill:#1f2328}.note{fill:#59636e}.bar{fill:#8c959f}"
+    "text{font-family:sans-serif;font-size:13px;fill:#1f2328}.note{fill:#59636e}.bar{fill:#8c959f}"
     ".ours{fill:#0969da}"
     "@media(prefers-color-scheme:dark){text{fill:#f0f6fc}.note{fill:#9198a1}.bar{fill:#656c76}"
     ".ours{fill:#4493f8}}"
@@ -58,7 +58,11 @@ def on_a_cpu() -> str:
             bars.append((tool, mean, f"{mean:.2f}"))
     title = f"Real trainings on two cores of a CPU, {len(workloads)} models"
     bars.sort(key=lambda bar: bar[1])
-    return drawn(title, "Speed beside one plain loop; geometric mean of three seeds", bars)
+    return drawn(
+        title,
+        "Median speed of three seeds beside one plain loop, geometric mean of the models",
+        bars,
+    )
 
 
 PICKED = {
