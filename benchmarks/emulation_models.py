@@ -140,22 +140,10 @@ def summary(results: Sequence[Found]) -> dict[str, float]:
 
 
 def table(results: Sequence[Found]) -> Iterator[str]:
-    """Yield the figures of all and of each kind of case, and the largest differences."""
-    columns = [f"{kind}_{which}" for kind in KINDS for which in ("median", "90th", "most")]
-    yield f"| cases | {' | '.join(columns)} |"
-    yield "|---|" + "---:|" * len(columns)
-    keys = ("precision", "optimizer", "batch_factor", "checkpointed", "computed_values")
-    groups = [
-        (f"{key} {value}", key, value) for key in keys for value in {r.get(key): 0 for r in results}
-    ]
-    for label, key, value in [("all", "", None), *groups]:
-        its = [found for found in results if found.get(key) == value]
-        figures = summary(its)
-        cells = (f"{figures[name]:.2%}" if name in figures else "-" for name in columns)
-        yield f"| {label}: {len(its)} | {' | '.join(cells)} |"
+    """Yield the figures of all, the largest differences, and what has no answer."""
+    yield from (f"{name:20}{figure:.5g}" for name, figure in summary(results).items())
     known = [found for found in results if error(found, "required") is not None]
-    for found in sorted(known, key=lambda one: -abs(error(one, "required") or 0))[:25]:
-        yield line(found)
+    yield from map(line, sorted(known, key=lambda one: -abs(error(one, "required") or 0))[:25])
     yield from (line(found) for found in results if "refused" in found or "failed" in found)
 
 

@@ -5,10 +5,10 @@
     python -m benchmarks.gpu_checks faults
 
 `by_hand` probes a report's answer and the plans that a person writes, step by step and then at the
-largest size that fits, in one worker; the last line is the answer over the fastest of them. `predictions` predicts
-every plan that a search ran, and sets the bytes beside those that it measured. `faults` lets a
-probe run out of memory again and again, fail an assertion on the device, and be killed; the plain
-plan has to run after each as it ran before.
+largest size that fits, in one worker; the last line is the answer over the fastest of them.
+`predictions` predicts every plan that a search ran, and sets the bytes beside those that it
+measured. `faults` lets a probe run out of memory again and again, fail an assertion on the device,
+and be killed; the plain plan has to run after each as it ran before.
 """
 
 from __future__ import annotations

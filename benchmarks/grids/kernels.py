@@ -24,7 +24,6 @@ RECORDED = find_gpu("H200")
 WRITTEN = Path(__file__).with_name("kernels.json.gz")
 MICRO_BATCHES = {"gpt2_small": (4, 16), "resnet50": (64, 256)}
 """Where the dry runs are; kernel seconds are straight to a few percent."""
-_LEVEL = "checkpointing.level"
 
 Kernels: TypeAlias = Sequence[tuple[int, int, str, int]]
 

@@ -92,15 +92,9 @@ class Cell:
         return [ours / plain for ours, plain in self.rates.get(condition, [])]
 
     def __str__(self) -> str:
-        told = [f"{self.workload}, seed {self.seed}: {self.peer}: {self.ooms} OOMs"]
-        told += [f"{self.found['seconds']:.0f} s"] if "seconds" in self.found else []
-        if self.answer is None:
-            return ", ".join([*told, f"no answer: {self.found.get('error', 'unknown')}"])
-        own = self.answer["settings"] or " ".join(self.answer["levers"])
-        size = f"{self.answer['micro_batch']} x {self.answer['accumulation_steps']}"
-        told += [f"{size}, {self.answer['precision']} {own}", "" if self.lives else "died"]
-        speeds = [f"{s:.2f}" for name in CONDITIONS for s in self.shares(name)]
-        return ", ".join(filter(None, [*told, *speeds]))
+        speeds = {name: [round(share, 2) for share in self.shares(name)] for name in CONDITIONS}
+        told = self.answer or self.found.get("error")
+        return f"{self.workload}, seed {self.seed}, {self.peer}: {self.ooms} OOMs, {told}, {speeds}"
 
 
 def read(paths: Iterable[Path]) -> list[Cell]:

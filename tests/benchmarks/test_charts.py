@@ -31,3 +31,10 @@ def test_every_page_of_results_is_linked_from_a_page() -> None:
     assert kept <= linked
     assert linked <= kept
     assert len(kept) <= 12
+
+
+def test_the_page_of_benchmarks_names_every_file() -> None:
+    page = (ROOT / "benchmarks/README.md").read_text()
+    files = [path for path in (ROOT / "benchmarks").iterdir() if path.name[0] not in "_."]
+    names = {path.stem for path in files if path.suffix in (".py", ".sh") or path.is_dir()}
+    assert [name for name in sorted(names) if name not in page] == []
