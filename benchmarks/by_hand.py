@@ -1,6 +1,6 @@
 """The default answer beside plans that a person writes by hand, on a processor.
 
-    python -m benchmarks.by_hand --json RAW.jsonl           (about half an hour, two quiet cores)
+    python -m benchmarks.by_hand --json RAW.jsonl           (about an hour, two quiet cores)
     python -m benchmarks.by_hand --json RAW.jsonl medium_cnn=256MiB --seeds 0
 
 Three models in a budget under which all plans fit, and none at every size. `benchmarks.versus` runs
