@@ -28,10 +28,10 @@ import autofit
 from autofit import Plan, Workload, predict
 from autofit.errors import PredictionUnavailable
 from autofit.measurement import Measurement, Trial, TrialKind, probes_of
-from autofit.plan import Dimension, ResolvedPlan, Scalar
+from autofit.plan import ResolvedPlan, Scalar
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.requests import ProbeRequest
-from autofit.registry import load_strategies, resolve, strategies_of
+from autofit.registry import resolve, strategies_of
 from autofit.space import Space
 from benchmarks.workloads import WORKLOADS
 
@@ -74,19 +74,24 @@ def probed(prober: Prober, resolved: ResolvedPlan) -> Measurement:
 
 def by_hand(name: str, budget: str, report: autofit.Report) -> Iterator[dict[str, Any]]:
     """Yield the speed of the answer, and of each plan, what is worth most first."""
-    workload, last = WORKLOADS[name](), LAST.get(name, {})
-    names = {key.partition(".")[0] for key in {**COMPILED, **last, **report.plan.settings}}
-    answer, found = report.record.resolve_plan(), list[Trial]()
-    with open_prober(workload, load_strategies(names), Target("cuda", budget)) as prober:
+    workload, last, record = WORKLOADS[name](), LAST.get(name, {}), report.record
+    answer, found = record.resolve_plan(), list[Trial]()
+    strategies = strategies_of(record.recommended.plan)
+    with open_prober(workload, strategies, Target("cuda", budget)) as prober:
 
         def run(resolved: ResolvedPlan) -> dict[str, Any]:
             trial = Trial(len(found), TrialKind.SEARCH, resolved.plan, probed(prober, resolved))
             found.append(trial)
-            told = {"plan": str(trial.plan), "outcome": str(trial.measurement.outcome)}
+            plan = trial.plan.without(record.default_settings)
+            told = {"plan": str(plan), "outcome": str(trial.measurement.outcome)}
             return told | {"samples_per_second": trial.samples_per_second}
 
         def plan(size: int, settings: Mapping[str, Scalar]) -> ResolvedPlan:
-            return resolved_of(workload, size, settings)
+            """Return a plan with these settings, those that the search was offered."""
+            space = Space(record.dimensions, size)
+            own = {k: v for k, v in settings.items() if v in space.dimensions[k].values}
+            made = Plan.split(workload.global_batch or size, size, settings=space.complete(own))
+            return resolve(made, space, strategies, record.payloads(made.settings))
 
         yield run(answer)
         yield from (run(plan(SIZES[0], settings)) for settings in ({}, HALF, FUSED))
@@ -99,16 +104,8 @@ def by_hand(name: str, budget: str, report: autofit.Report) -> Iterator[dict[str
         yield from (run(plan(size, COMPILED)) for size in (largest, SIZES[0]))
         yield run(answer)
     speeds = [trial.samples_per_second or 0.0 for trial in found]
-    best = max(found[1:-1], key=lambda trial: trial.samples_per_second or 0.0)
     ours, theirs = max(speeds[0], speeds[-1]), max(speeds[1:-1])
-    yield {"best by hand": str(best.plan), "autofit over it": ours / theirs}
-
-
-def resolved_of(workload: Workload, size: int, settings: Mapping[str, Scalar]) -> ResolvedPlan:
-    """Return a plan of the workload's global batch, as it runs."""
-    plan = Plan.split(workload.global_batch or size, size, settings=settings)
-    space = Space({key: Dimension([value]) for key, value in settings.items()}, size)
-    return resolve(plan, space, strategies_of(plan))
+    yield {"best by hand": theirs, "autofit": ours, "autofit over it": ours / theirs}
 
 
 def faults(storm: int) -> Iterator[dict[str, Any]]:

@@ -40,4 +40,5 @@ def test_every_step_of_the_script_for_a_gpu_leaves_its_result(
     assert {path.name for path in tmp_path.iterdir() if path.stat().st_size} >= REPORTS
     *plans, last = map(json.loads, re.findall(r"^\{.*\}$", results["by_hand-tiny_gpt"], re.M))
     assert len(plans) >= 8
+    assert [plan["outcome"] for plan in plans] == ["ok"] * len(plans)
     assert last["autofit over it"] > 0
