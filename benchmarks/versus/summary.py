@@ -78,7 +78,7 @@ class Cell:
 
     @property
     def torch(self) -> str | None:
-        """The version of torch that the tool ran with."""
+        """The version of torch that the tool ran with; None: it was ended before it said so."""
         told: str | None = self.found.get("versions", {}).get("torch")
         return told
 
@@ -122,7 +122,7 @@ def summary(cells: Sequence[Cell]) -> Summary:
 
 def _of(cells: Sequence[Cell]) -> dict[str, Tool]:
     for what in ("budget_bytes", "place", "steps", "torch"):
-        if len({getattr(cell, what) for cell in cells}) > 1:
+        if len({getattr(cell, what) for cell in cells} - {None}) > 1:
             raise ValueError(f"{cells[0].workload}: runs differ in {what}")
     if len({(cell.seed, cell.peer) for cell in cells}) < len(cells):
         raise ValueError(f"{cells[0].workload}: a tool has two cells of one seed")

@@ -60,6 +60,13 @@ def test_an_answer_that_dies_in_one_run_has_no_speed_and_is_not_compared() -> No
     assert f"| {BF16} | -, - | 1 of 3 |" in "\n".join(markdown(told))
 
 
+def test_a_tool_that_was_ended_has_no_speed_and_the_others_keep_theirs() -> None:
+    ended = Cell("net", 100, "cpu", 0, 200, "autovram tune", {"error": "TimeoutExpired"}, 3)
+    told = summary([*cells(), ended])
+    assert (told["net"]["autovram tune"]["speed"], told["net"][OURS]["speed"]) == (None, 1.0)
+    assert "| autovram tune | -, - | 0 of 1 | 3.0 | - |" in "\n".join(markdown(told))
+
+
 @pytest.mark.parametrize(
     ("other", "words"),
     [
