@@ -42,8 +42,7 @@ TASKS = tuple(f"small_{name}=512MiB" for name in WORKLOADS)
 """A segment of 20 MiB is 4 % of the budget."""
 PLAIN = "float32"
 """The loop that every answer is paired with: the largest batch that fits, of a plain training."""
-MINUTES = 2.0
-"""About what a cell takes on two quiet cores."""
+MINUTES = 2.0  # about what a cell takes on two quiet cores
 
 
 def what_trains(answer: Answer) -> str:
@@ -141,7 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         keys = ("workload", "budget_bytes", "place")
         known = [c for c in read([given.json]) if all(getattr(c, k) == task[k] for k in keys)]
         own = [c for c in known if c.seed == task["seed"]]
-        cell = run(name, task, [*own, *(c for c in known if c.seed != task["seed"])], given)
+        try:
+            cell = run(name, task, [*own, *(c for c in known if c.seed != task["seed"])], given)
+        except (RuntimeError, OSError) as error:  # the others are worth having; the next run tries
+            print(f"{name} on {task['workload']} has no cell: {error}", file=sys.stderr)
+            continue
         with given.json.open("a") as file:
             file.write(json.dumps(asdict(cell)) + "\n")
         print(cell, file=sys.stderr, flush=True)
