@@ -1,25 +1,20 @@
 """Predictions held against the emulated GPU, on models that nobody here wrote.
 
-Models of torchvision, timm, transformers and diffusers, with random weights; in float32, bfloat16
-and float16, with SGD, AdamW and Adafactor, with small and large batches, and half of them with
-their library's own checkpointing, if they have that. `autofit.predict` tells each case by a dry
-run; `benchmarks.oracle` trains it in a worker on the emulated card, where PyTorch's own allocator
-answers, with values from when the training asks for one. Compared are peak allocated, peak
-reserved, and required bytes: the smallest limit under which the last two of four steps run without
-a flush, to a page of 2 MiB or 0.1 %. Non-torch bytes are left out on both sides.
+Models of transformers, with random weights; in float32, bfloat16 and float16, with SGD, AdamW and
+Adafactor, with small and large batches, and half of them with their library's own checkpointing, if
+they have that. `autofit.predict` tells each case by a dry run; `benchmarks.oracle` trains it in a
+worker on the emulated card, where PyTorch's own allocator answers, with values from when the
+training asks for one. Compared are peak allocated, peak reserved, and required bytes: the smallest
+limit under which the last two of four steps run without a flush, to a page of 2 MiB or 0.1 %.
+Non-torch bytes are left out on both sides.
 
-    python -m benchmarks.emulation_models RESULTS.jsonl [--mixed] [--shard 1/4] [--seconds 1200]
+    python -m benchmarks.emulation_models RESULTS.jsonl [--most 30] [--seconds 1200]
 
-A hash orders all but the first three cases of each model; `--mixed` leaves these three out. Where a
-training asks for values, a large batch takes many minutes on a CPU: `--uncomputed` gives such
-trainings up. How often a training is said to fit into a GPU that it does not fit is told too,
-beside estimates from the number of parameters alone.
-
-`.ci/run` runs it on 30 models of transformers, the one such package that development installs.
-
-Where torch cannot be imported without NVIDIA's libraries, run it under `emulated-gpu run
---no-values --`. A case that RESULTS.jsonl has is not run again; `--table` prints the summary of
-what it has. The packages are no requirement of anything else here.
+Where a training asks for values, a large batch takes many minutes on a CPU: `--uncomputed` gives
+such trainings up. Where torch cannot be imported without NVIDIA's libraries, run it under
+`emulated-gpu run --no-values --`. A case that RESULTS.jsonl has is not run again; `--table` prints
+the summary of what it has. `.ci/run` runs 30 cases. On 2026-11-28 models of torchvision, timm and
+diffusers were among them: benchmarks/results/emulation-models-2026-11-28.md.
 """
 
 from __future__ import annotations
@@ -30,15 +25,10 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
-from itertools import product
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from autofit import Plan, Workload, predict
 from autofit.devices.gpu_catalogue import find_gpu
@@ -46,9 +36,8 @@ from autofit.errors import PredictionUnavailable
 from autofit.plan import Dimension
 from autofit.registry import resolve, strategies_of
 from autofit.space import Space
-from autofit.units import GIB
 from benchmarks.emulated_models import MODELS
-from benchmarks.emulation_cases import Case, cases, mixed_cases, workload_of
+from benchmarks.emulation_cases import Case, cases, workload_of
 from benchmarks.oracle.emulation import Emulated, Emulation
 
 GPU = "H200"
@@ -63,134 +52,86 @@ PROMISES = {
 """108 models showed 0.00, 0.15, 0.00, 1.3 and 6.1 %. A page of 2 MiB is 1 % of the small ones."""
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """Peak allocated, peak reserved and required bytes, without non-torch bytes."""
+KINDS = ("allocated", "reserved", "required")
 
-    allocated: int
-    reserved: int
-    required: int
+Found = dict[str, Any]
+"""A case as it travels in a line of the file.
 
-
-@dataclass(frozen=True)
-class Result:
-    """One case.
-
-    Attributes:
-        case: model and how it is trained.
-        package: of the model.
-        rehearsed: None where it was not told.
-        emulated: None where its training failed.
-        refused: why the rehearsal cannot tell.
-        failed: what was raised elsewhere.
-        high_bytes: what the rehearsal calls a fit at, with its margin.
-        parameters: elements of the model's parameters.
-        computed_values: whether the training asked for values, and so computed.
-        estimates: sizes that the emulated card does not know exactly.
-        rehearsal_s, emulation_s: durations; that of the emulation with the start of its worker.
-    """
-
-    case: Case
-    package: str
-    rehearsed: Bytes | None = None
-    emulated: Bytes | None = None
-    refused: str | None = None
-    failed: str | None = None
-    high_bytes: int = 0
-    parameters: int = 0
-    computed_values: bool = False
-    estimates: tuple[str, ...] = ()
-    rehearsal_s: float = 0.0
-    emulation_s: float = 0.0
-
-    def error(self, kind: str) -> float | None:
-        """Return the rehearsal's error as a share of what the card took."""
-        if self.rehearsed is None or self.emulated is None:
-            return None
-        return float(getattr(self.rehearsed, kind) / getattr(self.emulated, kind) - 1)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def of_json(cls, line: str) -> Result:
-        read = json.loads(line)
-        read["case"] = Case(**read["case"])
-        read["estimates"] = tuple(read["estimates"])
-        for kind in ("rehearsed", "emulated"):
-            read[kind] = Bytes(**read[kind]) if read[kind] else None
-        return cls(**read)
+The fields of `Case`, and: rehearsed and emulated, bytes by kind (without non-torch bytes);
+refused, why the rehearsal cannot tell; failed, what was raised elsewhere; computed_values, whether
+the training asked for values; estimates, sizes that the card does not know exactly; and seconds of
+both, of the emulation with the start of its worker.
+"""
 
 
-def told_by_a_dry_run(workload: Workload, plan: Plan) -> dict[str, Any]:
-    """Return the fields of a result that the rehearsal knows."""
+def told_by_a_dry_run(workload: Workload, plan: Plan) -> dict[str, int]:
+    """Return what the rehearsal tells, by kind."""
     found = predict(workload, plan=plan, gpu=GPU)
-    own = found.breakdown["non_torch"]
-    told = Bytes(found.peak_allocated_bytes, found.peak_reserved_bytes, found.required_bytes - own)
-    high = found.interval[1] - own
-    return {"rehearsed": told, "high_bytes": high, "parameters": found.parameters or 0}
+    required = found.required_bytes - found.breakdown["non_torch"]
+    sizes = (found.peak_allocated_bytes, found.peak_reserved_bytes, required)
+    return dict(zip(KINDS, sizes, strict=True))
 
 
 def told_by_the_card(
     workload: Workload, plan: Plan, near_bytes: int | None, *, may_compute: bool
-) -> tuple[Bytes, Emulated]:
+) -> tuple[dict[str, int], Emulated]:
     """Return what torch's own allocator needs; without values unless the training asks for one."""
     strategies = strategies_of(plan)
     dimensions = {name: Dimension([value]) for name, value in plan.settings.items()}
     resolved = resolve(plan, Space(dimensions, workload.sample_batch_size), strategies)
-    gpu = find_gpu(GPU)
-    with Emulation(workload, strategies, gpu, may_compute=may_compute) as emulation:
+    with Emulation(workload, strategies, find_gpu(GPU), may_compute=may_compute) as emulation:
         need = emulation.need(resolved, near_bytes)
-    ample = need.ample
-    found = Bytes(ample.peak_allocated_bytes, ample.peak_reserved_bytes, need.limit_bytes)
-    return found, need
+    sizes = (need.ample.peak_allocated_bytes, need.ample.peak_reserved_bytes, need.limit_bytes)
+    return dict(zip(KINDS, sizes, strict=True)), need
 
 
-def result_of(case: Case, *, may_compute: bool = True) -> Result:
-    """Tell a case by both; an error of either is part of the result."""
-    found: dict[str, Any] = {}
+def found_of(case: Case, *, may_compute: bool = True) -> Found:
+    """Tell a case by both; an error of either is part of what is found."""
+    found: Found = asdict(case)
     try:
         workload = workload_of(case)
         settings = {} if case.precision == "default" else {"precision.dtype": case.precision}
         plan = Plan(case.batch_factor * workload.sample_batch_size, settings=settings)
         started = time.perf_counter()
         try:
-            found |= told_by_a_dry_run(workload, plan)
+            found["rehearsed"] = told_by_a_dry_run(workload, plan)
         except PredictionUnavailable as refusal:
             found["refused"] = str(refusal)[:300]
         found["rehearsal_s"] = time.perf_counter() - started
-        started = time.perf_counter()
-        dry = found.get("rehearsed")
-        near_bytes = dry.required if dry is not None else None
+        near_bytes = found.get("rehearsed", {}).get("required")
         found["emulated"], need = told_by_the_card(
             workload, plan, near_bytes, may_compute=may_compute
         )
-        found["emulation_s"] = time.perf_counter() - started
-        found["computed_values"] = need.computed_values
-        found["estimates"] = need.ample.estimates
+        found["emulation_s"] = time.perf_counter() - started - found["rehearsal_s"]
+        found |= {"computed_values": need.computed_values, "estimates": need.ample.estimates}
     except Exception as error:  # of any kind: the other cases are run all the same
         found["failed"] = f"{type(error).__name__}: {error}"[:300]
-    return Result(case, MODELS[case.model].package, **found)
+    return found
 
 
-def read(path: Path) -> list[Result]:
-    """Return the results that a file has."""
+def error(found: Found, kind: str) -> float | None:
+    """Return the rehearsal's error as a share of what the card took; None: one has no answer."""
+    if "rehearsed" not in found or "emulated" not in found:
+        return None
+    return float(found["rehearsed"][kind] / found["emulated"][kind] - 1)
+
+
+def read(path: Path) -> list[Found]:
+    """Return what a file has."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return [Result.of_json(line) for line in lines if not line.startswith('{"versions"')]
+    return [json.loads(line) for line in lines]
 
 
-def summary(results: Sequence[Result]) -> dict[str, float]:
+def summary(results: Sequence[Found]) -> dict[str, float]:
     """Return the figures that `PROMISES` bounds, and counts."""
-    told = [result for result in results if result.rehearsed and result.emulated]
     figures: dict[str, float] = {
-        "models": len({result.case.model for result in results}),
+        "models": len({found["model"] for found in results}),
         "cases": len(results),
-        "compared": len(told),
-        "cannot tell": sum(result.refused is not None for result in results),
-        "failed": sum(result.failed is not None for result in results),
+        "cannot tell": sum("refused" in found for found in results),
+        "failed": sum("failed" in found for found in results),
     }
-    for kind in ("allocated", "reserved", "required"):
-        errors = [abs(error) for result in told if (error := result.error(kind)) is not None]
+    for kind in KINDS:
+        errors = [abs(each) for found in results if (each := error(found, kind)) is not None]
         if len(errors) > 1:
             figures[f"{kind}_median"] = statistics.median(errors)
             figures[f"{kind}_90th"] = statistics.quantiles(errors, n=10, method="inclusive")[-1]
@@ -198,142 +139,55 @@ def summary(results: Sequence[Result]) -> dict[str, float]:
     return figures
 
 
-def table(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the summary by precision and package, the largest differences, and refusals."""
-    yield (
-        "| cases | compared | "
-        + " | ".join(
-            f"{kind}: median | 90th | most" for kind in ("allocated", "reserved", "required")
-        )
-        + " |"
-    )
-    yield "|---|---:|" + "---:|" * 9
-    groups = [("all", results)]
-    for key in ("precision", "optimizer", "batch_factor", "checkpointed"):
-        values = dict.fromkeys(getattr(result.case, key) for result in results)
-        groups += [
-            (f"{key} {value}", [r for r in results if getattr(r.case, key) == value])
-            for value in values
-        ]
-    packages = dict.fromkeys(result.package for result in results)
-    groups += [(name, [r for r in results if r.package == name]) for name in packages]
-    groups += [("asked for values", [r for r in results if r.computed_values])]
-    for label, its in groups:
-        figures = summary(its)
-        cells = [
-            f"{figures[f'{kind}_{which}']:.2%}" if f"{kind}_{which}" in figures else "-"
-            for kind, which in product(
-                ("allocated", "reserved", "required"), ("median", "90th", "most")
-            )
-        ]
-        yield f"| {label} | {figures['compared']:.0f} | {' | '.join(cells)} |"
-    yield ""
-    yield from fits_table([result for result in results if result.error("required") is not None])
-    yield ""
-    yield "The largest differences of required bytes:"
-    yield ""
-    known = [result for result in results if result.error("required") is not None]
-    for result in sorted(known, key=lambda one: -abs(one.error("required") or 0))[:25]:
-        errors = (
-            f"{kind} {result.error(kind):+.1%}" for kind in ("allocated", "reserved", "required")
-        )
-        yield f"- {result.case.name}: {', '.join(errors)}"
-    yield ""
-    yield from (f"- {r.case.name} cannot be told: {r.refused}" for r in results if r.refused)
-    yield from (f"- {r.case.name} failed: {r.failed}" for r in results if r.failed)
+def table(results: Sequence[Found]) -> Iterator[str]:
+    """Yield the figures of all, the largest differences, and what has no answer."""
+    yield from (f"{name:20}{figure:.5g}" for name, figure in summary(results).items())
+    known = [found for found in results if error(found, "required") is not None]
+    yield from map(line, sorted(known, key=lambda one: -abs(error(one, "required") or 0))[:25])
+    yield from (line(found) for found in results if "refused" in found or "failed" in found)
 
 
-BUDGETS_GIB = (8, 16, 24, 40, 80)
-_STATE_BYTES = {"sgd": 4, "adamw": 8, "fused adamw": 8, "adafactor": 0}
-ESTIMATES: Mapping[str, Callable[[Result], float]] = {
-    "autofit.predict": lambda result: result.high_bytes,
-    "the same without a margin": lambda result: (
-        result.rehearsed.required if result.rehearsed else 0
-    ),
-    "accelerate estimate-memory: 4 x the weights": lambda result: 16 * result.parameters,
-    "DeepSpeed's estimate for ZeRO-2 on one GPU": lambda result: 20 * result.parameters,
-    "weights, gradients and state of the optimizer": lambda result: (
-        (8 + _STATE_BYTES[result.case.optimizer]) * result.parameters
-    ),
-}
-"""What people use -> bytes; without activations, as these formulas are."""
+def line(found: Found) -> str:
+    """Return a case in words."""
+    errors = (error(found, kind) for kind in KINDS)
+    shown = "".join(f"{'-' if each is None else format(each, '+.2%'):>10}" for each in errors)
+    why = found.get("refused") or found.get("failed") or ""
+    return f"{case_of(found).name:60}{shown}  {why[:90]}"
 
 
-def fits_table(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the shares of the cases that are wrongly said to fit, and not to fit, by budget."""
-    yield (
-        "| wrongly said to fit / not to fit | " + " | ".join(f"{b} GiB" for b in BUDGETS_GIB) + " |"
-    )
-    yield "|---|" + "---:|" * len(BUDGETS_GIB)
-    pairs = [(result, result.emulated.required) for result in results if result.emulated]
-    if not pairs:
-        return
-    for said_by, estimate in ESTIMATES.items():
-        cells = []
-        for budget in (gib * GIB for gib in BUDGETS_GIB):
-            fits = sum(estimate(result) <= budget < need for result, need in pairs)
-            not_fits = sum(need <= budget < estimate(result) for result, need in pairs)
-            cells.append(f"{fits / len(pairs):.2%} / {not_fits / len(pairs):.2%}")
-        yield f"| {said_by} | {' | '.join(cells)} |"
-    needs = (sum(need > gib * GIB for _, need in pairs) / len(pairs) for gib in BUDGETS_GIB)
-    yield f"| do not fit | {' | '.join(f'{share:.0%}' for share in needs)} |"
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of torch and of the packages with the models."""
-    found = {"torch": str(torch.__version__)}
-    for package in dict.fromkeys(model.package for model in MODELS.values()):
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+def case_of(found: Found) -> Case:
+    """Return the case of what was found."""
+    return Case(**{each.name: found[each.name] for each in fields(Case)})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path, help="a file of one JSON object a line")
-    parser.add_argument("--only", nargs="+", default=(), help="models by name")
+    parser.add_argument("--only", nargs="+", default=list(MODELS), help="models by name")
     parser.add_argument("--table", action="store_true", help="print the summary and run nothing")
-    parser.add_argument("--package", help="models of that package alone")
-    parser.add_argument("--mixed", action="store_true", help="those in the order of a hash alone")
     parser.add_argument("--uncomputed", action="store_true", help="compute no values on the card")
-    parser.add_argument("--shard", default="1/1", help="run each so manieth case alone")
     parser.add_argument("--most", type=int, help="run at most so many cases")
     parser.add_argument("--seconds", type=float, help="begin no case after so long")
     options = parser.parse_args(arguments)
     if not options.table:
-        run(options.results, chosen(options), options)
+        run(options.results, [each for each in cases() if each.model in options.only], options)
     results = read(options.results)
     print("\n".join(table(results)))
     figures = summary(results)
     return 0 if all(figures.get(name, 1) <= bound for name, bound in PROMISES.items()) else 1
 
 
-def chosen(options: argparse.Namespace) -> list[Case]:
-    """Return the cases that were asked for."""
-    number, of = map(int, options.shard.split("/"))
-    asked = mixed_cases() if options.mixed else cases()
-    only = options.only or [n for n in MODELS if options.package in (None, MODELS[n].package)]
-    found = dict.fromkeys(case for case in asked if case.model in only)  # each once
-    return list(found)[number - 1 :: of]
-
-
 def run(path: Path, asked: Sequence[Case], options: argparse.Namespace) -> None:
     """Run the cases that the file does not have, and append a line for each."""
-    done = {result.case for result in read(path)}
+    done = {case_of(found) for found in read(path)}
     ends = time.monotonic() + (options.seconds or math.inf)
     with path.open("a") as file:
-        if not done:
-            print(json.dumps({"versions": versions()}), file=file, flush=True)
         for case in [case for case in asked if case not in done][: options.most]:
             if time.monotonic() > ends:
                 return
-            result = result_of(case, may_compute=not options.uncomputed)
-            print(result.to_json(), file=file, flush=True)
-            errors = (result.error(kind) for kind in ("allocated", "reserved", "required"))
-            shown = "".join(f"{'-' if e is None else format(e, '+.2%'):>10}" for e in errors)
-            why = result.refused or result.failed or ""
-            times = f"{result.rehearsal_s:6.1f}{result.emulation_s:7.1f}"
-            print(f"{case.name:60}{shown}{times}  {why[:90]}", flush=True)
+            found = found_of(case, may_compute=not options.uncomputed)
+            print(json.dumps(found), file=file, flush=True)
+            print(line(found), flush=True)
 
 
 if __name__ == "__main__":

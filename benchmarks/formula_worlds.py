@@ -1,9 +1,9 @@
 """Trainings of two formulas, bytes and seconds of a plan, in which tools and people go wrong.
 
-Each is of one kind of device or model that a search once answered worse than a person does who
-knows it: casts that make bfloat16 slow in small micro-batches, a layout that pays in 16 bits alone,
-a compilation, an allocator that fails at some sizes and not at larger ones. The seed determines
-everything about a world.
+Each is of a device or a model that a search once answered worse than a person does who knows it:
+casts that make bfloat16 slow in small micro-batches, an allocator
+that fails at some sizes and not at larger ones, a space of hundreds of variants. The seed
+determines everything about a world.
 """
 
 from __future__ import annotations
@@ -11,23 +11,19 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from autofit.plan import CostHint, Dimension, Plan, Scalar, VariantKey, variant_key
-from autofit.planning.search_spec import MemoryLine, SearchSpec
+from autofit.plan import CostHint, Dimension, Plan, Scalar, variant_key
+from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 from autofit.testing import SimulatedProber
 from autofit.units import GIB, MIB
-from benchmarks.levers import dimension_of
-from benchmarks.simulated_devices import Factors
+from benchmarks.levers import JUDGED_STEPS, dimension_of
 
-PRECISION, LAYOUT = "precision.dtype", "memory_format.layout"
+PRECISION = "precision.dtype"
 FUSED, WHEN = "optimizer.implementation", "optimizer.when"
-LEVEL, COMPILE = "checkpointing.level", "compile.mode"
+LEVEL = "checkpointing.level"
 HEAD, ATTENTION = "head_loss.rows", "attention.backend"
-JUDGED_STEPS = 10_000
-"""Over so many steps what a costly value takes to start counts."""
-_LINE_ERROR = 0.02  # of predicted memory lines, as for the recorded grids
 _HINT_ERROR = 0.05
 _BEND = 2.0  # the first levels of recomputation save most
 _SAME = CostHint(bytes_per_sample=1.0)
@@ -35,6 +31,14 @@ _LATE = replace(_SAME, fixed_bytes=0.85)  # an optimizer that steps within backw
 _PRECISIONS = ("default", "tf32", "bfloat16", "float16")
 
 Formula = Callable[[Plan], float]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The effect of a value on seconds per sample and on bytes per sample."""
+
+    seconds: float
+    bytes: float
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,6 @@ class FormulaWorld:
         memory: plan -> bytes it holds.
         step_time: plan -> seconds of its optimizer step.
         seed: of the noise.
-        lines: predicted memory lines.
         noise: standard deviation of log step times, between probes and between steps.
         segment_bytes: in which the allocator takes memory.
         allocated: plan -> bytes in live tensors; None: all that it holds.
@@ -58,10 +61,14 @@ class FormulaWorld:
     memory: Formula
     step_time: Formula
     seed: int
-    lines: Mapping[VariantKey, MemoryLine] = field(default_factory=dict)
     noise: float = 0.01
     segment_bytes: int = 0
     allocated: Formula | None = None
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of a step, by which planned steps are counted."""
+        return self.space.baseline.samples_per_step
 
     def fits(self, plan: Plan) -> bool:
         """Return whether a plan stays within the budget, without noise."""
@@ -69,7 +76,7 @@ class FormulaWorld:
 
     def speed(self, plan: Plan) -> float:
         """Return samples per second over `JUDGED_STEPS`, the start of costly values counted."""
-        samples = JUDGED_STEPS * self.space.baseline.samples_per_step
+        samples = JUDGED_STEPS * self.step_samples
         steps_s = samples / plan.samples_per_step * self.step_time(plan)
         return samples / (steps_s + self.space.trial_cost_s(plan.settings))
 
@@ -83,7 +90,6 @@ class FormulaWorld:
             self.space,
             self.budget_bytes,
             seed=self.seed,
-            predicted_lines=self.lines,
             segment_bytes=self.segment_bytes,
         )
 
@@ -100,21 +106,6 @@ class FormulaWorld:
             seed=self.seed,
         )
 
-    def with_lines(self) -> FormulaWorld:
-        """Return the world with predicted lines of the plain plans and of each single value."""
-        return replace(self, lines=dict(self._predicted()))
-
-    def _predicted(self) -> Iterator[tuple[VariantKey, MemoryLine]]:
-        draw, plain = random.Random(f"lines/{self.seed}"), self.space.default_settings
-        for name, dimension in self.space.dimensions.items():
-            for value in dimension.values:
-                settings = {**plain, name: value}
-                if not self.space.allows(settings) or self.space.is_costly(settings):
-                    continue
-                one, nine = (self.memory(Plan(size, settings=settings)) for size in (1, 9))
-                slope, off = (nine - one) / 8, math.exp(draw.gauss(0, _LINE_ERROR))
-                yield variant_key(settings), (max(one - slope, 1.0) * off, slope * off)
-
     def _plans(self) -> Iterator[Plan]:
         most, batch = self.space.largest_micro_batch, self.space.global_batch
         sizes = (
@@ -130,7 +121,7 @@ class FormulaWorld:
 def cpu_cast(seed: int) -> FormulaWorld:
     """A CPU: casting weights makes bfloat16 slow in small micro-batches, fast in the whole batch.
 
-    As small_gpt of results/versus-cpu-three-seeds-2026-11-28.md: memory is taken 20 MiB at a time.
+    Memory is taken 20 MiB at a time.
     """
     draw = random.Random(f"cpu_cast/{seed}")
     batch, segment = draw.choice((32, 48, 64)), 20 * MIB
@@ -183,78 +174,6 @@ def cpu_cast(seed: int) -> FormulaWorld:
     )
 
 
-def interaction(seed: int) -> FormulaWorld:
-    """A GPU: channels_last is slower in float32 and twice as fast in 16 bits."""
-    draw = random.Random(f"interaction/{seed}")
-    level, by = _levels(draw, 3, saving=(0.5, 0.5), slowdown=(0.3, 0.3))
-    dimensions = {
-        PRECISION: dimension_of(_PRECISIONS),
-        LAYOUT: dimension_of(("default", "channels_last")),
-        FUSED: _fused(),
-        LEVEL: level,
-    }
-    space = Space(dimensions, sample_batch_size=8, max_micro_batch=512)
-    seconds = _by_precision(
-        3e-3, 1.6e-3, draw.uniform(1.2e-3, 1.7e-3), draw.uniform(1.2e-3, 1.7e-3)
-    )
-    layout = _by_precision(
-        draw.uniform(1.1, 1.4),
-        draw.uniform(0.9, 1.3),
-        draw.uniform(0.45, 0.6),
-        draw.uniform(0.45, 0.65),
-    )
-    held = _by_precision(90 * MIB, 90 * MIB, 50 * MIB, 50 * MIB)
-    fixed, update = draw.uniform(5e-3, 20e-3), draw.uniform(1e-3, 4e-3)
-    faster, budget = draw.uniform(0.2, 0.7), round(draw.uniform(3, 12) * GIB)
-
-    def memory(plan: Plan) -> float:
-        it = plan.settings
-        copies = 1.02 if it[LAYOUT] == "channels_last" else 1.0
-        each = held[it[PRECISION]] * by[it[LEVEL]].bytes * copies
-        return 600 * MIB + each * plan.micro_batch
-
-    def step_time(plan: Plan) -> float:
-        it = plan.settings
-        each = seconds[it[PRECISION]] * by[it[LEVEL]].seconds
-        each *= layout[it[PRECISION]] if it[LAYOUT] == "channels_last" else 1.0
-        return fixed + each * plan.micro_batch + update * (faster if it[FUSED] == "fused" else 1)
-
-    return FormulaWorld(space, budget, memory, step_time, seed)
-
-
-def compiled(seed: int) -> FormulaWorld:
-    """A GPU where torch.compile gives x1.2 to x1.9 and costs 20 to 90 seconds."""
-    draw = random.Random(f"compiled/{seed}")
-    level, by = _levels(draw, 5, saving=(0.6, 0.6), slowdown=(0.3, 0.3))
-    cost_s = round(draw.uniform(20, 90), 1)
-    dimensions = {
-        PRECISION: dimension_of(_PRECISIONS),
-        FUSED: _fused(),
-        LEVEL: level,
-        COMPILE: Dimension(("off", "default"), trial_cost_s=cost_s, fresh_worker=True),
-    }
-    space = Space(dimensions, sample_batch_size=4, global_batch=64)
-    seconds = _by_precision(20e-3, 9e-3, 4.5e-3, 4.4e-3)
-    held = _by_precision(1.2 * GIB, 1.2 * GIB, 0.85 * GIB, 0.85 * GIB)
-    gain, less = draw.uniform(1.2, 1.9), draw.uniform(0.75, 1.0)
-    fixed, update = draw.uniform(5e-3, 25e-3), draw.uniform(4e-3, 15e-3)
-    budget = round(draw.uniform(8, 48) * GIB)
-
-    def memory(plan: Plan) -> float:
-        it = plan.settings
-        each = held[it[PRECISION]] * by[it[LEVEL]].bytes * (less if it[COMPILE] != "off" else 1)
-        return 2.3 * GIB + each * plan.micro_batch
-
-    def step_time(plan: Plan) -> float:
-        it = plan.settings
-        samples_s = seconds[it[PRECISION]] * by[it[LEVEL]].seconds * plan.samples_per_step
-        passes_s = fixed * plan.accumulation_steps + samples_s
-        faster = gain if it[COMPILE] != "off" else 1.0
-        return passes_s / faster + update * (0.35 if it[FUSED] == "fused" else 1)
-
-    return FormulaWorld(space, budget, memory, step_time, seed)
-
-
 def nonmonotone(seed: int) -> FormulaWorld:
     """The allocator fails at some sizes and not at larger ones."""
     draw = random.Random(f"nonmonotone/{seed}")
@@ -279,55 +198,6 @@ def nonmonotone(seed: int) -> FormulaWorld:
         return (fixed + each * plan.micro_batch) * (fused if it[FUSED] == "fused" else 1)
 
     return FormulaWorld(space, budget, memory, step_time, seed, noise=0.02)
-
-
-def launch_bound(seed: int) -> FormulaWorld:
-    """Speed grows with the micro-batch to the end."""
-    draw = random.Random(f"launch_bound/{seed}")
-    dimensions = {
-        PRECISION: dimension_of(_PRECISIONS),
-        FUSED: _fused(),
-        LAYOUT: dimension_of(("default", "channels_last")),
-    }
-    space = Space(dimensions, sample_batch_size=draw.choice((4, 16, 32)), max_micro_batch=4096)
-    launches, each = draw.uniform(10e-3, 40e-3), draw.uniform(4e-6, 20e-6)
-    more = _by_precision(1.0, 1.0, draw.uniform(1.0, 1.3), draw.uniform(1.05, 1.4))
-    held = _by_precision(4 * MIB, 4 * MIB, 2.6 * MIB, 2.6 * MIB)
-    fused, budget = draw.uniform(0.7, 0.95), round(draw.uniform(1, 8) * GIB)
-
-    def memory(plan: Plan) -> float:
-        return 300 * MIB + held[plan.settings[PRECISION]] * plan.micro_batch
-
-    def step_time(plan: Plan) -> float:
-        it = plan.settings
-        host = launches * more[it[PRECISION]] * (fused if it[FUSED] == "fused" else 1)
-        slower = 1.03 if it[LAYOUT] == "channels_last" else 1.0
-        return max(host, each * plan.micro_batch) * slower
-
-    return FormulaWorld(space, budget, memory, step_time, seed)
-
-
-def saturated(seed: int) -> FormulaWorld:
-    """Speed is flat from small sizes on; larger ones are slightly slower."""
-    draw = random.Random(f"saturated/{seed}")
-    level, by = _levels(draw, 4, saving=(0.5, 0.5), slowdown=(0.3, 0.3))
-    dimensions = {PRECISION: dimension_of(_PRECISIONS[:3]), FUSED: _fused(), LEVEL: level}
-    space = Space(dimensions, sample_batch_size=2, max_micro_batch=512)
-    seconds = _by_precision(30e-3, 16e-3, draw.uniform(8e-3, 14e-3))
-    held = _by_precision(200 * MIB, 200 * MIB, 120 * MIB)
-    slower, budget = draw.uniform(0.0, 0.03), round(draw.uniform(6, 24) * GIB)
-
-    def memory(plan: Plan) -> float:
-        each = held[plan.settings[PRECISION]] * by[plan.settings[LEVEL]].bytes
-        return 900 * MIB + each * plan.micro_batch
-
-    def step_time(plan: Plan) -> float:
-        it, size = plan.settings, plan.micro_batch
-        each = seconds[it[PRECISION]] * by[it[LEVEL]].seconds
-        samples_s = each * size * (1 + slower * max(0.0, math.log2(size / 8)))
-        return (2e-3 + samples_s) * (0.99 if it[FUSED] == "fused" else 1)
-
-    return FormulaWorld(space, budget, memory, step_time, seed)
 
 
 def h100(seed: int) -> FormulaWorld:

@@ -7,6 +7,8 @@ from typing import Any
 
 from autofit.plan import Dimension, Scalar
 
+JUDGED_STEPS = 10_000
+"""Over so many steps what a costly value takes to start counts in the speed of a plan."""
 LEVERS = ("bfloat16", "float16", "tf32", "channels_last", "fused", "foreach")
 
 

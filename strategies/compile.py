@@ -59,7 +59,7 @@ _PLAIN_CALLS = {"checkpointing.level": (0, None)}
 # Shares of the activations, and what they held and cost beside 1.0. The last is for blocks alone:
 # whole models held more with it than with 0.5 in two of eight cases, since more is computed again
 # at once. 0.0 would do that with a whole region
-# (benchmarks/results/compiled-models-2026-11-28.md).
+# (measured on 2026-11-28).
 _BUDGETS: Mapping[Scalar, CostHint] = {
     0.5: CostHint(bytes_per_sample=0.7, seconds_per_sample=1.08),
     0.05: CostHint(bytes_per_sample=0.5, seconds_per_sample=1.25),
@@ -69,14 +69,14 @@ _OF_WHOLE = 0.5
 # blocks, and with torch 2.13 on gloo nothing of them was compiled.
 _REPLICATED = {"parallel.mode": ("ddp", "ddp_view", "zero1")}
 # What lies between blocks is not fused: on a CPU a step took 3 to 17 % longer than with the whole
-# model compiled (benchmarks/results/compile-2026-11-22.md).
+# model compiled (measured on 2026-11-22).
 _NOT_FUSED_BETWEEN = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.05)
 # Least share of a compilation's time that compiling blocks alone must save to be offered.
 MIN_SAVED = 0.2
 _SAMPLES = 2
 # Seconds of a compilation: fixed, and for each operator of forward and backward. On a CPU between
 # what was measured of transformers and of convolutions
-# (benchmarks/results/cold-and-warm-starts-2026-11-29.md); on a GPU a guess within 20 to 45 s for
+# (measured on 2026-11-29); on a GPU a guess within 20 to 45 s for
 # GPT-2-small and ResNet-50.
 _FIXED_S, _OPERATOR_S = 10.0, 0.03
 

@@ -133,7 +133,7 @@ def test_numbers_of_pages_are_those_of_the_newest_results() -> None:
 
 def test_a_number_without_a_result_is_an_error() -> None:
     with pytest.raises(LookupError, match="nobody"):
-        value("versus-grids", "gpt2_small > nobody > speed", ".2f")
+        value("simulated-worlds", "recorded, both, gpt2_small > nobody", ".2f")
     with pytest.raises(LookupError, match="no-such-result"):
         value("no-such-result", "speed", ".2f")
 

@@ -500,7 +500,7 @@ SHORT_S = 0.1
 CLOSE_ENOUGH = 0.01
 # The same for a plan that has an incumbent to beat: unless the search is cut short, it is measured
 # again before it is the answer. On two cores three of four searches took a fifth to a third less
-# time than with 1 %, for plans as fast (benchmarks/results/search-seconds-2026-11-28.md).
+# time than with 1 %, for plans as fast (measured on 2026-11-28).
 CLOSE_ENOUGH_TO_SEARCH = 0.03
 
 

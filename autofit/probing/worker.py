@@ -93,7 +93,7 @@ def _set_up(output: Connection) -> None:
     faulthandler.register(STACK_SIGNAL, file=os.dup(sys.stderr.fileno()), all_threads=False)
     # A probe trains on one batch from its first step on. Where a softmax saturates, small values
     # are denormal numbers, with which processors compute several times more slowly
-    # (benchmarks/results/denormals-2026-11-28.md). The threads that torch starts later inherit it.
+    # (measured on 2026-11-28). The threads that torch starts later inherit it.
     torch.set_flush_denormal(True)
     importlib.import_module("torch._dynamo")  # what the first optimizer imports in any case
     gc.freeze()

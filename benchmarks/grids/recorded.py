@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -25,9 +26,11 @@ from autofit.space import Space
 from autofit.testing import SimulatedProber
 from autofit.units import GIB, LARGE_SEGMENT_BYTES
 from benchmarks.grids.kernels import RECORDED, time_lines
-from benchmarks.levers import dimension_of
+from benchmarks.levers import JUDGED_STEPS, dimension_of
 
 WORKLOADS = ("gpt2_small", "resnet50")
+STEP_SAMPLES = {"gpt2_small": 64, "resnet50": 256}
+"""Samples of an optimizer step as these are trained."""
 BUDGETS_BYTES = {"gpt2_small": 24 * GIB, "resnet50": 12 * GIB}
 
 _PRECISIONS = {"fp32": "default", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
@@ -36,6 +39,14 @@ LEVELS = {0.0: 0, 0.5: 1, 1.0: 2}
 _LAYOUTS = {False: "default", True: "channels_last"}
 _JUST_TOO_MUCH = 1.02  # times the budget, held by a plan that was recorded to run out of memory
 _PROBE_NOISE = 0.002  # GPU-bound plans of an H200 repeat within 0.2 %
+
+
+class Told(StrEnum):
+    """What a search knows before its first probe: nothing, memory lines, or lines and times."""
+
+    NOTHING = "blind"
+    LINES = "lines"
+    BOTH = "both"
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,7 @@ class GridWorld:
         budget_bytes: the cap it was recorded under.
         rows: by variant, in order of micro-batch.
         seed: of a prober's noise, and of the error of predicted lines.
+        told: what a search is told of it before the first probe.
         gpu: whose data sheet the predicted times are of.
     """
 
@@ -68,7 +80,13 @@ class GridWorld:
     budget_bytes: int
     rows: Mapping[VariantKey, Sequence[Row]]
     seed: int
+    told: Told = Told.BOTH
     gpu: Gpu = RECORDED
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of a step, by which planned steps are counted."""
+        return STEP_SAMPLES[self.name]
 
     def memory(self, plan: Plan) -> float:
         """Return the bytes a plan holds, above the budget where it was recorded to run out."""
@@ -108,8 +126,9 @@ class GridWorld:
         return min(rows, key=lambda row: abs(row.micro_batch - plan.micro_batch)).scatter
 
     def speed(self, plan: Plan) -> float:
-        """Return samples per second, without noise."""
-        return plan.samples_per_step / self.step_time(plan)
+        """Return samples per second over `JUDGED_STEPS`, the start of costly values counted."""
+        start_s = self.space.trial_cost_s(plan.settings) / (JUDGED_STEPS * self.step_samples)
+        return 1 / (self.step_time(plan) / plan.samples_per_step + start_s)
 
     def fits(self, plan: Plan) -> bool:
         """Return whether a plan stays within the budget, without noise."""
@@ -117,16 +136,13 @@ class GridWorld:
 
     def optimum(self) -> float:
         """Return samples per second of the fastest recorded plan that fits."""
-        return max(
-            row.micro_batch / row.seconds
-            for rows in self.rows.values()
+        plans = (
+            self.space.plan(row.micro_batch, dict(variant))
+            for variant, rows in self.rows.items()
             for row in rows
-            if row.seconds is not None and self.has_room(row)
+            if row.seconds is not None and row.reserved_bytes <= self.budget_bytes
         )
-
-    def has_room(self, row: Row) -> bool:
-        """Return whether a recorded plan fits."""
-        return row.seconds is not None and row.reserved_bytes <= self.budget_bytes
+        return max(map(self.speed, plans))
 
     def prober(self) -> SimulatedProber:
         """Return a new prober of this world."""
@@ -139,30 +155,33 @@ class GridWorld:
             seed=self.seed,
         )
 
-    def spec(self, *, lines: bool = False, times: bool = False) -> SearchSpec:
-        """Return the specification of a search.
-
-        Args:
-            lines: with memory lines within 2 %.
-            times: with the time lines that dry runs of the same models predict.
+    def spec(self) -> SearchSpec:
+        """Return the specification of a search: with memory lines within 2 %, and the time lines
+        that dry runs of the same models predict.
         """
         return SearchSpec(
             self.space,
             self.budget_bytes,
             seed=self.seed,
-            predicted_lines=self._lines() if lines else {},
-            predicted_times=self._times() if times else {},
+            predicted_lines=self._lines() if self.told is not Told.NOTHING else {},
+            predicted_times=self._times() if self.told is Told.BOTH else {},
             segment_bytes=LARGE_SEGMENT_BYTES,
         )
 
     def _times(self) -> dict[VariantKey, TimeLine]:
-        lines = time_lines(self.name, self.gpu)
-        return {variant: line for variant, line in lines.items() if variant in self.rows}
+        found = {}
+        for variant, line in time_lines(self.name, self.gpu).items():
+            own = variant_key({**self.space.default_settings, **dict(variant)})
+            if own in self.rows:
+                found[own] = line
+        return found
 
     def _lines(self) -> dict[VariantKey, MemoryLine]:
         draw = random.Random(f"lines/{self.seed}")
         found = {}
         for variant, rows in self.rows.items():
+            if self.space.is_costly(dict(variant)):
+                continue  # a compiled step can only be measured
             fitting = [row.micro_batch for row in rows if row.seconds is not None]
             first, last = min(fitting), max(fitting)
             slope = (self._bytes(rows, last) - self._bytes(rows, first)) / (last - first)
@@ -172,7 +191,7 @@ class GridWorld:
         return found
 
 
-def grid_world(name: str, *, seed: int = 0) -> GridWorld:
+def grid_world(name: str, seed: int = 0, told: Told = Told.BOTH) -> GridWorld:
     """Return the recorded workload of that name as a world."""
     recorded = [row for row in recorded_plans() if row["workload"] == name]
     rows: dict[VariantKey, list[Row]] = {}
@@ -194,7 +213,7 @@ def grid_world(name: str, *, seed: int = 0) -> GridWorld:
         )
         for key, its in rows.items()
     }
-    return GridWorld(name, space, BUDGETS_BYTES[name], by_variant, seed)
+    return GridWorld(name, space, BUDGETS_BYTES[name], by_variant, seed, told)
 
 
 @cache

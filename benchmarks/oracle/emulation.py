@@ -50,11 +50,6 @@ class Emulated:
     limit_bytes: int
     computed_values: bool
 
-    @property
-    def required_bytes(self) -> int:
-        """The smallest VRAM budget under which it ran."""
-        return self.limit_bytes + self.ample.non_torch_bytes
-
 
 def card_of(gpu: Gpu) -> Card:
     """Return the emulated card that is like a GPU of autofit's table."""

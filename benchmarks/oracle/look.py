@@ -27,7 +27,7 @@ from autofit.memory.replay import STEADY_STEPS
 from autofit.plan import ResolvedPlan
 from autofit.prediction.cuda.values import is_an_optimizer, passes_on, users_line
 from autofit.probing.faults import fault_of
-from autofit.probing.measure import evaluation_peak, micro_batches_to_run, samples_on, warm_up
+from autofit.probing.measure import micro_batches_to_run, samples_on, warm_up
 from autofit.training import evaluation
 from emulated_gpu import driver, estimates, reads_watched
 
@@ -84,19 +84,14 @@ class Look:
         failure: the allocator's words where it ran out of memory; None: it ran.
         late_retries: flushes of the allocator's cache in the last two steps.
         peak_allocated_bytes, peak_reserved_bytes: as the allocator counts them.
-        non_torch_bytes: what the process holds outside the allocator.
         estimates: which sizes it was told are not NVIDIA's.
-        evaluation_peak_bytes: reserved by an evaluation after the steps; None: the workload has
-            none.
     """
 
     failure: str | None
     late_retries: int
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    non_torch_bytes: int
     estimates: tuple[str, ...]
-    evaluation_peak_bytes: int | None = None
 
     @property
     def is_steady(self) -> bool:
@@ -132,23 +127,21 @@ def look(
     failure, retries = None, [before.allocator_retries]
     with nullcontext() if values else _values_refused():
         try:
-            after, evaluated = _train(session, resolved, retries, values=values)
+            after = _train(session, resolved, retries, values=values)
         except Exception as error:
             fault = fault_of(error)
             if fault.outcome is not Outcome.OOM:
                 raise
             failure = fault.detail
             release_exception(error)
-            after, evaluated = device.read(), None
+            after = device.read()
     session.builder.reclaim_or_not()
     return Look(
         failure,
         retries[-1] - retries[-1 - STEADY_STEPS] if failure is None else 0,
         after.peak_allocated_bytes,
         after.peak_reserved_bytes,
-        after.non_torch_bytes,
         estimates(),
-        evaluated.peak_reserved_bytes if evaluated else None,
     )
 
 
@@ -158,12 +151,8 @@ def _train(
     retries: list[int],
     *,
     values: bool,
-) -> tuple[MemoryReading, MemoryReading | None]:
-    """Run the steps; note the allocator's retries at the end of each.
-
-    Returns:
-        The memory counters after the last step, and those of an evaluation that follows.
-    """
+) -> MemoryReading:
+    """Run the steps, noting the allocator's retries at the end of each; return the counters."""
     builder, plan = session.builder, resolved.plan
     device, workload = builder.device, builder.fresh_workload()
     unfilled = nullcontext() if values else _Unfilled()  # type: ignore[no-untyped-call]  # torch's
@@ -183,8 +172,7 @@ def _train(
             step()
         for _ in range(STEADY_STEPS):
             step()
-        after = device.read()
-        return after, evaluation_peak(builder, workload, training, workload.eval_samples)
+        return device.read()
 
 
 class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook

@@ -48,7 +48,7 @@ def value(result: str, keys: str | None, form: str) -> str:
     """Return what stands for `{RESULT > KEYS > FORMAT}`; without keys, for `{RESULT.txt}`."""
     if keys is None:
         return _newest(result, "txt").read_text().rstrip("\n")
-    told = json.loads(_newest(result, "json").read_text())
+    told = newest(result)
     paths = product(*(step.split(" & ") for step in keys.split(" > ")))
     return ", ".join(f"{_at(told, path):{form}}" for path in paths)
 
@@ -61,6 +61,11 @@ def _at(found: Any, path: Sequence[str]) -> Any:
             raise LookupError(f"no {key!r} of {' > '.join(path)}")
         found = its[0]
     return found
+
+
+def newest(result: str) -> Any:
+    """Return the newest `DATE-RESULT.json`."""
+    return json.loads(_newest(result, "json").read_text())
 
 
 def _newest(result: str, ending: str) -> Path:

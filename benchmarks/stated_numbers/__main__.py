@@ -1,20 +1,12 @@
+"""Writes the pages, or with `--check` exits with 1 where one differs from the newest results."""
+
 import sys
 
-from benchmarks.stated_numbers import PAGES, ROOT, filled
+from benchmarks.stated_numbers import PAGES, filled
 
-
-def main() -> int:
-    """Write the pages, or check them."""
-    wrong = 0
-    for page in PAGES:
-        before = page.read_text()
-        if (after := filled(before)) != before:
-            wrong += 1
-            print(page.relative_to(ROOT), "is not as the newest results have it")
-            if "--check" not in sys.argv:
-                page.write_text(after)
-    return 1 if wrong and "--check" in sys.argv else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+wrong = [page for page in PAGES if filled(page.read_text()) != page.read_text()]
+for page in wrong:
+    print(page, "is not as the newest results have it")
+    if "--check" not in sys.argv:
+        page.write_text(filled(page.read_text()))
+sys.exit(bool(wrong) and "--check" in sys.argv)

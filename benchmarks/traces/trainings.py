@@ -47,7 +47,7 @@ class Training:
 
     def steps(self, device: str) -> Iterator[None]:
         """Builds the model on the device and trains; yields at the end of each step."""
-        with _tf32(self.tf32):
+        with tf32(self.tf32):
             yield from self._steps(device)
 
     def _steps(self, device: str) -> Iterator[None]:
@@ -86,7 +86,8 @@ class Training:
 
 
 @contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
+def tf32(allowed: bool) -> Iterator[None]:
+    """Allow TF32 in products and convolutions, or forbid it."""
     parts: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [part.allow_tf32 for part in parts]
     try:

@@ -1,379 +1,155 @@
 """autofit and what a user would pick instead: the same trainings, the same budget, one table.
 
-    python -m benchmarks.versus --place cpu small_gpt=128MiB --seeds 0 1 2     on this processor
-    python -m benchmarks.versus --place emulated gpt2_small=24GiB              a card of 24 GiB
-    python -m benchmarks.versus --place cuda --steps 200 gpt2_small=24GiB      a real one
+    python -m benchmarks.versus --json RAW.jsonl                       on this processor
+    python -m benchmarks.versus --json RAW.jsonl small_gpt=512MiB --seeds 1 --only autofit
+    python -m benchmarks.versus --json RAW.jsonl --place cuda gpt2_small=24GiB
 
-Each tool runs in a process of its own as its users run it; batch-size finders in each precision
-that a user may have chosen by hand. An answer that changes the user's global batch has a second
-row, in which accumulation by hand makes up for it. Probes and OOMs are counted by the user's own
-loss and by the allocator, in any process; where that cannot tell probes, as of autofit and Optuna,
-by the tool's own account. A judge trains by each answer in a process of its own: does it live, what
-does it hold, and, where time means something, how fast is it, as a share of the fastest of a grid:
-plain loops at powers of two, and at the largest size that bisection finds to fit. Equal plain loops
-are judged once for all seeds. Without `--seconds` Optuna searches as long as autofit did. A tool
-that is not installed gets a row that says so: the extra `bench` has them.
+Each cell, a tool on a workload with a seed, is a line of RAW.jsonl as soon as it is known, and a
+cell that the file has is not run again: a run that was ended goes on, and a cell can be run alone.
+On two quiet cores about 20 minutes a workload and seed, six hours in all; `--dry` counts what is
+left.
+
+Each tool runs in a process of its own as its users run it, finders of a batch size in float32 and
+in bfloat16. Answers are brought to the user's global batch, where there is one. A judge trains each
+answer in a fresh process under the budget: does it live through 200 steps? Then the answer and a
+plain loop in float32 at the largest batch that fits take turns in two processes, once as the user
+of each tool would train and once with glibc's thresholds fixed for both. Answers of one seed that
+train alike are judged and timed once. Optuna searches as long as autofit did. A tool that is not
+installed gets a cell that says so: the extra `bench` has them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import platform
-import signal
-import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import date
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import emulated_gpu
-from autofit.units import format_bytes, parse_bytes
-from benchmarks.versus.roster import PEERS, Peer
-from benchmarks.versus.summary import BY_HAND, read
-from benchmarks.versus.table import Comparison, Row, keeps, markdown
+from autofit.units import parse_bytes
+from benchmarks.versus.bench import Answer, Bench
+from benchmarks.versus.roster import COMPARED, OURS, PEERS
+from benchmarks.versus.summary import CONDITIONS, Cell, markdown, read, summary
 
-TURNS = 5
-"""Turns of each process of a pair. More would not tell more: a process stays faster or slower than
-its like for as long as it lives, so a pair counts once."""
-
-
-class NothingTrains(Exception):
-    """No micro-batch trains under the budget."""
+WORKLOADS = ("gpt", "lstm", "resnet", "unet", "encoder", "separable")
+TASKS = tuple(f"small_{name}=512MiB" for name in WORKLOADS)
+"""A segment of 20 MiB is 4 % of the budget."""
+PLAIN = "float32"
+"""The loop that every answer is paired with: the largest batch that fits, of a plain training."""
+MINUTES = 2.0  # about what a cell takes on two quiet cores
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Where one workload's processes run, how long the judge trains, and how long a tool may take.
-
-    Attributes:
-        steps, timed_steps: that the judge trains to see an answer live, and to time it.
-        limit_s: a tool that takes longer is ended, with the processes that it started.
-        verdicts: whether an answer lives, by what is trained.
-    """
-
-    task: dict[str, Any]
-    environment: dict[str, str]
-    folder: Path
-    steps: int
-    timed_steps: int
-    repeats: int
-    limit_s: float
-    verdicts: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def timed(self) -> bool:
-        """Whether time means something here."""
-        return self.repeats > 0 and bool(self.task["place"] != "emulated")
-
-    def python(self, module: str, *arguments: object, log: Path | None = None) -> str:
-        """Run a module of this folder in a process of its own; return its standard output.
-
-        With a log it is a tool, whose time is limited.
-        """
-        with self._running(module, *arguments, log=log) as process:
-            told, _ = process.communicate(timeout=self.limit_s if log else None)
-        if process.returncode:
-            raise RuntimeError(f"{module} ended with {process.returncode}: see {self.folder}")
-        return told
-
-    @contextmanager
-    def _running(
-        self, module: str, *arguments: object, log: Path | None = None
-    ) -> Iterator[subprocess.Popen[str]]:
-        """Run a module of this folder; at the end, end its process and those that it started."""
-        with (
-            (self.folder / "stderr.txt").open("a") as errors,
-            subprocess.Popen(
-                [sys.executable, "-m", f"benchmarks.versus.{module}", *map(str, arguments)],
-                env=self.environment | ({"VERSUS_LOG": str(log)} if log else {}),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,  # so that all that it starts can be ended
-            ) as process,
-        ):
-            try:
-                yield process
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-
-    def judged(self, how: str, *arguments: object, precision: str = "float32") -> Any:
-        """Return what the judge says."""
-        told = self.python("judge", how, self._task_file(precision), *arguments)
-        return json.loads(told.splitlines()[-1])
-
-    def row(self, name: str, peer: Peer, precision: str) -> Row:
-        """Let one tool search, and judge whether its answer lives."""
-        shown = precision if peer.finder else "own"
-        own = self._folder_of(name, shown)
-        own.mkdir()
-        (own / "task.json").write_text(json.dumps(self.task | {"precision": precision}))
-        log = own / "log.jsonl"
-        try:
-            self.python("run_peer", name, own / "task.json", own, log=log)
-            found = json.loads((own / "found.json").read_text())
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            found = {"error": f"{type(error).__name__}: {str(error)[:100]}"}
-        events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        answer = found.get("answer")
-        verdict = None
-        if answer:
-            verdict = self._verdict(own, name, answer, precision)
-            answer["report"] = answer["report"] and Path(answer["report"]).name
-        probes = (answer or {}).get("probes") or sizes_tried(events)
-        refusals, ooms = (sum(e["event"] == kind for e in events) for kind in ("refusal", "oom"))
-        return Row(name, shown, found, probes, refusals, ooms, verdict)
-
-    def with_accumulation(self, row: Row, global_batch: int) -> Row | None:
-        """Return the row of its answer with accumulation added by hand; None: nothing to add."""
-        answer = row.found.get("answer")
-        if answer is None or answer["micro_batch"] < 1 or keeps(global_batch, answer):
-            return None
-        steps = math.ceil(global_batch / answer["micro_batch"])
-        sizes = {"micro_batch": math.ceil(global_batch / steps), "accumulation_steps": steps}
-        name, answer = f"{row.peer}{BY_HAND}", answer | sizes
-        own = self._folder_of(name, row.precision)
-        own.mkdir()
-        verdict = self._verdict(own, name, answer, row.task_precision)
-        return replace(row, peer=name, found=row.found | {"answer": answer}, verdict=verdict)
-
-    def _folder_of(self, name: str, precision: str) -> Path:
-        return self.folder / f"{name} {precision}".replace("/", " ")
-
-    def _verdict(self, own: Path, peer: str, answer: dict[str, Any], precision: str) -> Any:
-        (own / "answer.json").write_text(json.dumps(answer))
-        if (key := what_trains(peer, answer)) not in self.verdicts:
-            told = self.judged("survive", own / "answer.json", self.steps, precision=precision)
-            self.verdicts[key] = told
-        return self.verdicts[key]
-
-    def rated(self, rows: Sequence[Row], fastest: dict[str, Any]) -> list[Row]:
-        """Return the rows with speeds beside the grid's fastest; equal answers share theirs."""
-        alike: dict[str, list[tuple[float, float]]] = {}
-        grid = self.folder / "fastest.json", fastest["precision"]
-        grid[0].write_text(json.dumps(fastest))
-        rated = []
-        for row in rows:
-            if row.verdict and row.verdict["survives"]:
-                key = what_trains(row.peer, row.found["answer"])
-                if key not in alike:
-                    path = self._folder_of(row.peer, row.precision) / "answer.json"
-                    pair = (path, row.task_precision), grid
-                    try:
-                        alike[key] = [self._in_turns(*pair) for _ in range(self.repeats)]
-                    except (
-                        RuntimeError,
-                        BrokenPipeError,
-                    ) as error:  # the other rows are worth having all the same
-                        print(f"{row.peer} has no speed: {error}", file=sys.stderr)
-                        alike[key] = []
-                row = replace(row, rates=alike[key])
-            rated.append(row)
-        return rated
-
-    def _in_turns(self, *trainings: tuple[Path, str]) -> tuple[float, float]:
-        """Return samples per second of two answers that train in turns, in two processes."""
-        with ExitStack() as stack:
-            ours, best = (stack.enter_context(self.training(*each)) for each in trainings)
-            turns = [(ours(), best()) for _ in range(TURNS)]
-        first, second = zip(*turns, strict=True)
-        return statistics.median(first), statistics.median(second)
-
-    @contextmanager
-    def training(self, answer: Path, precision: str) -> Iterator[Callable[[], float]]:
-        """Let a process train by an answer in turns; each returns samples per second of one.
-
-        It trains as the tool's user would: by `Report.apply`, or in a plain loop.
-        """
-        arguments = ("speed", self._task_file(precision), answer, self.timed_steps)
-        with self._running("judge", *arguments) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            asked, told = process.stdin, process.stdout
-
-            def turn() -> float:
-                asked.write("\n")
-                asked.flush()
-                if not (line := told.readline()):
-                    raise RuntimeError((self.folder / "stderr.txt").read_text()[-500:])
-                return float(line)
-
-            turn()  # builds and warms up first
-            yield turn
-
-    def _task_file(self, precision: str) -> Path:
-        path = self.folder / f"task-{precision}.json"
-        path.write_text(json.dumps(self.task | {"precision": precision}))
-        return path
-
-
-def what_trains(peer: str, answer: dict[str, Any]) -> str:
+def what_trains(answer: Answer) -> str:
     """Return the same for answers that train alike; a report's plan has more to it than sizes."""
-    sizes = [answer["micro_batch"], answer["accumulation_steps"] or 1]
-    return json.dumps([*sizes, peer if answer["report"] else answer["precision"]])
+    names = ("micro_batch", "accumulation_steps", "precision", "levers", "report")
+    return json.dumps({name: answer[name] for name in names})
 
 
-def verdicts_of(at: Bench, others: Sequence[Comparison]) -> dict[str, Any]:
-    """Return what other seeds showed of plain loops: what those hold depends on no value.
+def alike(cell: Cell, cells: Sequence[Cell]) -> Iterator[Cell]:
+    """Yield the cells of the same task whose answers train alike, those of its seed first.
 
-    Only with this torch, and not of what died by anything but memory.
+    What a plain loop holds depends on no seed, but on the version of torch. What died of anything
+    but memory is judged again.
     """
-    alike = (at.task["workload"], at.task["budget_bytes"], at.task["place"], at.steps)
-    rows = [
-        row
-        for one in others
-        if (one.workload, one.budget_bytes, one.place, one.steps) == alike
-        for row in one.rows
-        if row.verdict and not row.found["answer"]["report"] and is_reusable(row)
-    ]
-    return {what_trains(row.peer, row.found["answer"]): row.verdict for row in rows}
+    assert cell.answer is not None
+    keys = ("workload", "budget_bytes", "place", "steps", "torch")
+    for other in sorted(cells, key=lambda each: each.seed != cell.seed):
+        same = all(getattr(other, key) == getattr(cell, key) for key in keys)
+        known = other.lives or "OutOfMemoryError" in (other.verdict or {}).get("died_of", "")
+        if same and known and what_trains(other.found["answer"]) == what_trains(cell.answer):
+            yield other
 
 
-def is_reusable(row: Row) -> bool:
-    """Whether a verdict is of this torch, and about memory."""
-    assert row.verdict is not None
-    is_about_memory = row.verdict["survives"] or "OutOfMemoryError" in row.verdict["died_of"]
-    return row.torch == version("torch") and is_about_memory
-
-
-def sizes_tried(events: Sequence[dict[str, Any]]) -> int:
-    """Return how often the size of the batch, the model or the process changed."""
-    runs = [(e["pid"], e["model"], e["samples"]) for e in events if e["event"] == "forward"]
-    return sum(before != after for before, after in zip([None, *runs], runs, strict=False))
-
-
-@contextmanager
-def bench(
-    task: dict[str, Any], steps: int, timed_steps: int, repeats: int, limit_s: float
-) -> Iterator[Bench]:
-    """Make the place: for an emulated one a card that ends at the budget."""
-    environment = dict(os.environ)
-    with ExitStack() as held:
-        if task["place"] == "emulated":
-            machine = emulated_gpu.new_machine()
-            held.callback(machine.remove)
-            cards = [emulated_gpu.find_card(memory=task["budget_bytes"])]
-            environment = emulated_gpu.environment(cards, machine=machine, values=False)
-        folder = held.enter_context(tempfile.TemporaryDirectory())
-        yield Bench(task, environment, Path(folder), steps, timed_steps, repeats, limit_s)
-
-
-def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comparison:
-    """Run every tool on one workload.
-
-    Where no seconds are set, a tool that its user ends searches as long as autofit did.
-
-    Raises:
-        NothingTrains: not a single sample trains under the budget.
-    """
-    load = [os.getloadavg()[0]]
-    sizes = {name: at.judged("largest", precision=name) for name in precisions}
-    largest = {name: told["largest"] for name, told in sizes.items()}
-    if not any(largest.values()):
-        budget = format_bytes(at.task["budget_bytes"])
-        raise NothingTrains(f"{at.task['workload']} trains at no size in {budget}: allow it more")
-    global_batch = sizes[precisions[0]]["global_batch"]
-    fastest = None
-    if at.timed:
-        grids = {
-            name: at.judged("grid", size, at.timed_steps, precision=name)
-            for name, size in largest.items()
-            if size
-        }
-        precision = max(grids, key=lambda name: max(grids[name].values()))
-        size = max(grids[precision], key=grids[precision].get)
-        fastest = {"micro_batch": int(size), "precision": precision}
-    rows = []
-    for name in names:
-        peer = PEERS[name]
-        for precision in precisions if peer.finder else ["float32"]:
-            rows.append(at.row(name, peer, precision))
-            print(f"{at.task['workload']}: {rows[-1]}", file=sys.stderr, flush=True)
-        if name == "autofit" and "seconds" not in at.task and "answer" in rows[-1].found:
-            at = replace(at, task=at.task | {"seconds": rows[-1].found["seconds"]})
-    if global_batch:
-        rows += [r for row in rows if (r := at.with_accumulation(row, global_batch)) is not None]
-    if fastest:
-        rows = at.rated(rows, fastest)
-    return Comparison(
-        at.task["workload"],
-        at.task["budget_bytes"],
-        at.task["place"],
-        at.task["seed"],
-        global_batch,
-        at.steps,
-        largest,
-        fastest,
-        rows,
-        [*load, os.getloadavg()[0]],
+def judged(cell: Cell, known: Sequence[Cell], at: Bench, repeats: int) -> Cell:
+    """Return a cell with its verdict and its speeds."""
+    if cell.answer is None:
+        return cell
+    same = list(alike(cell, known))
+    answer, verdict = cell.answer, same[0].verdict if same else at.verdict(cell.answer)
+    cell = replace(cell, verdict=verdict)
+    if not cell.lives or cell.peer == PLAIN:
+        return replace(cell, rates={name: [(1.0, 1.0)] for name in CONDITIONS if cell.lives})
+    plain: Answer = next(
+        c.found["answer"] for c in known if c.seed == cell.seed and c.peer == PLAIN
     )
+    rates = next((other.rates for other in same if other.seed == cell.seed and other.rates), None)
+    if rates is None:
+        rates = {
+            name: [at.pair(answer, plain, **variables) for _ in range(repeats)]
+            for name, variables in CONDITIONS.items()
+        }
+    return replace(cell, rates=rates)
+
+
+def run(
+    name: str, task: Mapping[str, Any], known: Sequence[Cell], given: argparse.Namespace
+) -> Cell:
+    """Run one cell."""
+    ours = next((c.found["seconds"] for c in known if c.peer == OURS), 60.0)
+    with tempfile.TemporaryDirectory() as folder:
+        own = dict(task) | {"seconds": given.seconds or ours}
+        at = Bench(own, Path(folder), given.steps, given.timed_steps, given.limit)
+        found, ooms = at.found(name)
+        told = {"steps": given.steps, "peer": name, "found": found, "ooms": ooms}
+        cell = Cell(**task, **told, load=os.getloadavg()[0], date=str(date.today()))
+        return judged(cell, known, at, given.repeats)
+
+
+def cells_left(given: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    """Return the cells that the file does not have, seed by seed, the plain loop first."""
+    names = [PLAIN, *(name for name in PEERS if name in given.only and name != PLAIN)]
+    done = {(cell.workload, cell.seed, cell.peer) for cell in read([given.json])}
+    found = []
+    for seed, text, name in product(given.seeds, given.tasks or TASKS, names):
+        workload, _, budget = text.partition("=")
+        task = {"workload": workload, "place": given.place, "budget_bytes": parse_bytes(budget)}
+        if (workload, seed, name) not in done:
+            found.append((name, task | {"seed": seed}))
+    return found
+
+
+def options() -> argparse.ArgumentParser:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("tasks", nargs="*", metavar="WORKLOAD=BUDGET", help=" ".join(TASKS))
+    parser.add_argument("--place", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path, required=True, help="JSON lines, one a cell")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", default=list(COMPARED), choices=list(PEERS))
+    parser.add_argument("--steps", type=int, default=200, help="that an answer has to survive")
+    parser.add_argument("--timed-steps", type=int, default=20, help="of an answer, each turn")
+    parser.add_argument("--repeats", type=int, default=1, help="pairs of processes, each condition")
+    parser.add_argument("--limit", type=float, default=900, help="seconds that a tool may take")
+    parser.add_argument("--seconds", type=float, help="of Optuna; without it, as long as autofit's")
+    parser.add_argument("--dry", action="store_true", help="say what is left, and run nothing")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare, and write Markdown to standard output and raw JSON to a file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("tasks", nargs="+", metavar="WORKLOAD=BUDGET")
-    parser.add_argument("--place", choices=("cpu", "emulated", "cuda"), default="cpu")
-    parser.add_argument("--steps", type=int, default=200, help="that an answer has to survive")
-    parser.add_argument("--timed-steps", type=int, default=20, help="of an answer, each turn")
-    parser.add_argument(
-        "--repeats", type=int, default=4, help="pairs of processes that time an answer; 0: none"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=900, metavar="S", help="a tool that takes longer is ended"
-    )
-    parser.add_argument(
-        "--seconds", type=float, help="of Optuna's searches; without it, as long as autofit's"
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="a run for each")
-    parser.add_argument("--precisions", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--only", nargs="+", default=list(PEERS), choices=list(PEERS))
-    parser.add_argument(
-        "--judged",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="RAW.json",
-        help="of other seeds, with this torch: their plain loops are not judged again",
-    )
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args(arguments)
-    names = [n for n in given.only if given.place != "cpu" or not PEERS[n].card_only]
-    names.sort(key=list(PEERS).index)
-    found: list[Comparison] = []
-    judged = [one for path in given.judged for one in read(path)]
-    for seed, text in product(given.seeds, given.tasks):
-        workload, _, budget = text.partition("=")
-        task = {"workload": workload, "place": given.place, "budget_bytes": parse_bytes(budget)}
-        task |= {"seed": seed} | ({} if given.seconds is None else {"seconds": given.seconds})
-        with bench(task, given.steps, given.timed_steps, given.repeats, given.limit) as at:
-            at.verdicts.update(verdicts_of(at, [*found, *judged]))
-            try:
-                found.append(compared(at, names, given.precisions))
-            except NothingTrains as error:  # the others are worth having all the same
-                print(error, file=sys.stderr)
-                continue
-        print("\n".join(markdown(found[-1])), end="\n\n", flush=True)
-        if given.json:
-            told = {
-                "date": str(date.today()),
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-                "python": platform.python_version(),
-                "comparisons": [asdict(one) for one in found],
-            }
-            given.json.write_text(json.dumps(told, indent=1) + "\n")
+    """Run the cells that are left, and print what all of the file come to."""
+    given = options().parse_args(arguments)
+    left = cells_left(given)
+    print(f"{len(left)} cells, about {MINUTES * len(left):.0f} minutes", file=sys.stderr)
+    for name, task in [] if given.dry else left:
+        keys = ("workload", "budget_bytes", "place")
+        known = [c for c in read([given.json]) if all(getattr(c, k) == task[k] for k in keys)]
+        own = [c for c in known if c.seed == task["seed"]]
+        try:
+            cell = run(name, task, [*own, *(c for c in known if c.seed != task["seed"])], given)
+        except (RuntimeError, OSError) as error:  # the others are worth having; the next run tries
+            print(f"{name} on {task['workload']} has no cell: {error}", file=sys.stderr)
+            continue
+        with given.json.open("a") as file:
+            file.write(json.dumps(asdict(cell)) + "\n")
+        print(cell, file=sys.stderr, flush=True)
+    if cells := read([given.json]):
+        print("\n".join(markdown(summary(cells))))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,12 @@
     python -m benchmarks.versus.judge survive TASK.json ANSWER.json STEPS   under the budget
     python -m benchmarks.versus.judge speed TASK.json ANSWER.json STEPS     without one, timed
                                                                             for each line it reads
-    python -m benchmarks.versus.judge largest TASK.json                     that fits, bisected
-    python -m benchmarks.versus.judge grid TASK.json LARGEST STEPS            each size, timed
-
 prints a line of JSON. Nothing here asks autofit what it measured; of its report, only the plan is
 applied, as its user would.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import sys
@@ -20,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,17 +24,13 @@ from typing import Any
 import torch
 
 import autofit
-from benchmarks.versus.peers import Answer, ran
+from benchmarks.versus.peers import Answer
 from benchmarks.versus.place import compute_alike
 from benchmarks.versus.task import Task
 
 WARM_UP_STEPS = 3
 TURN_S = 0.5
 """Two processes that take turns of this length meet the same drift of the machine."""
-MOST = 2**14
-"""No micro-batch is looked for beyond this."""
-FINENESS = 64
-"""The largest is bisected to this share of itself."""
 
 
 def step_seconds_of(task: Task, answer: Answer) -> tuple[Iterator[float], int]:
@@ -45,8 +38,9 @@ def step_seconds_of(task: Task, answer: Answer) -> tuple[Iterator[float], int]:
     if answer.report is not None:
         report = autofit.load(answer.report)
         return _step_seconds_of_report(task, report), report.plan.samples_per_step
-    own, accumulation = task.with_precision(answer.precision), answer.accumulation_steps or 1
-    return own.step_seconds(answer.micro_batch, accumulation), answer.micro_batch * accumulation
+    own = replace(task, precision=answer.precision, levers=answer.levers)
+    samples = answer.micro_batch * answer.accumulation_steps
+    return own.step_seconds(answer.micro_batch, answer.accumulation_steps), samples
 
 
 def _step_seconds_of_report(task: Task, report: autofit.Report) -> Iterator[float]:
@@ -56,7 +50,7 @@ def _step_seconds_of_report(task: Task, report: autofit.Report) -> Iterator[floa
         while True:
             began = time.perf_counter()
             training.step(batch)
-            if task.device == "cuda":
+            if task.place == "cuda":
                 torch.cuda.synchronize()
             yield time.perf_counter() - began
 
@@ -82,54 +76,19 @@ def speeds(task: Task, answer: Answer, steps: int) -> Iterator[float]:
         yield samples / statistics.median(turn)
 
 
-def largest(task: Task) -> int:
-    """Return the largest micro-batch that trains for some steps; 0: none does."""
-    memory = task.bounded()
-
-    def fits(size: int) -> bool:
-        runs = ran(task, size)
-        gc.collect()
-        memory.release()
-        return runs
-
-    low, high = 0, 1
-    while high <= MOST and fits(high):
-        low, high = high, 2 * high
-    while high - low > max(1, low // FINENESS):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def grid(task: Task, most: int, steps: int) -> dict[int, float]:
-    """Return samples per second by micro-batch: powers of two, and the largest that fits."""
-    sizes = [size for size in (2**k for k in range(15)) if size < most] + [most]
-    return {
-        size: size / statistics.median(task.train(size, WARM_UP_STEPS + steps)[WARM_UP_STEPS:])
-        for size in sizes
-    }
-
-
 def main() -> None:
     """Judge, and print."""
-    how, task_file, *rest = sys.argv[1:]
+    how, task_file, answer_file, steps = sys.argv[1:]
     task = Task(**json.loads(Path(task_file).read_text()))
+    answer = Answer(**json.loads(Path(answer_file).read_text()))
     compute_alike(task.place)
-    found: Any
-    if how == "largest":
-        found = {"largest": largest(task), "global_batch": task.global_batch}
-    elif how == "grid":
-        found = grid(task, int(rest[0]), int(rest[1]))
-    else:
-        answer, steps = Answer(**json.loads(Path(rest[0]).read_text())), int(rest[1])
-        if how == "speed":
-            told = sys.stdout
-            with redirect_stdout(sys.stderr):  # which libraries may print to
-                for _, speed in zip(sys.stdin, speeds(task, answer, steps), strict=False):
-                    print(speed, file=told, flush=True)
-            return
-        found = survive(task, answer, steps)
-    print(json.dumps(found))
+    if how == "survive":
+        print(json.dumps(survive(task, answer, int(steps))))
+        return
+    told = sys.stdout
+    with redirect_stdout(sys.stderr):  # which libraries may print to
+        for _, speed in zip(sys.stdin, speeds(task, answer, int(steps)), strict=False):
+            print(speed, file=told, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The tools that are compared: each takes the user's training and returns its answer.
+"""Those that are compared: each takes the user's training and returns its answer.
 
-Each is called as its documentation calls it. Where a package cannot be used on a plain module, its
-rule is written down here and the row says so ("rule of ...").
+Each tool is called as its documentation calls it. A person is given the largest size that fits.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ import gc
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,36 +21,49 @@ import torch
 from torch import Tensor, nn
 
 import autofit
-from benchmarks.versus.place import note
 from benchmarks.versus.task import Task
 
 STEPS = 3
 """Optimizer steps of a trial, where the tool leaves that to its user."""
 FIRST = 128
 """The first guess, where the user has no global batch: the default of accelerate."""
+MOST = 2**14
+"""No micro-batch is looked for beyond this."""
+FINENESS = 64
+"""The largest is bisected to this share of itself."""
+GRAIN = 8
+"""A person writes multiples of this: nobody writes a micro-batch of 43."""
 SEARCH = "VERSUS_SEARCH"
 """The variable with further arguments of autofit.search, as JSON: a test has little time."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a tool tells its user to train with.
+    """What somebody is told to train with.
 
     Attributes:
         micro_batch: samples.
         precision: as in `Task`.
-        accumulation_steps: None: the tool does not say, and one is what it tried.
+        accumulation_steps: micro-batches of a step.
+        levers: of a `Task`, that a person turns on.
         report: of autofit, whose plan has more to it.
         settings: of that plan, those that are not plain PyTorch's.
-        probes: trials by the tool's own account, for what cannot be told from the sizes it ran.
     """
 
     micro_batch: int
     precision: str
-    accumulation_steps: int | None = None
+    accumulation_steps: int = 1
+    levers: Sequence[str] = ()
     report: str | None = None
     settings: Mapping[str, Any] | None = None
-    probes: int | None = None
+
+    def keeping(self, global_batch: int | None) -> Answer:
+        """Return the answer brought to the user's global batch, if there is one."""
+        if global_batch is None or self.report is not None or self.micro_batch < 1:
+            return self
+        steps = math.ceil(global_batch / self.micro_batch)
+        size = math.ceil(global_batch / steps)
+        return replace(self, micro_batch=size, accumulation_steps=steps)
 
 
 @dataclass(frozen=True)
@@ -64,29 +74,30 @@ class Live:
     optimizer: torch.optim.Optimizer
 
 
-def accelerate(task: Task, live: Live, folder: Path) -> Answer:
+def accelerate(task: Task, live: Live, folder: Path, *, precision: str) -> Answer:
     """Decorate the training, which builds its own model, as accelerate's guide does.
 
     It begins with the user's batch size, and empties the cache of a card after an OOM.
     """
-    memory = task.bounded()
+    own = replace(task, precision=precision)
+    memory = own.bounded()
     find = import_module("accelerate.utils").find_executable_batch_size
 
-    @find(starting_batch_size=task.global_batch or FIRST)  # type: ignore[untyped-decorator]
+    @find(starting_batch_size=own.global_batch or FIRST)  # type: ignore[untyped-decorator]
     def training(batch_size: int) -> int:
         memory.release()
-        task.train(batch_size, STEPS)
+        own.train(batch_size, STEPS)
         return batch_size
 
-    return Answer(training(), task.precision)
+    return Answer(training(), precision)
 
 
-def lightning(task: Task, live: Live, folder: Path, *, mode: str) -> Answer:
+def lightning(task: Task, live: Live, folder: Path, *, precision: str, mode: str) -> Answer:
     """Scale the batch size of a LightningModule by the Tuner, with its defaults."""
     pl = import_module("lightning.pytorch")
     memory = task.bounded()
     memory.place_model(live.model)
-    if task.device == "cpu":
+    if task.place == "cpu":
         torch.cuda.empty_cache = memory.release  # which it calls before each trial
 
     class Module(pl.LightningModule):  # type: ignore[name-defined,misc]
@@ -106,19 +117,17 @@ def lightning(task: Task, live: Live, folder: Path, *, mode: str) -> Answer:
 
     module = Module()
     trainer = pl.Trainer(
-        accelerator="cpu" if task.device == "cpu" else "gpu",
+        accelerator="cpu" if task.place == "cpu" else "gpu",
         devices=1,
         max_epochs=1,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        precision={"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}[
-            task.precision
-        ],
+        precision={"float32": "32-true", "bfloat16": "bf16-mixed"}[precision],
     )
     tuner = import_module("lightning.pytorch.tuner").Tuner(trainer)
-    return Answer(tuner.scale_batch_size(module, mode=mode), task.precision)
+    return Answer(tuner.scale_batch_size(module, mode=mode), precision)
 
 
 class Samples(torch.utils.data.Dataset[Any]):
@@ -136,51 +145,62 @@ class Samples(torch.utils.data.Dataset[Any]):
         return tuple(tensor[0] for tensor in self.sample)
 
 
-class Wrapped(nn.Module):
-    """The model with its precision and its loss, for tools that call it with inputs alone."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        self.task, self.inner = task, task.build_on_device()
-
-    def forward(self, ids: Tensor | None = None, x: Tensor | None = None) -> dict[str, Tensor]:
-        given = ids if x is None else x
-        assert given is not None
-        batch = self.task.batch(len(given))
-        rest = batch if isinstance(batch, Mapping) else batch[1].to(given.device)
-        with self.task.autocast():
-            whole = {"ids": given} if isinstance(batch, Mapping) else (given, rest)
-            return {"loss": self.task.loss(self.inner, whole)}
-
-
-def wrapped(task: Task) -> nn.Module:
-    """Return the wrapped model in whichever process asks, under the budget, on the device."""
-    task.bounded()
-    return Wrapped(task)
+def by_hand(
+    task: Task,
+    live: Live,
+    folder: Path,
+    *,
+    precision: str,
+    levers: Sequence[str] = (),
+    halved: bool = False,
+) -> Answer:
+    """Turn levers on, and take the largest micro-batch that fits before anything is compiled, or
+    half of it; where the compiled step does not fit, a tenth less, and so on.
+    """
+    eager = replace(task, precision=precision, levers=[n for n in levers if n != "compiled"])
+    size = rounded(largest(eager) // (2 if halved else 1))
+    if "compiled" in levers:
+        chosen = replace(eager, levers=levers)
+        while size > 1 and not ran(chosen, size):
+            size = rounded(9 * size // 10)
+    return Answer(size, precision, levers=levers)
 
 
-def batch_finder(task: Task, live: Live, folder: Path) -> Answer:
-    """Let batch-finder build the model in a process of its own for each attempt."""
-    batch = task.batch(2)
-    first = batch["ids"] if isinstance(batch, Mapping) else batch[0]
-    name = "x" if first.is_floating_point() else "ids"
-    sizes = ", ".join(map(str, first.shape[1:]))
-    kind = "float" if first.is_floating_point() else "int"
-    found = import_module("batch_finder").find_max_minibatch(
-        partial(wrapped, task),
-        input_shapes={name: f"(b, {sizes}), {kind}", "#constraints": "b=-1"},
-        device=torch.device(task.device),
-    )
-    if found is None:
-        raise RuntimeError("batch-finder found nothing that runs")
-    return Answer(int(found), task.precision)
+def rounded(size: int) -> int:
+    """Return a size as a person writes it."""
+    return size // GRAIN * GRAIN or size
+
+
+def largest(task: Task) -> int:
+    """Return the largest micro-batch that trains for some steps; 0: none does."""
+    low, high = 0, 1
+    while high <= MOST and ran(task, high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // FINENESS):
+        middle = (low + high) // 2
+        low, high = (middle, high) if ran(task, middle) else (low, middle)
+    return low
+
+
+def ran(task: Task, size: int) -> bool:
+    """Train at a size under the budget; return whether it fits."""
+    memory = task.bounded()
+    try:
+        task.train(size, STEPS)
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        gc.collect()
+        memory.release()
+    return True
 
 
 def autovram(task: Task, live: Live, folder: Path) -> Answer:
     """Tune a script by the command line, which tries its three precisions."""
     sizes = f"{task.workload} {task.place} {task.budget_bytes} {task.seed}"
     script = f"{sys.executable} -m benchmarks.versus.script {sizes}"
-    command = [str(Path(sys.executable).with_name("autovram")), "tune", "--timeout", "120"]
+    program = "from autovram.cli.app import app; app()"  # what its console script runs
+    command = [sys.executable, "-c", program, "tune", "--timeout", "120"]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([*command, "--cmd", script], cwd=folder, env=variables, check=True)
     told = json.loads((folder / ".autovram/config.json").read_text())
@@ -188,147 +208,33 @@ def autovram(task: Task, live: Live, folder: Path) -> Answer:
     return Answer(int(told["batch_size"]), names[told["precision"]], int(told["grad_accum"]))
 
 
-def batchtune(task: Task, live: Live, folder: Path) -> Answer:
-    """Call find_max_batch_size with the live model; it has no precision but the model's own."""
-    task.bounded().place_model(live.model)
-    batch = task.batch(1)
-    paired = not isinstance(batch, Mapping) and task.definition.criterion
-
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = live.model
-
-        def forward(self, x: Tensor) -> Any:
-            note("forward", samples=len(x), model=0)
-            with task.autocast():
-                return self.inner(x)
-
-    if not (paired or (isinstance(batch, Mapping) and len(batch) == 1)):
-        raise TypeError("the model wants two inputs, and batchtune passes one")
-    criterion = task.definition.criterion
-    find = import_module("batchtune").find_max_batch_size
-    found = find(
-        Adapted(),
-        live.optimizer,
-        criterion if criterion else lambda output, target: output["loss"],
-        Pairs(task),
-        device=torch.device(task.device),
-    )
-    return Answer(int(found), task.precision)
-
-
-class Pairs(Samples):
-    """The same as pairs of input and target; ids are their own targets."""
-
-    def __getitem__(self, at: int) -> Any:
-        sample = super().__getitem__(at)
-        return (*sample.values(), *sample.values()) if isinstance(sample, dict) else sample
-
-
-def composer_rule(task: Task, live: Live, folder: Path) -> Answer:
-    """Halve the micro-batch of the whole batch until a step fits: device_train_microbatch_size
-    "auto". The accumulation makes up for it.
-    """
-    whole = size = task.global_batch or FIRST
-    memory = task.bounded()
-    while size >= 1:
-        if ran(task, size):
-            return Answer(size, task.precision, math.ceil(whole / size))
-        gc.collect()
-        memory.release()
-        size //= 2
-    raise RuntimeError("a micro-batch of 1 does not fit")
-
-
-def ran(task: Task, size: int) -> bool:
-    """Train at a size; return whether it fits."""
-    try:
-        task.train(size, STEPS)
-    except torch.OutOfMemoryError:
-        return False
-    return True
-
-
-def ultralytics_rule(task: Task, live: Live, folder: Path) -> Answer:
-    """AutoBatch: forward and backward of raw outputs at small sizes, a line through what was
-    reserved, solved for 60 % of what is free. Its answer is not run.
-    """
-    memory = task.bounded()
-    model = task.build_on_device()
-    free = memory.budget_bytes - memory.reserved_bytes
-    sizes = [1, 2, 4, 8, 16] if memory.budget_bytes < 16 * 2**30 else [1, 2, 4, 8, 16, 32, 64]
-    points = []
-    for size in sizes:
-        try:
-            stepped_without_update(task, model, size)
-            points.append((math.log(size), math.log(memory.reserved_bytes)))
-        except (RuntimeError, ValueError):  # any failure is none of the points
-            pass
-        model.zero_grad(set_to_none=True)
-        gc.collect()
-        memory.release()
-    if len(points) < 2:
-        return Answer(16, task.precision)
-    slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
-    size = int(math.exp((math.log(0.6 * free) - intercept) / slope)) if slope > 0 else 0
-    return Answer(size if 1 <= size <= 1024 else 16, task.precision)
-
-
-def stepped_without_update(task: Task, model: nn.Module, size: int) -> None:
-    """Run forward and backward, as AutoBatch does."""
-    with task.autocast():
-        loss = task.loss(model, task.on_device(task.batch(size)))
-    loss.backward()  # type: ignore[no-untyped-call]  # torch left it so
-
-
-def optuna_search(task: Task, live: Live, folder: Path, *, sampler: str) -> Answer:
+def optuna_search(task: Task, live: Live, folder: Path) -> Answer:
     """Maximize the speed of a short training over micro-batch and precision.
 
-    An OOM has a speed of 0: neither sampler learns from a trial that failed.
+    An OOM has a speed of 0: the sampler does not learn from a trial that failed.
     """
     optuna = import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     memory = task.bounded()
-    precisions = ["float32", "bfloat16", *(["float16"] if task.device == "cuda" else [])]
+    precisions = ["float32", "bfloat16", *(["float16"] if task.place == "cuda" else [])]
 
     def objective(trial: Any) -> float:
         memory.release()
-        size = trial.suggest_int("micro_batch", 1, 1024, log=True)
+        size = trial.suggest_int("micro_batch", 1, task.global_batch or 1024, log=True)
         precision = trial.suggest_categorical("precision", precisions)
         try:
-            return task.with_precision(precision).speed(size, STEPS)
+            return replace(task, precision=precision).speed(size, STEPS)
         except torch.OutOfMemoryError:
             return 0.0
 
-    study = optuna.create_study(
-        direction="maximize", sampler=getattr(optuna.samplers, sampler)(seed=task.seed)
-    )
+    sampler = optuna.samplers.TPESampler(seed=task.seed)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
     study.optimize(objective, timeout=task.seconds, gc_after_trial=True)
-    best = study.best_params
-    return Answer(best["micro_batch"], best["precision"], probes=len(study.trials))
+    return Answer(study.best_params["micro_batch"], study.best_params["precision"])
 
 
-def autofit_batch_size(task: Task, live: Live, folder: Path) -> Answer:
-    """Find the micro-batch of the kept global batch, with the user's live model and optimizer."""
-    sample_batch = task.batch(task.global_batch or FIRST)
-    found = autofit.find_batch_size(
-        live.model,
-        sample_batch,
-        loss_fn=task.loss,
-        optimizer=live.optimizer,
-        global_batch=task.global_batch,
-        device=task.device,
-        vram_budget=task.budget_bytes,
-        progress=False,
-        **json.loads(os.environ.get(SEARCH, "{}")),
-    )
-    probes = found.report.record.search.probes
-    return Answer(found.micro_batch, task.precision, found.accumulation_steps, probes=probes)
-
-
-def autofit_search(task: Task, live: Live, folder: Path, **options: Any) -> Answer:
-    """Search with the user's live model and optimizer."""
+def autofit_search(task: Task, live: Live, folder: Path) -> Answer:
+    """Search with the user's live model and optimizer, and the defaults."""
     workload = replace(
         task.definition,
         model=live.model,
@@ -336,9 +242,9 @@ def autofit_search(task: Task, live: Live, folder: Path, **options: Any) -> Answ
         loss_fn=task.loss,
         criterion=None,
     )
-    options |= {"seed": task.seed, **json.loads(os.environ.get(SEARCH, "{}"))}
+    options = {"seed": task.seed, **json.loads(os.environ.get(SEARCH, "{}"))}
     report = autofit.search(
-        workload, device=task.device, vram_budget=task.budget_bytes, progress=False, **options
+        workload, device=task.place, vram_budget=task.budget_bytes, progress=False, **options
     )
     report.save(folder / "report.json")
     plan = report.plan
@@ -346,7 +252,6 @@ def autofit_search(task: Task, live: Live, folder: Path, **options: Any) -> Answ
         plan.micro_batch,
         str(plan.settings.get("precision.dtype", "default")).replace("default", "float32"),
         plan.accumulation_steps,
-        str(folder / "report.json"),
-        dict(plan.without(report.baseline.plan.settings).settings),
-        report.record.search.probes,
+        report=str(folder / "report.json"),
+        settings=dict(plan.without(report.baseline.plan.settings).settings),
     )

@@ -1,4 +1,4 @@
-"""Who is compared. Imports no torch, which an emulated card's environment may not have outside."""
+"""Who is compared. Imports no torch: whoever prints what ran needs none."""
 
 from __future__ import annotations
 
@@ -6,53 +6,56 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+PRECISIONS = ("float32", "bfloat16")
+
 
 @dataclass(frozen=True)
 class Peer:
-    """One tool.
+    """One tool, or one person.
 
     Attributes:
         tool: a function of `benchmarks.versus.peers`.
+        kind: "finder" of a batch size, "tuner" of more than that, "by hand", or "autofit".
         packages: whose versions are recorded.
         options: of the function.
-        finder: a batch-size finder, which is run once at float32 and once in a precision chosen by
-            hand; others choose their own.
-        timed: its answer depends on measured times, which an emulated card has not.
-        card_only: it refuses a CPU.
     """
 
     tool: str
+    kind: str
     packages: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    finder: bool = True
-    timed: bool = False
-    card_only: bool = False
 
 
+def _by_hand(precision: str, *levers: str, halved: bool = False) -> Peer:
+    told = {"precision": precision, "levers": levers, "halved": halved}
+    return Peer("by_hand", "by hand", options=told)
+
+
+def _finders(name: str, tool: str, package: str, **options: str) -> dict[str, Peer]:
+    return {
+        f"{name}, {precision}": Peer(
+            tool, "finder", (package,), {"precision": precision, **options}
+        )
+        for precision in PRECISIONS
+    }
+
+
+OURS, EXPERT = "autofit", "the expert"
 PEERS: Mapping[str, Peer] = {
-    "accelerate find_executable_batch_size": Peer("accelerate", ("accelerate",)),
-    "Lightning scale_batch_size, power": Peer("lightning", ("lightning",), {"mode": "power"}),
-    "Lightning scale_batch_size, binsearch": Peer(
-        "lightning", ("lightning",), {"mode": "binsearch"}
-    ),
-    "batch-finder": Peer("batch_finder", ("batch-finder",)),
-    "batchtune find_max_batch_size": Peer("batchtune", ("batchtune",), card_only=True),
-    "rule of Composer, halving": Peer("composer_rule"),
-    "rule of Ultralytics AutoBatch": Peer("ultralytics_rule"),
-    "autovram tune": Peer("autovram", ("autovram",), finder=False, timed=True),
-    "autofit find_batch_size": Peer("autofit_batch_size", ("torch-autofit",), timed=True),
-    "autofit": Peer("autofit_search", ("torch-autofit",), finder=False, timed=True),
-    "autofit, 5,000 steps planned": Peer(
-        "autofit_search", ("torch-autofit",), {"planned_steps": 5000}, finder=False, timed=True
-    ),
-    "autofit, exact arithmetic": Peer(
-        "autofit_search", ("torch-autofit",), {"numerics": "exact"}, finder=False, timed=True
-    ),
-    "Optuna TPE": Peer(
-        "optuna_search", ("optuna",), {"sampler": "TPESampler"}, finder=False, timed=True
-    ),
-    "Optuna GP": Peer(
-        "optuna_search", ("optuna", "scipy"), {"sampler": "GPSampler"}, finder=False, timed=True
-    ),
+    **_finders("accelerate find_executable_batch_size", "accelerate", "accelerate"),
+    **_finders("Lightning scale_batch_size, power", "lightning", "lightning", mode="power"),
+    **_finders("Lightning scale_batch_size, binsearch", "lightning", "lightning", mode="binsearch"),
+    EXPERT: _by_hand("bfloat16", "channels_last", "compiled"),
+    OURS: Peer("autofit_search", "autofit", ("torch-autofit",)),
+    "Optuna TPE": Peer("optuna_search", "tuner", ("optuna",)),
+    "autovram tune": Peer("autovram", "tuner", ("autovram",)),
+    "float32": _by_hand("float32"),
+    "bfloat16": _by_hand("bfloat16"),
+    "bfloat16, half the size": _by_hand("bfloat16", halved=True),
+    "bfloat16, fused": _by_hand("bfloat16", "fused"),
+    "bfloat16, fused, channels_last": _by_hand("bfloat16", "fused", "channels_last"),
+    "all of it, compiled": _by_hand("bfloat16", "fused", "channels_last", "compiled"),
 }
-"""In the order in which they run: Optuna's searches last as long as autofit's did."""
+"""In the order in which they run: Optuna's search lasts as long as autofit's did."""
+COMPARED = tuple(PEERS)[: tuple(PEERS).index("autovram tune") + 1]
+"""Without the steps of a person on the way to all levers, which `benchmarks.by_hand` has."""

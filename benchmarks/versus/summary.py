@@ -1,11 +1,10 @@
-"""Several runs of the comparison in one: what each tool did to a workload, and autofit beside them.
+"""What all cells of a comparison come to: each tool on each workload, and autofit beside them.
 
-    python -m benchmarks.versus.summary RAW.json ... [--json OUT]
+    python -m benchmarks.versus.summary RAW.jsonl ... [--json OUT]
 
-The README's table is taken from the OUT that is `benchmarks/results/DATE-versus-cpu-summary.json`.
-A finder answers with a batch size; at float32 its user has not thought of precision, in another it
-was chosen by hand. A tuner chooses more than the batch size. A tool has a speed on a workload only
-where each run's answer lived through all steps of the judge.
+The tables of README and docs are taken from the OUT that is
+`benchmarks/results/DATE-versus-cpu-summary.json`. A tool has a speed on a workload only where each
+seed's answer lived through all steps of the judge.
 """
 
 from __future__ import annotations
@@ -13,110 +12,149 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.versus.roster import PEERS
-from benchmarks.versus.table import Comparison, Row, keeps, shares
+from benchmarks.versus.roster import EXPERT, OURS, PEERS
 
-OURS = ("autofit", "autofit, 5,000 steps planned")
+CONDITIONS: Mapping[str, Mapping[str, str]] = {
+    "speed": {},
+    "speed_fixed": {"VERSUS_FIXED": "1"},
+}
+"""What a speed is called -> variables of the processes: as the user of each tool would train, and
+with glibc's thresholds fixed for all, as `Report.apply` fixes them."""
 ALL = "all"
 """Stands for all workloads."""
-BY_HAND = ", accumulation by hand"
-"""Ends the name of a tool whose answer was brought to the global batch."""
 
 Tool = Mapping[str, Any]
 Summary = Mapping[str, Mapping[str, Tool]]
-RIVALS: Mapping[str, Callable[[Tool], bool]] = {
-    "finder at float32": lambda tool: tool["kind"] == "finder" and tool["precision"] == "float32",
-    "finder": lambda tool: tool["kind"] == "finder",
-    "finder at the kept global batch": lambda tool: tool["kind"] == "finder" and tool["kept"],
-    "tuner": lambda tool: tool["kind"] == "tuner",
+RIVALS: Mapping[str, Callable[[str], bool]] = {
+    "best finder": lambda peer: PEERS[peer].kind == "finder",
+    "best finder at float32": lambda peer: PEERS[peer].kind == "finder" and "float32" in peer,
+    EXPERT: lambda peer: peer == EXPERT,
+    "best plan by hand": lambda peer: PEERS[peer].kind == "by hand",
+    "best tuner": lambda peer: PEERS[peer].kind == "tuner",
 }
 """Those whose best is set beside autofit."""
 
 
-def summary(comparisons: Sequence[Comparison]) -> Summary:
+@dataclass(frozen=True)
+class Cell:
+    """One tool on one workload with one seed.
+
+    Attributes:
+        workload, budget_bytes, place, seed: of the task.
+        steps: that an answer has to survive.
+        peer: its name in the roster.
+        found: what `run_peer` wrote.
+        ooms: errors of an operation that found no memory, in any process of the tool.
+        verdict: what the judge found of the answer; None: there is none.
+        rates: condition -> for each pair of processes, samples per second of the answer and of the
+            plain loop.
+        load: processes that wanted a processor, a minute's mean.
+        date: of the run.
+    """
+
+    workload: str
+    budget_bytes: int
+    place: str
+    seed: int
+    steps: int
+    peer: str
+    found: dict[str, Any]
+    ooms: int
+    verdict: dict[str, Any] | None = None
+    rates: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    load: float = 0.0
+    date: str = ""
+
+    @property
+    def answer(self) -> dict[str, Any] | None:
+        """What its user is told."""
+        told: dict[str, Any] | None = self.found.get("answer")
+        return told
+
+    @property
+    def torch(self) -> str | None:
+        """The version of torch that the tool ran with; None: it was ended before it said so."""
+        told: str | None = self.found.get("versions", {}).get("torch")
+        return told
+
+    @property
+    def lives(self) -> bool:
+        """Whether there is an answer, and it survived."""
+        return bool(self.verdict and self.verdict["survives"])
+
+    def shares(self, condition: str) -> list[float]:
+        """Return the speed in each pair, as a share of the plain loop's."""
+        return [ours / plain for ours, plain in self.rates.get(condition, [])]
+
+    def __str__(self) -> str:
+        speeds = {name: [round(share, 2) for share in self.shares(name)] for name in CONDITIONS}
+        told = self.answer or self.found.get("error")
+        return f"{self.workload}, seed {self.seed}, {self.peer}: {self.ooms} OOMs, {told}, {speeds}"
+
+
+def read(paths: Iterable[Path]) -> list[Cell]:
+    """Return the cells of raw files; one that does not exist has none."""
+    lines = [line for path in paths if path.exists() for line in path.read_text().splitlines()]
+    return [Cell(**json.loads(line)) for line in lines]
+
+
+def summary(cells: Sequence[Cell]) -> Summary:
     """Return workload -> tool -> what it did; autofit's has its speed over the best of `RIVALS`.
 
     Raises:
         ValueError: runs of one workload differ in budget, place, steps or torch, or a seed has two.
     """
-    names = dict.fromkeys(one.workload for one in comparisons)
-    found = {name: _of([c for c in comparisons if c.workload == name]) for name in names}
-    return {**found, ALL: {name: _overall(name, list(found.values())) for name in OURS}}
+    names = dict.fromkeys(cell.workload for cell in cells)
+    found = {name: _of([cell for cell in cells if cell.workload == name]) for name in names}
+    ratios = [tools[OURS]["against"] for tools in found.values() if OURS in tools]
+    overall = {
+        key: {"mean": statistics.geometric_mean(its), "least": min(its)}
+        for key in (ratios[0] if ratios else ())
+        if all(key in each for each in ratios) and (its := [each[key] for each in ratios])
+    }
+    return {**found, ALL: {OURS: {"against": overall}}}
 
 
-def _of(runs: Sequence[Comparison]) -> dict[str, Tool]:
-    if len({(run.budget_bytes, run.place, run.steps) for run in runs}) > 1:
-        raise ValueError(f"{runs[0].workload}: runs differ in budget, place or steps")
-    rows = [(run.seed, row) for run in runs for row in run.rows]
-    if len({row.torch for _, row in rows}) > 1:
-        raise ValueError(f"{runs[0].workload}: runs differ in torch")
-    if len({(seed, row.peer, row.precision) for seed, row in rows}) < len(rows):
-        raise ValueError(f"{runs[0].workload}: a tool has two rows of one seed")
-    by_tool: dict[str, list[tuple[Comparison, Row]]] = {}
-    for run in runs:
-        for row in run.rows:
-            own = row.precision == "own"
-            label = row.peer if own else f"{row.peer}, {row.precision}"
-            by_tool.setdefault(label, []).append((run, row))
-    tools = {label: _tool(rows) for label, rows in by_tool.items()}
+def _of(cells: Sequence[Cell]) -> dict[str, Tool]:
+    for what in ("budget_bytes", "place", "steps", "torch"):
+        if len({getattr(cell, what) for cell in cells} - {None}) > 1:
+            raise ValueError(f"{cells[0].workload}: runs differ in {what}")
+    if len({(cell.seed, cell.peer) for cell in cells}) < len(cells):
+        raise ValueError(f"{cells[0].workload}: a tool has two cells of one seed")
+    peers = [peer for peer in PEERS if any(cell.peer == peer for cell in cells)]
+    tools = {peer: _tool([cell for cell in cells if cell.peer == peer]) for peer in peers}
+    if OURS in tools:
+        tools[OURS] |= {"against": _against(tools)}
+    return dict(tools)
+
+
+def _tool(cells: Sequence[Cell]) -> dict[str, Any]:
+    all_live = all(cell.lives for cell in cells)
+    shares = {name: [s for cell in cells for s in cell.shares(name)] for name in CONDITIONS}
     return {
-        label: {**tool, "against": _against(tools, tool)} if label in OURS else tool
-        for label, tool in tools.items()
+        "runs": len(cells),
+        "lived": sum(cell.lives for cell in cells),
+        **{n: statistics.median(its) if its and all_live else None for n, its in shares.items()},
+        "mean_ooms": statistics.mean(cell.ooms for cell in cells),
+        "seconds": [c.found["seconds"] for c in cells if "seconds" in c.found],  # not ended
+        "answers": [cell.answer for cell in cells],
     }
 
 
-def _tool(rows: Sequence[tuple[Comparison, Row]]) -> Tool:
-    first, found = rows[0][1], [row.found for _, row in rows]
-    lived = sum(bool(row.verdict and row.verdict["survives"]) for _, row in rows)
-    took = [one["seconds"] for one in found if "seconds" in one]
-    speeds = sorted(share for _, row in rows for share in shares(row.rates))
-    return {
-        "peer": first.peer,
-        "kind": _kind(first.peer),
-        "precision": first.precision,
-        "kept": all(_keeps(run, row) for run, row in rows),
-        "runs": len(rows),
-        "lived": lived,
-        "speed": statistics.median(speeds) if all(row.rates for _, row in rows) else None,
-        "range": [speeds[0], speeds[-1]] if speeds else [],
-        "ooms": [row.ooms for _, row in rows],
-        "mean_ooms": statistics.mean(row.ooms for _, row in rows),
-        "seconds": took,  # of those that were not ended
-    }
-
-
-def _kind(peer: str) -> str:
-    if peer.startswith("autofit"):
-        return "autofit"
-    return "finder" if PEERS[peer.removesuffix(BY_HAND)].finder else "tuner"
-
-
-def _keeps(run: Comparison, row: Row) -> bool:
-    answer = row.found.get("answer")
-    return answer is not None and (run.global_batch is None or keeps(run.global_batch, answer))
-
-
-def _against(tools: Mapping[str, Tool], ours: Tool) -> dict[str, float]:
-    speeds = {
-        kind: [tool["speed"] for tool in tools.values() if tool["speed"] and among(tool)]
-        for kind, among in RIVALS.items()
-    }
-    return {
-        kind: ours["speed"] / max(each) for kind, each in speeds.items() if each and ours["speed"]
-    }
-
-
-def _overall(name: str, workloads: Sequence[Mapping[str, Tool]]) -> Tool:
-    each = [tools[name]["against"] if name in tools else {} for tools in workloads]
-    everywhere = [kind for kind in RIVALS if all(kind in ratios for ratios in each)]
-    return {
-        "against": {kind: statistics.geometric_mean(r[kind] for r in each) for kind in everywhere}
-    }
+def _against(tools: Mapping[str, Tool]) -> dict[str, float]:
+    found = {}
+    for condition in CONDITIONS:
+        for kind, among in RIVALS.items():
+            rivals = [tool[condition] for name, tool in tools.items() if among(name)]
+            best, ours = max(filter(None, rivals), default=None), tools[OURS][condition]
+            if best and ours:
+                found[f"{kind}, {condition}"] = ours / best
+    return found
 
 
 def markdown(told: Summary) -> Iterator[str]:
@@ -124,37 +162,27 @@ def markdown(told: Summary) -> Iterator[str]:
     names = [name for name in told if name != ALL]
     yield f"| tool | {' | '.join(names)} | answers that live | OOMs a search | seconds |"
     yield "|---" * (len(names) + 4) + "|"
-    for peer in dict.fromkeys(tool["peer"] for name in names for tool in told[name].values()):
-        its = [[t for t in told[name].values() if t["peer"] == peer] for name in names]
-        if BY_HAND not in peer:  # only where a global batch is wanted: in the second table
-            yield f"| {peer} | {' | '.join(_cells(its))} |"
+    for peer in dict.fromkeys(peer for name in names for peer in told[name]):
+        its = [told[name].get(peer) for name in names]
+        yield f"| {peer} | {' | '.join(_cells(its))} |"
     yield ""
-    yield f"| over the best | {' | '.join(names)} | geometric mean |"
-    yield "|---" * (len(names) + 2) + "|"
-    for ours, kind in product(OURS, RIVALS):
-        ratios = [told[name].get(ours, {}).get("against", {}).get(kind) for name in [*names, ALL]]
-        cells = ("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
-        yield f"| {ours}: {kind} | {' | '.join(cells)} |"
+    yield f"| autofit over | {' | '.join(names)} | geometric mean | least |"
+    yield "|---" * (len(names) + 3) + "|"
+    for key, overall in told[ALL][OURS]["against"].items():
+        ratios = [told[name][OURS]["against"][key] for name in names]
+        each = (f"{ratio:.2f}" for ratio in (*ratios, overall["mean"], overall["least"]))
+        yield f"| {key} | {' | '.join(each)} |"
 
 
-def _cells(of_workloads: Sequence[Sequence[Tool]]) -> Iterator[str]:
-    for tools in of_workloads:
-        speeds = ("-" if tool["speed"] is None else f"{tool['speed']:.2f}" for tool in tools)
-        yield ", ".join(speeds) or "-"
-    every = [tool for tools in of_workloads for tool in tools]
+def _cells(of_workloads: Sequence[Tool | None]) -> Iterator[str]:
+    for tool in of_workloads:
+        speeds = [tool[name] if tool else None for name in CONDITIONS]
+        yield ", ".join("-" if speed is None else f"{speed:.2f}" for speed in speeds)
+    every = list(filter(None, of_workloads))
     yield f"{sum(tool['lived'] for tool in every)} of {sum(tool['runs'] for tool in every)}"
-    yield f"{statistics.mean(ooms for tool in every for ooms in tool['ooms']):.1f}"
+    yield f"{statistics.mean(tool['mean_ooms'] for tool in every):.1f}"
     seconds = [took for tool in every for took in tool["seconds"]]
     yield f"{min(seconds):.0f} to {max(seconds):.0f}" if seconds else "-"
-
-
-def read(path: Path) -> list[Comparison]:
-    """Return the comparisons of a raw file."""
-    told = json.loads(path.read_text())["comparisons"]
-    return [
-        Comparison(**{"seed": 0, **one, "rows": [Row(**row) for row in one["rows"]]})
-        for one in told
-    ]
 
 
 def main() -> None:
@@ -163,7 +191,7 @@ def main() -> None:
     parser.add_argument("raw", type=Path, nargs="+")
     parser.add_argument("--json", type=Path, help="write the summary there too")
     given = parser.parse_args()
-    told = summary([one for path in given.raw for one in read(path)])
+    told = summary(read(given.raw))
     if given.json:
         given.json.write_text(json.dumps(told, indent=1) + "\n")
     print("\n".join(markdown(told)))

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from autofit import Workload
 from benchmarks import workloads
-from benchmarks.versus.place import Memory, bounded, count_ooms, note
+from benchmarks.versus.place import Memory, bounded, count_ooms
 
+LEVERS = ("fused", "channels_last", "compiled")
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -35,12 +36,12 @@ class Task:
 
     Attributes:
         workload: a name in `benchmarks.workloads`.
-        place: "cpu", "cuda", or "emulated".
+        place: "cpu" or "cuda".
         budget_bytes: of device memory.
         precision: that the user has chosen: float32, or autocast to bfloat16 or float16.
         seconds: that a tool searches whose user decides that.
         seed: of the samples, the model, and a tool that draws at random.
-        fused, channels_last, compiled: what the user has chosen by hand besides.
+        levers: what the user has turned on by hand besides: of `LEVERS`.
     """
 
     workload: str
@@ -49,19 +50,12 @@ class Task:
     precision: str = "float32"
     seconds: float = 60.0
     seed: int = 0
-    fused: bool = False
-    channels_last: bool = False
-    compiled: bool = False
+    levers: Sequence[str] = ()
 
     @property
     def definition(self) -> Workload:
         """The workload, which is made once in a process."""
         return workload_of(self.workload, self.seed)
-
-    @property
-    def device(self) -> str:
-        """The type of the device."""
-        return "cpu" if self.place == "cpu" else "cuda"
 
     @property
     def global_batch(self) -> int | None:
@@ -72,28 +66,24 @@ class Task:
         """Let this process's memory end at the budget."""
         return bounded(self.place, self.budget_bytes)
 
-    def with_precision(self, precision: str) -> Task:
-        """Return the same training in another precision."""
-        return replace(self, precision=precision)
-
     def build(self) -> nn.Module:
         """Return a new model, on the host."""
         return self.definition.build_model()
 
     def build_on_device(self) -> nn.Module:
         """Return a new model in training mode, made where it trains."""
-        with torch.device(self.device):
-            model = self.build().to(self.device).train()
-        if self.channels_last:
+        with torch.device(self.place):
+            model = self.build().to(self.place).train()
+        if "channels_last" in self.levers:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch: undeclared
-        if self.compiled:
+        if "compiled" in self.levers:
             model.compile()
         return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of a model."""
         made: Any = self.definition.optimizer
-        return made(model.parameters(), **({"fused": True} if self.fused else {}))  # type: ignore[no-any-return]
+        return made(model.parameters(), **({"fused": True} if "fused" in self.levers else {}))  # type: ignore[no-any-return]
 
     def batch(self, samples: int) -> Any:
         """Return that many samples on the host."""
@@ -102,14 +92,11 @@ class Task:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context of a forward."""
         dtype = DTYPES[self.precision]
-        return torch.autocast(self.device, dtype=dtype) if dtype else nullcontext()
+        return torch.autocast(self.place, dtype=dtype) if dtype else nullcontext()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss, as the user computes it, and note how many samples it is of."""
-        first = next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-        if first.device.type != "meta":
-            count_ooms(self.place)
-            note("forward", samples=len(first), model=id(model))
+        """Return the loss, as the user computes it: in any process, whose OOMs are counted."""
+        count_ooms(self.place)
         criterion = self.definition.criterion
         if criterion is not None:
             return criterion(model(batch[0]), batch[1])
@@ -119,7 +106,7 @@ class Task:
 
     def on_device(self, batch: Any) -> Any:
         """Return a batch copied to the device."""
-        return tree_map(lambda leaf: leaf.to(self.device, copy=True), batch)
+        return tree_map(lambda leaf: leaf.to(self.place, copy=True), batch)
 
     def train(self, micro_batch: int, steps: int, accumulation_steps: int = 1) -> list[float]:
         """Train a new model by the plain loop, and return the seconds of each optimizer step."""
@@ -136,7 +123,7 @@ class Task:
         """Train a new model by the plain loop; yield the seconds of each optimizer step."""
         model = self.build_on_device()
         optimizer = self.optimizer(model)
-        scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "float16")
+        scaler = torch.amp.GradScaler(self.place, enabled=self.precision == "float16")
         batch = self.batch(micro_batch)
         while True:
             began = time.perf_counter()
@@ -147,6 +134,6 @@ class Task:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
-            if self.device == "cuda":
+            if self.place == "cuda":
                 torch.cuda.synchronize()
             yield time.perf_counter() - began

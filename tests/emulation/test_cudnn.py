@@ -51,7 +51,7 @@ print(torch.cuda.memory_allocated() > 0)
 """
 RECORDED = """
 import sys
-from benchmarks.emulation_accuracy import peaks
+from benchmarks.emulation_recorded import peaks
 print(*peaks(sys.argv[1]))
 """
 
@@ -127,13 +127,12 @@ def test_these_reserve_what_the_h200_did(name: str, reserved_mib: int, run_on: R
 
 PLANS = """
 import json, sys
-from dataclasses import asdict
-from benchmarks.emulation_grids import answered
+from benchmarks.emulation_recorded import answered
 from benchmarks.grids.recorded import recorded_plans
 wanted = [tuple(plan) for plan in json.loads(sys.argv[1])]
 keys = "workload", "micro_batch", "precision", "checkpointed", "channels_last"
 rows = {tuple(row[key] for key in keys): row for row in recorded_plans()}
-print(json.dumps([asdict(answered(rows[plan])) for plan in wanted]))
+print(json.dumps([answered(rows[plan]) for plan in wanted]))
 """
 
 
