@@ -33,9 +33,7 @@ if __name__ == "__main__":
         vram_budget="64MiB",
         device="cpu",  # leave it out on a GPU
         options=autofit.SearchOptions(effort="quick"),
-        max_probes=6,
     )
     print(report)
-    print(*(note for note in report.record.notes if "gradients" in note), sep="\n")
     plan = report.plan
     print(f"micro-batch {plan.micro_batch}, {plan.accumulation_steps} micro-batches in a step")

@@ -194,7 +194,6 @@ def proposes_less_that_does_not_fit(printed: str) -> None:
 
 
 SAYS: dict[str, str] = {
-    "search_and_train": r"(?s)(step \d: loss \d.*){5}",
     "huggingface_trainer": "trained 4 steps of 16 samples",
     "lora": r"(?s)trains \d{4} of \d{6} parameters.*(step \d: loss \d.*){3}",
     "cnn_batchnorm": "micro-batch 32, 2 micro-batches in a step",
