@@ -143,10 +143,10 @@ def test_the_readmes_checks_run_as_they_stand(tmp_path: Path, run: Callable[[str
     texts = [match[4] for match in _BLOCK.finditer((ROOT / "README.md").read_text())]
     (target,) = (text for text in texts if "\ndef make_workload" in text)
     (fixture,) = (text for text in texts if "def test_fits_24gib" in text)
-    (job,) = (text for text in texts if text.startswith("capacity:"))
+    (check,) = (text for text in texts if text.startswith("autofit check"))
     (tmp_path / "train.py").write_text(target)
     (tmp_path / "test_fits.py").write_text(f"from train import make_workload\n\n\n{fixture}")
-    run(" ".join(job.rpartition("- run: >")[2].split()))
+    run(check.strip())
     assert (tmp_path / "capacity.xml").exists()
     run("python -m pytest -q -n 0 -p no:cacheprovider test_fits.py")
 
