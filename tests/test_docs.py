@@ -16,12 +16,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 import typer.main
 from torch.distributed.run import get_args_parser
 
+import autofit
 from autofit.cli.main import app
 from benchmarks.stated_numbers import PAGES as NUMBERED, filled, value
 
@@ -155,18 +157,33 @@ def test_the_readmes_checks_run_as_they_stand(tmp_path: Path, run: Callable[[str
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for needed in ("material", "mkdocstrings"):
         pytest.importorskip(needed, reason="pip install -e . --group dev")
+    site = tmp_path / "site"
     ran = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=_SECONDS,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    pages = [path.read_text() for path in (tmp_path / "site").rglob("*.html")]
+    pages = [path.read_text() for path in site.rglob("*.html")]
     elsewhere = re.compile(r'<(?:script|link|img)[^>]+(?:src|href)="https?://(?!autofit)[^"]+"')
     assert len(pages) > 8
     assert [tag for page in pages for tag in elsewhere.findall(page)] == []
+    (embedded,) = re.findall(r'<iframe src="([^"]+)"', (site / "report" / "index.html").read_text())
+    sample = (site / "report" / embedded).read_text()
+    assert sample == autofit.load(DOCS / "sample-report.json").to_html()
+
+
+def test_the_readmes_picture_is_light_and_dark_by_itself() -> None:
+    """`autofit report docs/sample-report.json --out docs/frontier.svg` draws it."""
+    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    text = (ROOT / picture).read_text()
+    drawing, plans = ElementTree.fromstring(text), autofit.load(DOCS / "sample-report.json").trials
+    assert drawing.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "prefers-color-scheme: dark" in text
+    assert 1 < text.count("</title>") <= len(plans)
+    assert len(text) < 40_000
 
 
 # -- Scripts of examples/: each does what its page says it does
