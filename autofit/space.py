@@ -103,7 +103,7 @@ class Space:
 
     def largest_micro_batch_of(self, settings: Settings) -> int:
         """Return the largest micro-batch of a variant's plans; 0 if it has none of its own."""
-        allowed = self._accumulation(settings)
+        allowed = self.accumulation_of(settings)
         if True not in allowed:
             is_whole = self._plan(self.largest_micro_batch, {}).accumulation_steps == 1
             return self.largest_micro_batch if is_whole or False not in allowed else 0
@@ -117,11 +117,11 @@ class Space:
         """Return the smallest micro-batch of a variant's plans: the largest if it may not split."""
         if self.samples_per_rank is None:
             return 1
-        if False in self._accumulation(settings):
+        if False in self.accumulation_of(settings):
             return self.largest_micro_batch
         return -(-self.samples_per_rank // MAX_ACCUMULATION_STEPS)
 
-    def _accumulation(self, settings: Settings) -> set[bool]:
+    def accumulation_of(self, settings: Settings) -> set[bool]:
         """Return whether the values accumulate, of those that do not go with both."""
         named = [(dimension.accumulation, settings[n]) for n, dimension in self.dimensions.items()]
         return {accumulation[value] for accumulation, value in named if value in accumulation}

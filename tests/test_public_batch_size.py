@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import autofit
+from autofit.searching.batch_size import CLOSE, next_larger
 from autofit.testing.digest import digest
 
 HERE: dict[str, Any] = {
@@ -60,6 +61,51 @@ def test_without_a_global_batch_larger_micro_batches_are_found(batch: Any) -> No
     assert found.samples_per_second == record.speed_of(record.recommended)
     is_changed = any("global batch changed" in each for each in found.warnings)
     assert (found.micro_batch != 2) == is_changed
+
+
+@pytest.mark.slow
+def test_the_largest_that_fits_is_found_beside_the_fastest() -> None:
+    given: Any = HERE | {"vram_budget": "96MiB", "options": QUICK}
+    found = autofit.find_batch_size(wide, pictures(4), **given, max_probes=16)
+    ran = [trial.plan.micro_batch for trial in found.report.trials if trial.ok]
+    assert found.largest_micro_batch >= max(ran) > 4
+    workload = autofit.Workload(wide, pictures(4), criterion=given["criterion"])
+    larger = autofit.Plan(found.largest_micro_batch * 5 // 4)
+    for plan, fits in ((autofit.Plan(found.largest_micro_batch), True), (larger, False)):
+        trial = autofit.probe(workload, plan=plan, device="cpu", vram_budget="96MiB")
+        assert trial.ok == fits, trial
+
+
+@pytest.mark.parametrize(
+    ("fixed", "each", "rounding"), [(50, 1, 1), (900, 2, 1), (0, 100, 1), (200, 3, 64)]
+)
+@pytest.mark.parametrize("ran", [(8,), (4, 8)])
+def test_the_largest_size_of_a_line_is_found_in_few_probes(
+    fixed: int, each: int, rounding: int, ran: tuple[int, ...]
+) -> None:
+    budget, failed, probes = 10_000, set[int](), 0
+
+    def bytes_at(size: int) -> int:
+        return -(-(fixed + each * size) // rounding) * rounding
+
+    held = {size: bytes_at(size) for size in ran}
+    while (size := next_larger(held, failed, budget, 2**20)) is not None:
+        probes += 1
+        assert size not in held.keys() | failed
+        if bytes_at(size) <= budget:
+            held[size] = bytes_at(size)
+        else:
+            failed.add(size)
+    largest = (budget - fixed) // each
+    assert largest * (1 - 2 / CLOSE) - 1 <= max(held) <= largest
+    assert probes <= 8
+
+
+def test_no_larger_size_is_tried_than_is_allowed() -> None:
+    assert next_larger({8: 100, 16: 200}, set(), 10_000, most=100) == 100
+    assert next_larger({8: 100, 100: 200}, set(), 10_000, most=100) is None
+    assert next_larger({8: 100, 16: 200}, {18}, 10_000, most=100) == 17
+    assert next_larger({64: 100}, {65}, 10_000, most=100) is None
 
 
 def graphs(samples: int) -> dict[str, torch.Tensor]:
@@ -121,6 +167,16 @@ def test_accumulation_that_would_change_gradients_stays_as_it_is() -> None:
     found = autofit.find_batch_size(normalizing, pictures(8), **given)
     assert (found.micro_batch, found.accumulation_steps) == (8, 4)
     assert any("Split gradients differ" in each for each in found.warnings)
+    assert found.report.to_dict()["workload"]["optimizer"] == "AdamW"
+    assert "Trained by AdamW, the default" in found.report.to_text(verbose=True)
+
+
+def test_an_optimizer_that_was_given_is_named_without_a_word_of_a_default() -> None:
+    given = HERE | {"optimizer": torch.optim.SGD, "max_probes": 1, "options": QUICK}
+    report = autofit.find_batch_size(normalizing, pictures(8), **given).report
+    assert report.to_dict()["workload"]["optimizer"] == "SGD"
+    assert "SGD" in report.to_text(verbose=True)
+    assert "the default: pass optimizer=" not in report.to_text(verbose=True)
 
 
 # -- A toy library whose batch-size finder is autofit's, as docs/embedding.md tells its author

@@ -10,12 +10,13 @@ import inspect
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 import autofit
 from autofit.integrations import accelerate, lightning, transformers
+from autofit.report import report
 
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
 CALLED_BY_USERS: list[Callable[..., Any]] = [
@@ -38,6 +39,7 @@ CALLED_BY_USERS: list[Callable[..., Any]] = [
     autofit.CostHint,
     autofit.Report.apply,
     autofit.Report.save,
+    autofit.Report.plot,
     autofit.Report.with_costs,
     autofit.Report.export,
     autofit.Report.to_text,
@@ -93,6 +95,25 @@ def test_every_public_name_is_there_and_explains_itself(name: str) -> None:
     assert callable(getattr(autofit, name))
     assert inspect.getdoc(getattr(autofit, name))
     assert name in dir(autofit)
+
+
+OF_A_REPORT = ["plan", "best", "baseline", "is_decided", "speedup", "notes", "warnings", "trials",
+               "frontier"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_A_REPORT)
+def test_what_users_ask_of_a_report_is_typed_and_explained(name: str) -> None:
+    found = inspect.getattr_static(autofit.Report, name)
+    assert isinstance(found, property)
+    assert inspect.getdoc(found)
+    assert get_type_hints(found.fget, {**vars(report), "Trial": autofit.Trial})["return"]
+
+
+def test_no_example_reaches_into_the_record_of_a_report() -> None:
+    root = Path(__file__).parent.parent
+    shown = [root / "README.md", *root.glob("docs/*.md"), *root.glob("examples/**/*.py")]
+    assert len(shown) > 20
+    assert [path.name for path in shown if ".record" in path.read_text()] == []
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,23 @@ def test_nothing_of_the_users_changes() -> None:
     autofit.check(model, given, **LOSS, optimizer=optimizer, vram_budget="1GiB", gpu="L4")
     autofit.predict(model, given, **LOSS, optimizer=optimizer, gpu="L4")
     assert differences(before, digest(objects)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "is_default"),
+    [
+        ({}, "AdamW", True),
+        ({"optimizer": torch.optim.SGD}, "SGD", False),
+        ({"optimizer": partial(torch.optim.Adam, lr=0.1)}, "Adam", False),
+    ],
+)
+def test_the_optimizer_is_named(given: dict[str, Any], name: str, is_default: bool) -> None:
+    found = autofit.predict(net(), batch(), **LOSS, **given, gpu="L4")
+    assert (found.optimizer, found.assumes_optimizer) == (name, is_default)
+    assert found.to_dict()["optimizer"] == name
+    assert (f"{name}, the default" in str(found)) == is_default
+    table = autofit.predict(net(), batch(), **LOSS, **given, gpu=["L4", "T4"])
+    assert f"Optimizer: {name}" in str(table)
 
 
 FORMS: dict[str, tuple[Any, Any]] = {

@@ -203,6 +203,7 @@ class GpuTable:
         if first.unknown_bytes:
             left = format_bytes(NCCL_BYTES)
             lines.append(f"NCCL: {NCCL_UNKNOWN}; ? means that {left} more would not fit")
+        lines.append(f"Optimizer: {first.optimizer}{', the default' * first.assumes_optimizer}")
         lines += [f"{name}: {why}" for name, why in self.lacking.items()]
         lines += [STOOD_IN] if first.has_stand_in_loss else []
         notes = dict.fromkeys(note for each in self.predictions.values() for note in each.notes)

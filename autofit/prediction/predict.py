@@ -254,6 +254,18 @@ class Prediction:
         return shown([self._title, *self._notes], list(self._rows().items()))
 
     @property
+    def optimizer(self) -> str:
+        """The class of the optimizer, or the function that makes it; AdamW if none was given."""
+        assert self._workload is not None  # `predict` puts it there
+        return self._workload.optimizer_name
+
+    @property
+    def assumes_optimizer(self) -> bool:
+        """Whether the optimizer is the default, AdamW."""
+        assert self._workload is not None  # as above
+        return self._workload.assumes_optimizer
+
+    @property
     def _title(self) -> str:
         return f"{self.plan} on {self.gpu.name}{ASSUMED * self._gpu_assumed}"
 
@@ -272,6 +284,9 @@ class Prediction:
             **{f"  {memory_words(kind)}": format_bytes(self.breakdown[kind]) for kind in KINDS},
             "non-torch": format_bytes(self.breakdown["non_torch"]),
         }
+        rows["  optimizer state"] += (
+            f" ({self.optimizer}{', the default' * self.assumes_optimizer})"
+        )
         if self.unknown_bytes:
             rows["NCCL"] = NCCL_UNKNOWN
         if self.evaluation_bytes is not None:
@@ -287,6 +302,8 @@ class Prediction:
         return {
             "plan": to_json(self.plan),
             "gpu": self.gpu.name,
+            "optimizer": self.optimizer,
+            "assumes_optimizer": self.assumes_optimizer,
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,
             "required_bytes": self.required_bytes,

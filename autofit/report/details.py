@@ -272,6 +272,7 @@ def environment_rows(record: Record) -> Mapping[str, str]:
         "workload": workload.get("target") or workload.get("model"),
         "parameters": f"{workload['parameters']:,}",
         "loss": workload["loss"],
+        "optimizer": workload.get("optimizer"),
         "sample batch": ", ".join(
             f"{name}: {shape}" for name, shape in workload["sample_shapes"].items()
         ),

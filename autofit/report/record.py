@@ -146,7 +146,7 @@ class Record:
         best_number: number of the trial of the plan that measured fastest, or that won a tie.
         baseline_number: number of the trial that it is compared with.
         environment: device and versions; the keys of `autofit.devices.base.Environment`.
-        workload: fingerprint, number of parameters, loss, sample shapes and more.
+        workload: fingerprint, number of parameters, loss, optimizer, sample shapes and more.
         skipped: variants that were not run, with reasons.
         paste: trial number -> lines of code that train in the same way.
         notes: remarks for the reader.
@@ -361,6 +361,11 @@ class Record:
         return math.exp(compared_log_speed(ran)) if ran else None
 
     @property
+    def assumes_optimizer(self) -> bool:
+        """Whether the default optimizer stood in for one that was not given."""
+        return bool(self.workload.get("assumes_optimizer"))
+
+    @property
     def lacks_loss(self) -> bool:
         """Whether the search was given no loss, so that something stood in for it."""
         return bool(self.workload.get("lacks_loss"))
@@ -462,6 +467,8 @@ class _Workload(TypedDict):
     may_change_accumulation: NotRequired[bool]
     allow_accumulation_change: NotRequired[bool]
     lacks_loss: NotRequired[bool]
+    optimizer: NotRequired[str]
+    assumes_optimizer: NotRequired[bool]
     samples: NotRequired[SamplesName]
     described_size: NotRequired[Count]
     micro_batch_shapes: NotRequired[dict[str, DescribedTensor]]

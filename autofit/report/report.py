@@ -80,8 +80,7 @@ class Report:
     def is_decided(self) -> bool:
         """Whether the best plan was told from the baseline, with 95 %.
 
-        Else `record.search.undecided_because` names the reason: "noise", "timeout", "max_probes",
-        "interrupted" or "failed".
+        Else one of `warnings` says why: noise, the timeout, max_probes, Ctrl-C or a failure.
         """
         return self.record.is_decided
 
@@ -121,7 +120,7 @@ class Report:
     def speedup(self) -> float | None:
         """Samples per second, best plan over baseline, by the final comparison.
 
-        None if that did not end or decide, or the baseline was not in it; as `record.factor`.
+        None if that did not end or decide, or the baseline was not in it.
         """
         return self.record.factor
 

@@ -407,6 +407,8 @@ def _remarks(record: Record) -> Iterator[str]:
     if record.findings.get("evaluation"):
         yield evaluation_words(record)
     yield from validity(record)
+    if record.assumes_optimizer:
+        yield f"Trained by {record.workload['optimizer']}, the default: pass optimizer= for another"
     yield from (note for note in record.notes if note.startswith(NOT_TRIED))
 
 
@@ -448,10 +450,11 @@ def loader_verdict(loader: Mapping[str, Any]) -> str:
 
 
 def held_by_ranks(ranks: Sequence[RankUse]) -> str:
-    """Return what the ranks held: "20.0 MiB to 24.0 MiB (rank 1 most)"."""
+    """Return what the ranks held: "20.0 MiB to 24.0 MiB (rank 1 most)", or "20.0 MiB each"."""
     held = [use.held_bytes for use in ranks]
-    most = max(held)
-    return f"{format_bytes(min(held))} to {format_bytes(most)} (rank {held.index(most)} most)"
+    least, most = format_bytes(min(held)), format_bytes(max(held))
+    each = f"{least} to {most} (rank {held.index(max(held))} most)"
+    return f"{most} each" if least == most else each
 
 
 def validity(record: Record) -> Iterator[str]:

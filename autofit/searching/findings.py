@@ -97,6 +97,8 @@ def _workload_facts(
         "allow_accumulation_change": survey.allow_accumulation_change,
         "loss": survey.loss,
         "lacks_loss": survey.loss == LossSource.STAND_IN,
+        "optimizer": workload.optimizer_name,
+        "assumes_optimizer": workload.assumes_optimizer,
         "given": [name for name in FUNCTIONS if getattr(workload, name) is not None],
         "clip_grad_norm": workload.clip_grad_norm,
         "sample_shapes": dict(survey.sample_shapes),

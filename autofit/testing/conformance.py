@@ -6,9 +6,10 @@
         check_strategy(MyStrategy())
 
 It holds a strategy to its contract: the first values change nothing, to the bit; leaving
-restores model, optimizer and process, also when the training failed; an EXACT
-strategy trains with equal losses and gradients, a ROUNDING one within a tolerance; dimensions and
-payloads survive JSON; `describe` gives the lines that a training script needs.
+restores model, optimizer and process, also when the training failed; an EXACT strategy trains with
+equal losses and gradients, a ROUNDING one within a tolerance, one of a lower precision roughly, all
+of them in one micro-batch a step and in two; dimensions and payloads survive JSON; `describe` gives
+the lines that a training script needs.
 
 Its small workloads are quick on a CPU and hold what strategies trip over: batch normalization,
 dropout, repeated blocks, shared weights, a frozen parameter, keyword arguments.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import nn
 from autofit.dimension import payloads_of
 from autofit.equivalence.comparison import (
     MAX_NOISE,
+    SAMPLES_OF_A_COMPARISON,
     StepTrace,
     Tolerance,
     compare,
@@ -44,6 +46,7 @@ from autofit.plan import (
 )
 from autofit.registry import collect_dimensions, load_strategies, numerics_of
 from autofit.snapshot.snapshot import HOOKS
+from autofit.space import Space
 from autofit.strategy import Capabilities, Numerics, Strategy
 from autofit.testing.digest import Digest, differences, digest
 from autofit.training.optimizers import Optimizers
@@ -51,12 +54,18 @@ from autofit.training.training import Training
 from autofit.training.workload import Workload
 
 _STEPS_COMPARED = 3
+_SPLIT = 3
+"""Samples of the first of two micro-batches. Their sizes differ, so a forgotten weight shows."""
 _MAX_VALUES = 5
 """Most values tried of a setting besides the first; of more, evenly spaced ones are tried."""
 
 _ROUNDING_TOLERANCE = 1e-4
 """Largest difference of a ROUNDING strategy's losses and gradients, relative to their size, where a
 rounding of the first weights makes none that is larger."""
+_REDUCED_TOLERANCE = 0.3
+"""Largest relative difference of the first step's loss and gradients under a lower precision. A
+micro-batch that is left out is more."""
+_SCALE = 2.0**8
 _EMPTIED = tuple(f"{name} keys: absent became ()" for name in HOOKS)
 """A tensor keeps the containers of its hooks after the last one is removed."""
 
@@ -214,7 +223,12 @@ class Case:
         except InvalidArgument as error:
             raise NotConformant(str(error)) from error
         self._samples = build().sample_batch_size
-        self._plain = self._steps(self._resolved({}))
+        self._space = Space(self._dimensions, self._samples)
+        plans = [Plan(self._samples)]
+        if build().training_step is None:  # which divides its batch itself
+            plans.append(Plan.split(SAMPLES_OF_A_COMPARISON, _SPLIT))
+        self._plain = {plan: self._steps(ResolvedPlan(plan)) for plan in plans}
+        self._roundings: dict[Plan, Tolerance] = {}
 
     def variants(self) -> Iterator[ResolvedPlan]:
         """Yield the first values, then each other value with all others at their first."""
@@ -260,27 +274,41 @@ class Case:
             yield f"describe must return lines if and only if a value is not the first, got {lines}"
 
     def _arithmetic_problems(self, variant: ResolvedPlan) -> Iterator[str]:
-        run = self._steps(variant)
         levels = [numerics_of(self._strategy, name) for name in self._changed(variant)]
-        numerics = max(levels, default=Numerics.EXACT)
-        if not all(torch.as_tensor(trace.loss).isfinite() for trace in run):
-            yield f"losses are not finite: {[trace.loss for trace in run[:-1]]}"
-        elif numerics < Numerics.REDUCED_PRECISION:
-            allowed = Tolerance() if numerics is Numerics.EXACT else self._rounding
-            for number, (plain, trace) in enumerate(zip(self._plain, run, strict=True), start=1):
-                if where := compare(plain, trace, allowed).differences:
-                    when = f"in step {number}" if trace.gradients else "after the last step"
-                    yield f"{where[0]} differs {when}"
-                    return
+        settings, numerics = variant.plan.settings, max(levels, default=Numerics.EXACT)
+        allowed = self._space.accumulation_of(settings) or {True, False}
+        for plan in self._plain:
+            accumulates = plan.accumulation_steps > 1
+            if accumulates in allowed:
+                run = self._steps(replace(variant, plan=replace(plan, settings=settings)))
+                if problem := self._difference(plan, run, numerics):
+                    yield problem + " with accumulation" * accumulates
 
-    @cached_property
-    def _rounding(self) -> Tolerance:
+    def _difference(self, plan: Plan, run: Sequence[StepTrace], numerics: Numerics) -> str | None:
+        """Return how a run of the plan differs from one without the strategy, beyond `numerics`."""
+        if not all(torch.as_tensor(trace.loss).isfinite() for trace in run):
+            return f"losses are not finite: {[trace.loss for trace in run[:-1]]}"
+        if numerics is Numerics.REDUCED_PRECISION:
+            found = compare(self._plain[plan][0], run[0])
+            is_far = max(found.loss, found.gradient) > _REDUCED_TOLERANCE
+            apart = f"the loss by {found.loss:.0%}, the gradients by {found.gradient:.0%}"
+            return f"more differs than a lower precision explains: {apart}" if is_far else None
+        tolerance = Tolerance() if numerics is Numerics.EXACT else self._rounding(plan)
+        for number, (plain, trace) in enumerate(zip(self._plain[plan], run, strict=True), start=1):
+            if where := compare(plain, trace, tolerance).differences:
+                when = f"in step {number}" if trace.gradients else "after the last step"
+                return f"{where[0]} differs {when}"
+        return None
+
+    def _rounding(self, plan: Plan) -> Tolerance:
         """What a rounding may do: a gradient that is zero but for it moves Adam by whole steps."""
-        tolerance = Tolerance(_ROUNDING_TOLERANCE, most=MAX_NOISE)
-        rounded = self._steps(self._resolved({}), is_rounded=True)
-        for plain, other in zip(self._plain, rounded, strict=True):
-            tolerance.learn(plain, other)
-        return tolerance
+        if plan not in self._roundings:
+            tolerance = Tolerance(_ROUNDING_TOLERANCE, most=MAX_NOISE)
+            rounded = self._steps(ResolvedPlan(plan), is_rounded=True)
+            for plain, other in zip(self._plain[plan], rounded, strict=True):
+                tolerance.learn(plain, other)
+            self._roundings[plan] = tolerance
+        return self._roundings[plan]
 
     def _leaving_problems(self, variant: ResolvedPlan) -> Iterator[str]:
         """Yield the traces left by no step at all, by one step, and by one that raised."""
@@ -319,16 +347,28 @@ class Case:
             parameter.data.mul_(1 + torch.finfo(parameter.dtype).eps)
         make, traces = workload.build_optimizer, list[StepTrace]()
         with Training(model, make, workload.recipe, variant, device=self._device) as training:
+            scale = set_scale(training)
             torch.manual_seed(1)
             for _ in range(_STEPS_COMPARED):
-                batch = workload.step_of(self._samples)
-                traces.append(traced_step(training, batch, update=True))
+                batch = workload.step_of(*variant.plan.micro_batch_sizes)
+                trace = traced_step(training, batch, update=True)
+                gradients = {name: each / scale for name, each in trace.gradients.items()}
+                traces.append(replace(trace, gradients=gradients))
         left = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         return [*traces, StepTrace(0.0, {}, state=left)]
 
     def _fresh(self) -> tuple[Workload, torch.nn.Module]:
         workload = self._build()
         return workload, workload.build_model().to(self._device)
+
+
+def set_scale(training: Training) -> float:
+    """Have float16's losses scaled by a factor, and return it: that of torch may overflow."""
+    if training.scaler is None:
+        return 1.0
+    training.scaler.scale(torch.ones((), device=training.device))
+    training.scaler.update(_SCALE)
+    return _SCALE
 
 
 class _Deliberate(Exception):

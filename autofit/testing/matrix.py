@@ -29,7 +29,7 @@ from autofit.plan import Plan, ResolvedPlan, Scalar, Settings, thinned
 from autofit.registry import collect_dimensions, load_strategies, numerics_of, resolve
 from autofit.space import Space
 from autofit.strategy import Capabilities, Numerics, Strategy
-from autofit.testing.conformance import NotConformant
+from autofit.testing.conformance import NotConformant, set_scale
 from autofit.testing.usages import Usage, usages as all_usages
 from autofit.training.training import Training
 
@@ -59,7 +59,6 @@ _BOUNDS = {
 }
 _CHANGE = "the change of "
 _NOTHING = 1e-4  # of all changes: what is less may be roundings alone, and cancel
-_SCALE = 2.0**8  # of float16's losses
 _BY_TORCH = "torch.compile with aot_autograd does not currently support"  # a refusal of torch's own
 
 
@@ -241,9 +240,7 @@ def trained(usage: Usage, resolved: ResolvedPlan, device: torch.device) -> list[
     model = workload.build_model().to(device)
     make, found = workload.build_optimizer, list[Step]()
     with Training(model, make, workload.recipe, resolved, device=device) as training:
-        if training.scaler is not None:  # the scale that torch begins with overflows: no step then
-            training.scaler.scale(torch.ones((), device=device))
-            training.scaler.update(_SCALE)
+        set_scale(training)
         torch.manual_seed(1)
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
         for step in range(usage.steps):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -27,6 +28,19 @@ OptimizerChoice: TypeAlias = OptimizerFactory | Optimizers | Mapping[str, Optimi
 Place: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 FactoryWrapper: TypeAlias = Callable[[OptimizerFactory], OptimizerFactory]
 _Entry = TypeVar("_Entry")
+
+
+DEFAULT_OPTIMIZER = torch.optim.AdamW
+"""Trains what no optimizer was given for. It holds the most state of the usual ones."""
+
+
+def optimizer_name(chosen: object) -> str:
+    """Return the class or function of an optimizer by name; of several, each after its key."""
+    if isinstance(chosen, Mapping):
+        return ", ".join(f"{key}: {optimizer_name(each)}" for key, each in chosen.items())
+    while isinstance(chosen, partial):
+        chosen = chosen.func
+    return str(getattr(chosen, "__name__", type(chosen).__name__)).strip("<>")
 
 
 def by_name(chosen: _Entry | Mapping[str, _Entry]) -> Mapping[str, _Entry]:

@@ -28,12 +28,14 @@ from autofit.training.contradictions import check_rows
 from autofit.training.lengths import Lengths
 from autofit.training.loss import Recipe, TrainingStep
 from autofit.training.optimizers import (
+    DEFAULT_OPTIMIZER,
     FactoryWrapper,
     OptimizerChoice,
     Optimizers,
     Place,
     build_optimizer,
     check_optimizer,
+    optimizer_name,
 )
 from autofit.training.samples import (
     Collated,
@@ -94,7 +96,7 @@ class Workload:
     criterion: Callable[[Any, Any], torch.Tensor] | None = None
     loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor] | None = None
     loss_weight: Callable[[Batch], float] | None = None
-    optimizer: OptimizerChoice = torch.optim.AdamW
+    optimizer: OptimizerChoice = DEFAULT_OPTIMIZER
     clip_grad_norm: float | None = None
     before_step: Callable[[torch.nn.Module, Any], None] | None = None
     training_step: TrainingStep | None = None
@@ -420,6 +422,16 @@ class Workload:
                 f"the model function must return an nn.Module, got {kind_of(built)}"
             )
         return _checked(built)
+
+    @property
+    def assumes_optimizer(self) -> bool:
+        """Whether the optimizer is the default, which stands in for one that was not given."""
+        return self.optimizer is DEFAULT_OPTIMIZER
+
+    @property
+    def optimizer_name(self) -> str:
+        """The class or function of the optimizer; of several, each after its key."""
+        return optimizer_name(self.optimizer)
 
     def build_optimizer(
         self,

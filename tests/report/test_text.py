@@ -22,7 +22,7 @@ from autofit.report.page import page
 from autofit.report.place import Place
 from autofit.report.record import Record, Undecided
 from autofit.report.report import Report
-from autofit.report.summary import MAX_LINES, pay_off, summary, validity
+from autofit.report.summary import MAX_LINES, held_by_ranks, pay_off, summary, validity
 from autofit.report.text import render
 from tests.report.conftest import compared
 
@@ -423,6 +423,12 @@ LOADER: dict[str, Any] = {
     "failed": "OSError: no disk",
 }
 BEST = {"arithmetic": 0.5, "memory traffic": 0.3, "launches": 0.15, "optimizer": 0.05}
+
+
+def test_what_ranks_hold_is_a_range_where_they_differ() -> None:
+    held = [RankUse(0, mib * 2**20, 0, 0.1) for mib in (20, 24, 24)]
+    assert held_by_ranks(held) == "20.0 MiB to 24.0 MiB (rank 1 most)"
+    assert held_by_ranks(held[1:]) == "24.0 MiB each"
 
 
 def test_what_was_found_is_shown(record: Record) -> None:

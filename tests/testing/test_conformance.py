@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -91,6 +91,105 @@ def multiplies_gradients(factor: float, numerics: Numerics = Numerics.EXACT) -> 
     strategy = Changing(change)
     strategy.numerics = numerics
     return strategy
+
+
+class Accumulating:
+    """Counts the micro-batches of a step, of which it lets a change know."""
+
+    def __init__(self, training: TrainingView) -> None:
+        self.training, self.count, self.is_last = training, 0, False
+
+    def watched(self, stack: ExitStack) -> None:
+        stack.enter_context(undone(self.training.before_micro_batch(self.notice)))
+        stack.enter_context(undone(self.training.wrap_optimizer_step(self.begin_anew)))
+
+    def notice(self, is_last: bool) -> None:
+        self.count, self.is_last = self.count + 1, is_last
+
+    def begin_anew(self, step: Callable[[], None]) -> None:
+        step()
+        self.count = 0
+
+
+def micro_batches_counted(
+    change: Callable[[Accumulating, ExitStack], None], numerics: Numerics
+) -> Changing:
+    @contextmanager
+    def changed(training: TrainingView) -> Iterator[None]:
+        with ExitStack() as stack:
+            seen = Accumulating(training)
+            change(seen, stack)
+            seen.watched(stack)
+            yield
+
+    strategy = Changing(changed)
+    strategy.numerics = numerics
+    return strategy
+
+
+def drops_the_last_micro_batch(seen: Accumulating, stack: ExitStack) -> None:
+    """As a hook of a gradient does that is removed too early."""
+
+    def dropped(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 0 if seen.is_last and seen.count > 1 else gradient
+
+    parameters: Any = seen.training.model.parameters()
+    for parameter in parameters:
+        stack.enter_context(parameter.register_hook(dropped))
+
+
+def keeps_only_the_last_micro_batch(seen: Accumulating, stack: ExitStack) -> None:
+    """As `zero_grad` before every forward does."""
+
+    def emptied(is_last: bool) -> None:
+        seen.training.model.zero_grad()
+
+    stack.enter_context(undone(seen.training.before_micro_batch(emptied)))
+
+
+def averages_again(seen: Accumulating, stack: ExitStack) -> None:
+    """Divides gradients by the two micro-batches, whose losses are weighted already."""
+
+    def divided(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient if seen.is_last and seen.count == 1 else gradient / 2
+
+    parameters: Any = seen.training.model.parameters()
+    for parameter in parameters:
+        stack.enter_context(parameter.register_hook(divided))
+
+
+@pytest.mark.parametrize("numerics", Numerics)
+@pytest.mark.parametrize(
+    "change", [drops_the_last_micro_batch, keeps_only_the_last_micro_batch, averages_again]
+)
+def test_a_breach_with_accumulation_alone_is_named(change: Any, numerics: Numerics) -> None:
+    with pytest.raises(NotConformant, match=r"differs.* with accumulation$"):
+        checked(micro_batches_counted(change, numerics))
+
+
+@pytest.mark.parametrize("numerics", Numerics)
+def test_a_strategy_that_counts_micro_batches_and_changes_nothing_passes(numerics: Any) -> None:
+    assert checked(micro_batches_counted(lambda seen, stack: None, numerics)) == 2
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_a_value_is_tried_in_the_ways_that_it_allows(accumulates: bool) -> None:
+    steps: list[int] = []
+
+    @contextmanager
+    def counted(training: TrainingView) -> Iterator[None]:
+        steps.append(0)
+
+        def count(is_last: bool) -> None:
+            steps[-1] += 1
+
+        with undone(training.before_micro_batch(count)):
+            yield
+
+    strategy = Offering({SETTING: Dimension([False, True], accumulation={True: accumulates})})
+    strategy.change = counted
+    assert checked(strategy) == 2
+    assert max(steps) == (6 if accumulates else 3)
 
 
 class ChangesTheFirstValue(Plugin):
