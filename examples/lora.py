@@ -28,8 +28,8 @@ def batch_of(samples: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def trained_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return (batch["labels"] != -100).sum()  # the loss is a mean over these
+def trained_tokens(batch: dict[str, torch.Tensor]) -> int:
+    return int((batch["labels"] != -100).sum())  # the loss is a mean over these
 
 
 if __name__ == "__main__":
