@@ -1,9 +1,11 @@
 """Adds the page of a recorded search to the site, as `sample-report.html`.
 
-MkDocs calls this while it builds. The search is docs/sample-report.json:
+MkDocs calls this while it builds. The search is docs/sample-report.json; docs/frontier.svg, the
+picture of the README, is drawn from it, too:
 
-    autofit search benchmarks/workloads.py:small_cnn --device cpu --vram-budget 64MiB \
-        --planned-steps 1000 --effort thorough --out docs/sample-report.json,docs/frontier.svg
+    autofit search benchmarks/workloads.py:small_gpt --device cpu --vram-budget 96MiB \
+        --planned-steps 2000 --effort thorough --out docs/sample-report.json
+    autofit report docs/sample-report.json --out docs/frontier.svg
 """
 
 from __future__ import annotations
