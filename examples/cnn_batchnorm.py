@@ -33,6 +33,7 @@ if __name__ == "__main__":
         vram_budget="64MiB",
         device="cpu",  # leave it out on a GPU
         options=autofit.SearchOptions(effort="quick"),
+        max_probes=6,
     )
     print(report)
     plan = report.plan

@@ -42,7 +42,7 @@ if __name__ == "__main__":
     )
 
     options = autofit.SearchOptions(effort="quick")
-    report = tuning.search(trainer, vram_budget="96MiB", options=options)
+    report = tuning.search(trainer, vram_budget="96MiB", max_probes=6, options=options)
     print(report)
     print(tuning.apply(report, trainer))
     trainer.train()
