@@ -188,7 +188,7 @@ def test_the_readmes_picture_is_light_and_dark_by_itself() -> None:
 
 # -- Scripts of examples/: each does what its page says it does
 #
-# The pages show docs/outputs: `python examples/lora.py > docs/outputs/lora.txt`, and so on.
+# The pages show docs/outputs: `python examples/capacity.py > docs/outputs/capacity.txt`, and so on.
 
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
