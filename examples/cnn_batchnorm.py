@@ -36,6 +36,5 @@ if __name__ == "__main__":
         max_probes=6,
     )
     print(report)
-    print(*(line for line in report.warnings if "gradients" in line), sep="\n")
     plan = report.plan
     print(f"micro-batch {plan.micro_batch}, {plan.accumulation_steps} micro-batches in a step")

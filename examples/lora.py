@@ -23,14 +23,21 @@ def build_model() -> torch.nn.Module:
 
 def batch_of(samples: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 256, (samples, 64))
-    return {"input_ids": ids, "labels": ids}
+    labels = ids.clone()
+    labels[:, :16] = -100  # no loss on the prompts
+    return {"input_ids": ids, "labels": labels}
+
+
+def trained_tokens(batch: dict[str, torch.Tensor]) -> int:
+    return int((batch["labels"] != -100).sum())  # the loss is a mean over these
 
 
 if __name__ == "__main__":
+    workload = autofit.Workload(
+        build_model(), batch_of(4), global_batch=16, loss_weight=trained_tokens
+    )
     report = autofit.search(
-        build_model(),
-        batch_of(4),
-        global_batch=16,
+        workload,
         vram_budget="64MiB",
         device="cpu",  # leave it out on a GPU
         options=autofit.SearchOptions(effort="quick"),

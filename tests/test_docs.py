@@ -16,12 +16,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 import typer.main
 from torch.distributed.run import get_args_parser
 
+import autofit
 from autofit.cli.main import app
 from benchmarks.stated_numbers import PAGES as NUMBERED, filled, value
 
@@ -143,10 +145,10 @@ def test_the_readmes_checks_run_as_they_stand(tmp_path: Path, run: Callable[[str
     texts = [match[4] for match in _BLOCK.finditer((ROOT / "README.md").read_text())]
     (target,) = (text for text in texts if "\ndef make_workload" in text)
     (fixture,) = (text for text in texts if "def test_fits_24gib" in text)
-    (job,) = (text for text in texts if text.startswith("capacity:"))
+    (check,) = (text for text in texts if text.startswith("autofit check"))
     (tmp_path / "train.py").write_text(target)
     (tmp_path / "test_fits.py").write_text(f"from train import make_workload\n\n\n{fixture}")
-    run(" ".join(job.rpartition("- run: >")[2].split()))
+    run(check.strip())
     assert (tmp_path / "capacity.xml").exists()
     run("python -m pytest -q -n 0 -p no:cacheprovider test_fits.py")
 
@@ -155,23 +157,38 @@ def test_the_readmes_checks_run_as_they_stand(tmp_path: Path, run: Callable[[str
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for needed in ("material", "mkdocstrings"):
         pytest.importorskip(needed, reason="pip install -e . --group dev")
+    site = tmp_path / "site"
     ran = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=_SECONDS,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    pages = [path.read_text() for path in (tmp_path / "site").rglob("*.html")]
+    pages = [path.read_text() for path in site.rglob("*.html")]
     elsewhere = re.compile(r'<(?:script|link|img)[^>]+(?:src|href)="https?://(?!autofit)[^"]+"')
     assert len(pages) > 8
     assert [tag for page in pages for tag in elsewhere.findall(page)] == []
+    (embedded,) = re.findall(r'<iframe src="([^"]+)"', (site / "report" / "index.html").read_text())
+    sample = (site / "report" / embedded).read_text()
+    assert sample == autofit.load(DOCS / "sample-report.json").to_html()
+
+
+def test_the_readmes_picture_is_light_and_dark_by_itself() -> None:
+    """`autofit report docs/sample-report.json --out docs/frontier.svg` draws it."""
+    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    text = (ROOT / picture).read_text()
+    drawing, plans = ElementTree.fromstring(text), autofit.load(DOCS / "sample-report.json").trials
+    assert drawing.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "prefers-color-scheme: dark" in text
+    assert 1 < text.count("</title>") <= len(plans)
+    assert len(text) < 40_000
 
 
 # -- Scripts of examples/: each does what its page says it does
 #
-# The pages show docs/outputs: `python examples/lora.py > docs/outputs/lora.txt`, and so on.
+# The pages show docs/outputs: `python examples/capacity.py > docs/outputs/capacity.txt`, and so on.
 
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
@@ -194,7 +211,6 @@ def proposes_less_that_does_not_fit(printed: str) -> None:
 
 
 SAYS: dict[str, str] = {
-    "search_and_train": r"(?s)(step \d: loss \d.*){5}",
     "huggingface_trainer": "trained 4 steps of 16 samples",
     "lora": r"(?s)trains \d{4} of \d{6} parameters.*(step \d: loss \d.*){3}",
     "cnn_batchnorm": "micro-batch 32, 2 micro-batches in a step",

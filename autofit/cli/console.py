@@ -127,7 +127,7 @@ def _program() -> str:
 
 
 def export_report(report: Path, stack: str, paths: Sequence[Path]) -> None:
-    """Print a report's recommended plan as a stack's text, or write it to the file that is given.
+    """Print a script that trains by a report, or write it to the file that is given.
 
     Raises:
         InvalidArgument: there is no such stack, or several files or one that cannot be written.

@@ -295,9 +295,7 @@ def report(
     out: Out = None,
     export: Annotated[
         str | None,
-        typer.Option(
-            help="print the plan for pytorch, accelerate or deepspeed; --out FILE writes it"
-        ),
+        typer.Option(help="pytorch: print a script that trains so; --out FILE writes it"),
     ] = None,
     epoch_samples: EpochSamples = None,
     price_per_hour: PricePerHour = None,

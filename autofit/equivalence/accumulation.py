@@ -285,7 +285,9 @@ def _keep_for_difference(split: _GradientComparison, workload: Workload) -> Spli
     what = "which normalize over the batch" if comparison.normalizes_over_batch else "most of all"
     where = f" (in {quoted(comparison.modules)}, {what})" if comparison.modules else ""
     if not comparison.normalizes_over_batch and workload.loss_weight is None:
-        way_out += ", or loss_weight where the loss is a mean over something other than samples"
+        way_out += (
+            ", or Workload(loss_weight=) where the loss is a mean over something other than samples"
+        )
     why = f"Split gradients differ from whole ones by {split.by()}{'' if split.apart else where}"
     return _keep(why, comparison, way_out=way_out)
 
@@ -313,7 +315,7 @@ def _with_padding(
             f"split gradients equal whole ones on the sample batch, whose masks "
             f"({', '.join(masks)}) leave nothing out, and differ by {found.by()} where they do"
         )
-        way_out = f"loss_weight (what the masks leave), or {_FREE}"
+        way_out = f"Workload(loss_weight=) (what the masks leave), or {_FREE}"
         return _keep(why, found.comparison, way_out=way_out, is_of_batch=False)
     if builder.fresh_workload().loss_weight is not None:
         return equal
@@ -323,7 +325,7 @@ def _with_padding(
     mark = ACT if _has_ignored(batch, places) else ""
     note = (
         f"{mark}Padded targets (-100) would change gradients by {found.by()} when "
-        "accumulating: pass loss_weight="
+        "accumulating: pass Workload(loss_weight=)"
     )
     return replace(equal, notes=(note,))
 

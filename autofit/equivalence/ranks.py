@@ -277,7 +277,7 @@ def _why_not(
         "was skipped: the gradients of the ranks differ from one process's by "
         f"{found.gradient:.1%}{where}. Call every module through the model that "
         "the loss gets, and replace no parameter. If the loss is a mean over "
-        "something other than samples, pass loss_weight"
+        "something other than samples, pass Workload(loss_weight=)"
     )
 
 

@@ -36,14 +36,7 @@ from autofit.measurement import (
     compared_log_speed,
     probes_of,
 )
-from autofit.plan import (
-    Dimension,
-    Plan,
-    ResolvedPlan,
-    Scalar,
-    Settings,
-    unlike,
-)
+from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar, Settings
 from autofit.registry import resolve, strategies_of
 from autofit.rounds import Estimate, Rounds
 from autofit.space import Space
@@ -126,30 +119,6 @@ class Skipped:
     def covers(self, plan: Plan) -> bool:
         """Return whether a plan is one of these variants."""
         return self.settings.items() <= plan.settings.items()
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one strategy does in a plan.
-
-    Attributes:
-        settings: those that are not at their default.
-        lines: of code that does the same, as `Strategy.describe` gives them.
-        terms: the same in standard terms (`autofit.strategy.STANDARD_TERMS`); {}: it has none.
-    """
-
-    settings: Settings
-    lines: Sequence[str]
-    terms: Mapping[str, Scalar] = field(default_factory=dict)
-
-
-def parts_of(resolved: ResolvedPlan, defaults: Settings) -> tuple[Part, ...]:
-    """Return the parts of a plan that are not at their default, in the order of application."""
-    return tuple(
-        Part(changed, lines_of(strategy.describe(settings, payloads)), terms_of(strategy, settings))
-        for strategy, settings, payloads in resolved.by_strategy()
-        if (changed := unlike(settings, defaults))
-    )
 
 
 def lines_of(described: object) -> list[str]:

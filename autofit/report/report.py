@@ -188,22 +188,19 @@ class Report:
         return target
 
     def export(self, stack: str, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the recommended plan as another stack's text; write it to a file if one is given.
-
-        What the stack has no argument for stands in comments, with the code that does it.
+        """Return a script that trains with the recommended plan, and write it to a given file.
 
         Args:
-            stack: "pytorch", a training loop around `apply`; "accelerate", a config file (YAML);
-                "deepspeed", JSON. Trainers of transformers and Lightning take the report itself.
+            stack: "pytorch", a training loop around `apply`. Trainers of other libraries take the
+                report itself: `autofit.integrations`.
             path: a file of any name.
 
         Raises:
-            InvalidArgument: another stack, a strategy of the plan is not installed, or the file
-                cannot be written.
+            InvalidArgument: another stack, or the file cannot be written.
         """
         from autofit.report.export import exported
 
-        text = exported(self.record, stack, self.strategies, self._place)
+        text = exported(self.record, stack, self._place)
         if path is not None:
             target = Path(path)
             write(target, {target.suffix: lambda: text}, "an export")

@@ -145,5 +145,5 @@ def _ways_out(spec: SearchSpec, *, in_evaluation: bool) -> str:
     return (
         f"no other micro-batch than {fixed} was tried, since split and whole gradients differ or "
         "could not be compared: allow_accumulation_change=True tries smaller ones, and so does "
-        f"loss_weight= where it makes the two equal; else {ways}"
+        f"Workload(loss_weight=) where it makes the two equal; else {ways}"
     )

@@ -126,8 +126,8 @@ class BatchWatch:
             f"{name} of a training step has {min(fewest):.4g} targets a sample that are valid (not "
             f"{IGNORED}) in one micro-batch and {max(most):.4g} in "
             f"another{'' if gathered is None else ' of all ranks'}, "
-            "so weighting by samples does not give the mean over valid targets. Pass "
-            "loss_weight=batch -> number of valid targets to the search or to apply"
+            "so weighting by samples does not give the mean over valid targets. Pass loss_weight= "
+            "(batch -> number of valid targets) to Workload or to apply"
         )
 
     def _larger(self, step: MicroBatches) -> str | None:

@@ -482,7 +482,6 @@ def test_a_search_leaves_the_trainer_as_it_was_and_its_plan_trains(tmp_path: Pat
     assert "eval mode" not in told
     assert "gradient_checkpointing=True" in told
     loaded = autofit.load(report.save(tmp_path / "report.json"))
-    assert loaded.export("deepspeed") == report.export("deepspeed")
     exec("\n".join(training_lines(loaded.record, Place())), {"report": loaded, "trainer": trainer})
     assert trainer.state.global_step == 3
 

@@ -94,8 +94,6 @@ def test_a_payload_that_means_nothing_is_refused_in_words(
     model = nn.Sequential(nn.Linear(8, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     with contextlib.suppress(autofit.AutofitError):  # no other error
-        loaded.export("accelerate")
-    with contextlib.suppress(autofit.AutofitError):
         loaded.to_text(verbose=True)
     with contextlib.suppress(autofit.AutofitError):
         loaded.apply(model, optimizer, criterion=nn.MSELoss()).undo()
