@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--trainings", type=int, nargs="+", default=range(len(TRAININGS)))
     parser.add_argument("--turns", type=int, default=5)
     given = parser.parse_args()
-    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     lines = given.json.read_text().splitlines() if given.json.exists() else []
     found = {each["training"]: Found(**each) for each in map(json.loads, lines)}
     for number in given.trainings:
