@@ -30,8 +30,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from autofit.units import LARGE_SEGMENT_BYTES, MIB, format_bytes
 
 ROUNDING_BYTES = 512
@@ -299,10 +297,8 @@ class CachingAllocator:
 # plentiful and memory is mapped to them page by page, so scattered free memory can be unmapped and
 # mapped again where a large request needs it in one piece.
 
-# Environment variables with the allocator's options: torch reads the first that is set. Before 2.10
-# it does not read the second.
+# Environment variables with the allocator's options.
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-CONFIGURED_BY = VARIABLES if torch.__version__ >= "2.10" else VARIABLES[:1]
 _ADDRESSES_PER_SEGMENT = LARGE_SEGMENT_BYTES << 24  # whole pages of either pool
 
 
@@ -313,10 +309,17 @@ IGNORED = "ignored, the figures are those of PyTorch's defaults"
 _UNKNOWN_VARIABLES = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "CUBLASLT_WORKSPACE_SIZE")
 
 
+def configured_by() -> tuple[str, ...]:
+    """Return the variables that torch reads: it goes by the first that is set."""
+    import torch  # the command line reads this file for --help
+
+    return VARIABLES if torch.__version__ >= "2.10" else VARIABLES[:1]
+
+
 def configured() -> tuple[str, str]:
-    """Return the variable that torch reads, and its options; ("", ""): none is set."""
+    """Return the variable that torch goes by, and its options; ("", ""): none is set."""
     return next(
-        ((name, os.environ[name]) for name in CONFIGURED_BY if name in os.environ), ("", "")
+        ((name, os.environ[name]) for name in configured_by() if name in os.environ), ("", "")
     )
 
 

@@ -16,7 +16,7 @@ import emulated_gpu
 from autofit import registry
 from autofit.checks.doctor import Diagnosis, Finding, diagnose
 from autofit.errors import InvalidArgument
-from autofit.memory.allocator import CONFIGURED_BY, VARIABLES
+from autofit.memory.allocator import VARIABLES, configured_by
 from emulated_gpu import Fault, Machine, find_card
 
 
@@ -96,7 +96,7 @@ def doctor(machine: Machine, code: int, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.emulated
 def test_a_silent_nvml_and_settings_of_the_allocator_are_named(machine: Machine) -> None:
-    variables = {CONFIGURED_BY[-1]: "expandable_segments:True"}
+    variables = {configured_by()[-1]: "expandable_segments:True"}
     answer = doctor(machine, 0, nvml=["refuse"], variables=variables)
     of = {each["subject"]: each for each in answer["findings"]}
     assert answer["facts"]["gpu"] == "NVIDIA L4"
@@ -109,7 +109,7 @@ def test_a_silent_nvml_and_settings_of_the_allocator_are_named(machine: Machine)
     ("options", "advice"),
     [
         ({"faults": [Fault("launch", times=10**6, error=700)]}, ""),
-        ({"variables": {CONFIGURED_BY[-1]: "backend:cudaMallocAsync"}}, "unset it"),
+        ({"variables": {configured_by()[-1]: "backend:cudaMallocAsync"}}, "unset it"),
     ],
 )
 def test_a_device_that_cannot_train_stops_searches(

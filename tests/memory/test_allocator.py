@@ -12,12 +12,12 @@ import pytest
 
 import emulated_gpu
 from autofit.memory.allocator import (
-    CONFIGURED_BY,
     VARIABLES,
     Addresses,
     Block,
     CachingAllocator,
     OutOfBudget,
+    configured_by,
     expandable_segments,
     ignored_options,
 )
@@ -180,7 +180,7 @@ def test_torch_reads_the_variable_that_is_read_here(
 
 
 @pytest.mark.usefixtures("unset")
-@pytest.mark.parametrize("name", CONFIGURED_BY)
+@pytest.mark.parametrize("name", configured_by())
 def test_either_variable_chooses_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not expandable_segments()
     monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
@@ -207,9 +207,9 @@ def test_options_that_the_simulation_lacks_are_named(
     options: str, named: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ignored_options() is None
-    monkeypatch.setenv(CONFIGURED_BY[-1], options)
+    monkeypatch.setenv(configured_by()[-1], options)
     said = ignored_options()
     assert (said is None) == (named is None)
-    assert named is None or (said is not None and f"{named} of {CONFIGURED_BY[-1]}" in said)
+    assert named is None or (said is not None and f"{named} of {configured_by()[-1]}" in said)
     monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     assert "PYTORCH_NO_CUDA_MEMORY_CACHING" in str(ignored_options())

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import autofit
 from autofit import Plan, Workload
-from autofit.memory.allocator import CONFIGURED_BY, VARIABLES, configured
+from autofit.memory.allocator import VARIABLES, configured, configured_by
 from autofit.registry import load_strategies
 from autofit.strategy import Capabilities
 from autofit.testing import check_strategy
@@ -126,7 +126,7 @@ def test_cudnns_choice_is_not_offered_where_the_user_has_chosen(flag: str) -> No
         assert offered(BENCHMARK, CHOICE, convolutions, capabilities=HOPPER)[0] is None
 
 
-@pytest.mark.parametrize("name", CONFIGURED_BY)
+@pytest.mark.parametrize("name", configured_by())
 @pytest.mark.parametrize("value", [True, False])
 def test_who_sets_the_variable_has_chosen_segments(
     name: str, value: bool, monkeypatch: pytest.MonkeyPatch
@@ -156,7 +156,7 @@ def test_where_only_autocast_leaves_a_choice_it_goes_with_half_precision() -> No
 def test_the_line_to_paste_keeps_other_options_of_the_allocator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(CONFIGURED_BY[-1], "max_split_size_mb:256")
+    monkeypatch.setenv(configured_by()[-1], "max_split_size_mb:256")
     exec("\n".join(SEGMENTS.describe({GROWING: True}, {})), {})
     assert configured()[1] == "max_split_size_mb:256,expandable_segments:True"
     assert SEGMENTS.describe({GROWING: False}, {}) == []
