@@ -24,9 +24,9 @@ from .one_setting import SwitchOfGpu
 
 SETTING = "cuda_allocator.expandable_segments"
 _OPTION = "expandable_segments"
-# Torch reads the first that is set; torch 2.8 knows the last alone.
-_BOTH = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_VARIABLES: tuple[str, ...] = _BOTH[1:] if torch.__version__ < "2.9" else _BOTH
+# Torch reads the first that is set, and before 2.10 not the second.
+_BOTH = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_VARIABLES: tuple[str, ...] = _BOTH if torch.__version__ >= "2.10" else _BOTH[:1]
 
 
 class ExpandableSegments(SwitchOfGpu):

@@ -29,6 +29,7 @@ from autofit.devices.cuda import notes_on_choice
 from autofit.devices.nvml import Nvml
 from autofit.errors import AutofitError, release_exception
 from autofit.measurement import Measurement, Outcome
+from autofit.memory.allocator import VARIABLES, configured
 from autofit.probing.prober import Deadlines, Target, open_prober
 from autofit.probing.requests import ProbeRequest
 from autofit.probing.session import Session
@@ -42,7 +43,6 @@ _SHARED_MEMORY = Path("/dev/shm")
 _MIN_SHARED_BYTES = 2**30
 _MIN_HOST_BYTES = 2 * 2**30
 _CROWDED = 0.05  # share of a device's memory that others hold
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass(frozen=True)
@@ -282,9 +282,13 @@ def _of_gpu(seen: _Device, environment: Environment) -> Iterator[Finding]:
 
 
 def _of_allocator() -> Iterator[Finding]:
-    for name in _ALLOCATOR_VARIABLES:
+    read, _ = configured()
+    for name in VARIABLES:
         given = os.environ.get(name, "")
-        if "cudaMallocAsync" in given:
+        if given and name != read:
+            found, instead = f"torch does not read {name}={given}", read or VARIABLES[0]
+            yield Finding("allocator", found, f"set {instead}, or unset it")
+        elif "cudaMallocAsync" in given:
             advice = "a search counts what the caching allocator holds: unset it"
             yield Finding("allocator", f"{name}={given}", advice)
         elif given:

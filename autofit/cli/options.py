@@ -5,6 +5,7 @@ TARGET is `path/to/file.py:name` or `package.module:name`, and names a Workload.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import importlib.util
@@ -431,6 +432,8 @@ def load_target(target: str) -> Workload:
         module = _import(place)
     finally:
         gc.freeze()  # nor is it passed over later, which takes another 0.2 s
+        # The end of the interpreter collects no frozen objects: Triton, from 3.9 on, prints them.
+        atexit.register(gc.unfreeze)
         gc.enable()
     try:
         found: Any = module

@@ -27,7 +27,7 @@ from autofit.strategy import Capabilities
 # Versions of torch with which the unit tests were run, in order.
 #
 # With 2.13 all other tests pass, too; with 2.11, built for CUDA, those of a GPU, which is emulated.
-TRIED_TORCH = ("2.8", "2.11", "2.13", "2.14", "2.15")
+TRIED_TORCH = ("2.8", "2.9", "2.10", "2.11", "2.13", "2.14", "2.15")
 
 
 def notes_on_torch(version: str = torch.__version__) -> tuple[str, ...]:

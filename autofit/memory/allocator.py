@@ -297,8 +297,8 @@ class CachingAllocator:
 # plentiful and memory is mapped to them page by page, so scattered free memory can be unmapped and
 # mapped again where a large request needs it in one piece.
 
-# Environment variables with the allocator's options; torch reads the first that is set.
-CONFIGURED_BY = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+# Environment variables with the allocator's options.
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _ADDRESSES_PER_SEGMENT = LARGE_SEGMENT_BYTES << 24  # whole pages of either pool
 
 
@@ -309,21 +309,28 @@ IGNORED = "ignored, the figures are those of PyTorch's defaults"
 _UNKNOWN_VARIABLES = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "CUBLASLT_WORKSPACE_SIZE")
 
 
-def _configured() -> tuple[str, str]:
-    """Return the variable that torch reads, and its options; ("", ""): none is set."""
+def configured_by() -> tuple[str, ...]:
+    """Return the variables that torch reads: it goes by the first that is set."""
+    import torch  # the command line reads this file for --help
+
+    return VARIABLES if torch.__version__ >= "2.10" else VARIABLES[:1]
+
+
+def configured() -> tuple[str, str]:
+    """Return the variable that torch goes by, and its options; ("", ""): none is set."""
     return next(
-        ((name, os.environ[name]) for name in CONFIGURED_BY if name in os.environ), ("", "")
+        ((name, os.environ[name]) for name in configured_by() if name in os.environ), ("", "")
     )
 
 
 def expandable_segments() -> bool:
     """Return whether the environment enables expandable segments of the allocator."""
-    return "expandable_segments:true" in re.sub(r"\s", "", _configured()[1]).lower()
+    return "expandable_segments:true" in re.sub(r"\s", "", configured()[1]).lower()
 
 
 def ignored_options() -> str | None:
     """Return, in words, what the environment sets that the simulation ignores; None: nothing."""
-    name, options = _configured()
+    name, options = configured()
     each = re.split(r",(?![^\[]*\])", re.sub(r"\s", "", options))  # no comma within brackets
     ignored = [option for option in each if option and not _HARMLESS.match(option)]
     named = [f"{', '.join(ignored)} of {name}"] if ignored else []

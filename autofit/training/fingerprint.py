@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from autofit.devices.base import Environment
+from autofit.memory.allocator import configured
 from autofit.training.batch import describe
 from autofit.training.optimizers import Optimizers, by_name
 from autofit.training.samples import Made
@@ -45,8 +46,6 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _ONLY_ON_THE_CPU = {"torch.num_threads"}
 # Environment variables that change how torch and CUDA allocate and compute.
 _ABOUT_COST = (
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_LAUNCH_BLOCKING",
@@ -97,7 +96,7 @@ def fingerprint(
         "device": (kind, environment.gpu),
         "flags": (
             {name: repr(value) for name, value in flags.items()},
-            [os.environ.get(name) for name in _ABOUT_COST],
+            [configured()[1], *map(os.environ.get, _ABOUT_COST)],
         ),
     }
     return ";".join(f"{name}={_Walk({}, math.inf).digest(part)}" for name, part in parts.items())

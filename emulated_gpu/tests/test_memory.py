@@ -131,7 +131,7 @@ def test_a_process_meets_the_end_of_memory_and_of_its_share(run_on: Run) -> None
 
 
 def test_expandable_segments_grow_and_shrink(run_on: Run) -> None:
-    variables = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert run_on(EXPANDABLE, cards=[find_card(memory="24GiB")], variables=variables) == "done\n"
 
 

@@ -16,6 +16,7 @@ import emulated_gpu
 from autofit import registry
 from autofit.checks.doctor import Diagnosis, Finding, diagnose
 from autofit.errors import InvalidArgument
+from autofit.memory.allocator import VARIABLES, configured_by
 from emulated_gpu import Fault, Machine, find_card
 
 
@@ -57,6 +58,17 @@ def test_a_device_that_is_not_there_stops_searches_and_a_wrong_name_is_refused()
         diagnose("tpu")
 
 
+def test_a_variable_of_the_allocator_that_torch_does_not_read_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = VARIABLES
+    monkeypatch.setenv(first, "expandable_segments:True")
+    monkeypatch.setenv(second, "expandable_segments:False")
+    findings = [one for one in diagnose("cuda").findings if one.subject == "allocator"]
+    assert [one.advice is None for one in findings] == [True, False]
+    assert f"not read {second}=" in findings[1].found
+
+
 @pytest.mark.cuda
 def test_a_gpu_is_described() -> None:
     diagnosis = diagnose("cuda")
@@ -84,7 +96,7 @@ def doctor(machine: Machine, code: int, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.emulated
 def test_a_silent_nvml_and_settings_of_the_allocator_are_named(machine: Machine) -> None:
-    variables = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    variables = {configured_by()[-1]: "expandable_segments:True"}
     answer = doctor(machine, 0, nvml=["refuse"], variables=variables)
     of = {each["subject"]: each for each in answer["findings"]}
     assert answer["facts"]["gpu"] == "NVIDIA L4"
@@ -97,7 +109,7 @@ def test_a_silent_nvml_and_settings_of_the_allocator_are_named(machine: Machine)
     ("options", "advice"),
     [
         ({"faults": [Fault("launch", times=10**6, error=700)]}, ""),
-        ({"variables": {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}}, "unset it"),
+        ({"variables": {configured_by()[-1]: "backend:cudaMallocAsync"}}, "unset it"),
     ],
 )
 def test_a_device_that_cannot_train_stops_searches(

@@ -571,6 +571,25 @@ def test_the_shell_is_told_of_flags_that_there_are() -> None:
     assert {f"--{name.replace('_', '-')}" for name in FLAGS} <= options
 
 
+COUNTED = """
+import torch
+from torch.utils.flop_counter import FlopCounterMode  # imports Triton, where there is one
+import autofit
+
+def loss_fn(model, batch):
+    return model(batch).sum()
+
+workload = autofit.Workload(torch.nn.Linear(8, 4), torch.ones(8, 8), loss_fn=loss_fn)
+"""
+
+
+def test_the_end_of_a_process_prints_nothing(tmp_path: Path) -> None:
+    (tmp_path / "counted.py").write_text(COUNTED)
+    command = (*AUTOFIT, "predict", "counted.py:workload", "--gpu", "L4")
+    ran = program(*command, folder=tmp_path)
+    assert (ran.code, ran.err) == (0, "")
+
+
 @pytest.mark.parametrize("command", get_command(app).commands)  # type: ignore[attr-defined]
 def test_help_cuts_no_word_and_fits_a_screen(command: str) -> None:
     narrow = CliRunner(env={"COLUMNS": "60"}).invoke(app, [command, "--help"])

@@ -146,7 +146,7 @@ def test_a_command_answers_and_exits_with_its_code(
 def test_ignored_options_are_in_the_result_once(
     target: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:32")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:32")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "max_split_size_mb")
         ran = run_here(command, target, "--gpu", "L4")

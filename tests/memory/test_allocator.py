@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+import emulated_gpu
 from autofit.memory.allocator import (
-    CONFIGURED_BY,
+    VARIABLES,
     Addresses,
     Block,
     CachingAllocator,
     OutOfBudget,
+    configured_by,
     expandable_segments,
     ignored_options,
 )
 from autofit.units import KIB, MIB
+from emulated_gpu import Machine
 
 RELEASE = 0
 """In place of a request: the cache is released."""
@@ -147,12 +152,35 @@ def test_new_segments_lie_below_the_others_and_freed_addresses_are_given_again_f
 
 @pytest.fixture
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in CONFIGURED_BY:
+    for each in VARIABLES:
         monkeypatch.delenv(each, raising=False)
 
 
+CUDA, ANY = VARIABLES
+LOOK = """
+import torch
+from autofit.memory.allocator import expandable_segments
+held = torch.empty(64, device="cuda")
+print(torch.cuda.memory_snapshot()[0]["is_expandable"], expandable_segments())
+"""
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(
+    "options", [{CUDA: True}, {ANY: True}, {CUDA: False, ANY: True}, {CUDA: True, ANY: False}]
+)
+def test_torch_reads_the_variable_that_is_read_here(
+    options: dict[str, bool], machine: Machine
+) -> None:
+    variables = {name: f"expandable_segments:{value}" for name, value in options.items()}
+    there = emulated_gpu.environment(machine=machine, values=False)
+    out = subprocess.check_output([sys.executable, "-c", LOOK], env=there | variables, text=True)
+    in_torch, here = out.split()
+    assert here == in_torch
+
+
 @pytest.mark.usefixtures("unset")
-@pytest.mark.parametrize("name", CONFIGURED_BY)
+@pytest.mark.parametrize("name", configured_by())
 def test_either_variable_chooses_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not expandable_segments()
     monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
@@ -179,9 +207,9 @@ def test_options_that_the_simulation_lacks_are_named(
     options: str, named: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ignored_options() is None
-    monkeypatch.setenv(CONFIGURED_BY[1], options)
+    monkeypatch.setenv(configured_by()[-1], options)
     said = ignored_options()
     assert (said is None) == (named is None)
-    assert named is None or (said is not None and f"{named} of {CONFIGURED_BY[1]}" in said)
+    assert named is None or (said is not None and f"{named} of {configured_by()[-1]}" in said)
     monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     assert "PYTORCH_NO_CUDA_MEMORY_CACHING" in str(ignored_options())

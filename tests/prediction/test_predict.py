@@ -13,7 +13,7 @@ from torch import nn
 
 from autofit.devices.gpu_catalogue import find_gpu
 from autofit.errors import InvalidArgument, PredictionUnavailable
-from autofit.memory.allocator import CONFIGURED_BY
+from autofit.memory.allocator import VARIABLES
 from autofit.plan import Plan
 from autofit.prediction.needs import MAX_LOOKS, largest_that_fits
 from autofit.prediction.predict import predict
@@ -252,7 +252,7 @@ def test_in_place_operators_check_their_shapes(change: Callable[..., Any]) -> No
 
 
 def test_what_was_assumed_or_ignored_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in CONFIGURED_BY:
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     made = Workload(nn.Linear(8, 4), torch.ones(2, 8))
     assert predict(made, gpu="L4").notes == ()

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import autofit
 from autofit import Plan, Workload
+from autofit.memory.allocator import VARIABLES, configured, configured_by
 from autofit.registry import load_strategies
 from autofit.strategy import Capabilities
 from autofit.testing import check_strategy
@@ -26,9 +27,6 @@ KERNELS, BENCHMARK, SEGMENTS = (
 )
 KERNEL, CHOICE = "attention.backend", "convolution.benchmark"
 GROWING = "cuda_allocator.expandable_segments"
-VARIABLES: tuple[str, ...] = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-if torch.__version__ < "2.9":  # which does not read the other
-    VARIABLES = VARIABLES[1:]
 CPU = Capabilities("cpu", bfloat16=True)
 backends: Any = import_module("autofit.strategies.attention")  # lies elsewhere in the tree
 
@@ -36,7 +34,8 @@ backends: Any = import_module("autofit.strategies.attention")  # lies elsewhere 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what a test sets is taken back
+        monkeypatch.delenv(name)
 
 
 class Attends(nn.Module):
@@ -127,7 +126,7 @@ def test_cudnns_choice_is_not_offered_where_the_user_has_chosen(flag: str) -> No
         assert offered(BENCHMARK, CHOICE, convolutions, capabilities=HOPPER)[0] is None
 
 
-@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("name", configured_by())
 @pytest.mark.parametrize("value", [True, False])
 def test_who_sets_the_variable_has_chosen_segments(
     name: str, value: bool, monkeypatch: pytest.MonkeyPatch
@@ -157,12 +156,9 @@ def test_where_only_autocast_leaves_a_choice_it_goes_with_half_precision() -> No
 def test_the_line_to_paste_keeps_other_options_of_the_allocator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
-    monkeypatch.setenv(VARIABLES[0], "max_split_size_mb:256")
-    scope: dict[str, Any] = {}
-    exec("\n".join(SEGMENTS.describe({GROWING: True}, {})), scope)
-    found = scope["os"].environ[VARIABLES[0]]
-    assert found == "max_split_size_mb:256,expandable_segments:True"
+    monkeypatch.setenv(configured_by()[-1], "max_split_size_mb:256")
+    exec("\n".join(SEGMENTS.describe({GROWING: True}, {})), {})
+    assert configured()[1] == "max_split_size_mb:256,expandable_segments:True"
     assert SEGMENTS.describe({GROWING: False}, {}) == []
 
 
