@@ -50,8 +50,10 @@ def main() -> None:
     task = {"workload": WORKLOAD, "place": "cpu", "budget_bytes": parse_bytes(BUDGET), "seed": 0}
     with tempfile.TemporaryDirectory() as name:
         at, report = Bench(task, Path(name), steps=20), Path(name) / "report.json"
-        command = [sys.executable, "-m", *COMMAND[:-1], str(report)]
-        ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        command = [Path(sys.executable).with_name("autofit"), "search", Path(COMMAND[2]).resolve()]
+        ran = subprocess.run(
+            [*command, *ASKED], cwd=name, stdout=subprocess.PIPE, text=True, check=True
+        )
         given.text.write_text(f"$ {' '.join(COMMAND)}\n{ran.stdout}")
         found = autofit.load(report)
         ours = Answer(found.plan.micro_batch, "float32", report=str(report))
