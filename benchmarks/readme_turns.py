@@ -50,7 +50,11 @@ def main() -> None:
     task = {"workload": WORKLOAD, "place": "cpu", "budget_bytes": parse_bytes(BUDGET), "seed": 0}
     with tempfile.TemporaryDirectory() as name:
         at, report = Bench(task, Path(name), steps=20), Path(name) / "report.json"
-        command = [Path(sys.executable).with_name("autofit"), "search", Path(COMMAND[2]).resolve()]
+        command = [
+            str(Path(sys.executable).with_name("autofit")),
+            "search",
+            str(Path(COMMAND[2]).resolve()),
+        ]
         ran = subprocess.run(
             [*command, *ASKED], cwd=name, stdout=subprocess.PIPE, text=True, check=True
         )
