@@ -116,6 +116,8 @@ class Dimension:
         means = {value: _as_json(payload) for value, payload in self.payloads.items()}
         means = {value: payload for value, payload in means.items() if payload is not None}
         object.__setattr__(self, "payloads", means)
+        if not all(isinstance(words, str) for words in dict(self.labels).values()):
+            raise InvalidArgument(f"labels are text by value, got {self.labels!r}")
         for name in _BY_VALUE:
             given = getattr(self, name)
             object.__setattr__(self, name, MappingProxyType(dict(given)))

@@ -161,6 +161,55 @@ def test_an_equal_question_is_answered_without_another_dry_run(tmp_path: Path) -
 
 
 @pytest.mark.slow
+class Gated(nn.Module):
+    """A layer whose forward looks at a number that a buffer holds."""
+
+    gate: torch.Tensor
+
+    def __init__(self, gate: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 512)
+        self.register_buffer("gate", torch.tensor(gate))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(given)
+        if self.gate > 0:
+            for _ in range(4):
+                output = output.exp().tanh()
+        return output
+
+
+def test_a_number_in_a_buffer_of_the_host_is_read_as_it_is() -> None:
+    closed, opened, half = (
+        autofit.predict(Gated(gate), batch(), **LOSS) for gate in (0.0, 1.0, 0.5)
+    )
+    assert opened.required_bytes == half.required_bytes
+    of_a_layer = 16 * 512 * 4  # bytes; the backward of each `exp` and `tanh` needs its output
+    grown = opened.breakdown["activations"] - closed.breakdown["activations"]
+    assert grown >= 8 * of_a_layer
+
+
+def test_a_function_that_builds_the_model_is_called_for_each_question(tmp_path: Path) -> None:
+    width = tmp_path / "width.txt"
+
+    def build() -> nn.Module:
+        return net(int(width.read_text()))
+
+    parameters = []
+    for text in ("8", "512"):
+        width.write_text(text)
+        parameters.append(autofit.predict(build, batch(), **LOSS, gpu="L4").breakdown["weights"])
+    assert parameters[1] > 10 * parameters[0]
+
+
+def test_what_a_caller_edits_changes_no_later_answer() -> None:
+    model, ids = net(), batch()
+    first = autofit.predict(model, ids, **LOSS, gpu="L4")
+    weights = first.breakdown["weights"]
+    first.breakdown["weights"] = 0  # type: ignore[index]
+    assert autofit.predict(model, ids, **LOSS, gpu="L4").breakdown["weights"] == weights
+
+
 def test_a_module_that_the_worker_alone_has_read_is_read_again_once_it_is_edited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,10 +122,12 @@ def predict_precisions(
         )
     if not tables:
         raise InvalidArgument(
-            f"{_listed([gpu.name for gpu in found])}: without {weights} in hardware. Leave dtype "
-            "out, or give float32"
+            f"{_listed([gpu.name for gpu in found])}: no {weights} in hardware. Leave dtype out, "
+            "or give float32"
         )
-    return PrecisionTable(name, tables)
+    answered = {gpu for table in tables.values() for gpu in table.predictions}
+    lacking = [gpu.name for gpu in found if gpu.name not in answered]
+    return PrecisionTable(name, tables, tuple(dict.fromkeys(lacking)))
 
 
 def _precisions(weights: str | None, *, frozen: bool) -> Sequence[Precision]:
@@ -154,10 +156,12 @@ class PrecisionTable:
     Attributes:
         name: of the training.
         tables: precision -> its predictions.
+        lacking: GPUs that compute in none of them natively.
     """
 
     name: str
     tables: Mapping[str, GpuTable]
+    lacking: tuple[str, ...] = ()
 
     @cached_property
     def _by_gpu(self) -> dict[str, dict[str, Prediction]]:
@@ -178,12 +182,14 @@ class PrecisionTable:
     @property
     def verdict(self) -> str:
         """Whether, where, at which size and in which precision it fits, in one line."""
-        if len(self._by_gpu) == 1:
+        asked = len(self._by_gpu) + len(self.lacking)
+        if asked == 1:
             return f"{self.name}: {_verdict_on(*next(iter(self._by_gpu.items())))}"
         fitting = {gpu: names for gpu, found in self._by_gpu.items() if (names := _fitting(found))}
-        count = f"{len(fitting)} of {len(self._by_gpu)} GPUs"
+        count = f"{len(fitting)} of {asked} GPUs"
         if not fitting:
-            return f"{self.name}: fits none of {len(self._by_gpu)} GPUs"
+            words = "may fit some" if self.fits is None else "fits none"
+            return f"{self.name}: {words} of {asked} GPUs"
         smallest, names = next(iter(fitting.items()))
         return f"{self.name}: fits {count}, the smallest of them {smallest} in {_listed(names)}"
 
@@ -195,10 +201,12 @@ class PrecisionTable:
             "verdict": self.verdict,
             "fits": self.fits,
             "precisions": precisions,
+            "lacking": list(self.lacking),
         }
 
     def __str__(self) -> str:
-        made = self._of_one() if len(self._by_gpu) == 1 else self._of_several()
+        is_one = len(self._by_gpu) + len(self.lacking) == 1
+        made = self._of_one() if is_one else self._of_several()
         return laid_out([self.verdict, "", made, "", *self._remarks()], WIDTH)
 
     def _of_one(self) -> Part:
@@ -228,6 +236,9 @@ class PrecisionTable:
         lines = ["Predicted, with the margin of the prediction, for all memory that is usable"]
         if len(self._by_gpu) > 1:
             lines += [_WORDS, f"{SPEED_WORDS}. In the fastest precision in which it fits"]
+        if self.lacking:
+            types = _listed(list(self.tables))
+            lines.append(f"Left out, without {types} in hardware: {', '.join(self.lacking)}")
         notes = (note for found in self.tables.values() for note in found.notes)
         return [*lines, *dict.fromkeys(notes)]
 
@@ -261,7 +272,8 @@ def _verdict_on(gpu: str, found: Mapping[str, Prediction]) -> str:
         return f"does not fit {gpu}; a micro-batch of {largest} does, in {_listed(names)}"
     name, least = min(found.items(), key=lambda item: item[1].interval[1])
     needs = format_bytes(least.interval[1])
-    return f"does not fit {gpu}, not even one sample; {name} needs {needs} of {budget}"
+    asked = f"{name} with micro-batches of {least.plan.micro_batch} needs {needs} of {budget}"
+    return f"does not fit {gpu}, not even one sample; {asked}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -199,9 +199,10 @@ class GpuTable:
     lacking: Mapping[str, str]
 
     @property
-    def fits(self) -> bool:
-        """Whether the plan fits at least one of them."""
-        return any(each.fits() for each in self.predictions.values())
+    def fits(self) -> bool | None:
+        """Whether the plan fits at least one of them; None: it cannot be told of any."""
+        answers = [each.fits() for each in self.predictions.values()]
+        return True if True in answers else None if None in answers else False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PEAK_TOLERANCE = 0.01
 """Peaks repeat to the MiB from probe to probe (measured on an H200)."""
 SPEED_TOLERANCE = 0.05
-"""Allowed growth of the median step time; GPU-bound steps repeat within 0.2 %.
+"""Allowed growth of the median step time; GPU-bound steps repeat within 0.2%.
 
 If the shorter run's steps scatter more than this, their scatter is allowed."""
 LOSS_TOLERANCE = 0.05

@@ -158,11 +158,11 @@ class Regression:
         return self.growth <= self.allowed
 
     def __str__(self) -> str:
-        differs = f", but not of the same: {'; '.join(self.differs)}" if self.differs else ""
-        return (
-            f"{self.quantity} {self.growth:+.1%} ({format_bytes(self.before_bytes)} to "
-            f"{format_bytes(self.now_bytes)}; at most {self.allowed:+.1%} allowed){differs}"
-        )
+        figures = f"{format_bytes(self.before_bytes)} to {format_bytes(self.now_bytes)}"
+        allowed = f"at most {self.allowed:+.1%} allowed"
+        differs = f"; other differences: {'; '.join(self.differs)}" if self.differs else ""
+        words = f"{self.quantity} {self.growth:+.1%} ({figures}; {allowed}){differs}"
+        return words if self.passed else f"grew too much: {words}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""

@@ -120,7 +120,7 @@ def predict_in_each_precision(
     """Predict a fine-tune on GPUs, in each precision of weights of this type; None: of any."""
     from autofit.checks.precisions import predict_precisions
 
-    workload = model.workload(dtype)
+    workload = model.workload(dtype or "float32")  # of which the plan alone is used
     plan = given_plan(workload, micro_batch, global_batch, settings, None, ranks)
     assert not isinstance(plan, Report)  # which --plan-from gives alone
     return predict_precisions(

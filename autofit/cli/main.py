@@ -70,6 +70,7 @@ from autofit.cli.predict_and_check import check, predict
 from autofit.codec import to_json
 from autofit.errors import InvalidArgument, SearchTimedOut
 from autofit.interrupts import ended_after, ended_like_interrupted, interrupts_remembered
+from autofit.measurement import Outcome
 from autofit.plan import PLANNED_STEPS, Plan
 from autofit.report.report import Report, load
 from autofit.streams import complain, lossy_standard_streams
@@ -221,8 +222,8 @@ def probe(
 ) -> None:
     """Run one plan and print its memory and speed.
 
-    Exit codes: 0 it ran; 1 it does not fit; 2 usage; 3 your code raised; 4 the device or the worker
-    failed; 5 the device does not support it.
+    Exit codes: 0 it ran; 1 it does not fit; 2 usage, or the device does not support the plan; 3
+    your code raised; 4 the device or the worker failed.
     """
     with stdout_for_results_only():
         start_server_ahead()
@@ -283,7 +284,8 @@ def soak(
         )
     if leads():
         print_result(json.dumps(result.to_dict(), indent=1) if as_json else str(result))
-    raise typer.Exit(0 if result.passed else 1)
+    ran = result.measurement.outcome
+    raise typer.Exit(exit_code(ran) if ran is not Outcome.OK else 0 if result.passed else 1)
 
 
 def report(
@@ -295,7 +297,7 @@ def report(
     out: Out = None,
     export: Annotated[
         str | None,
-        typer.Option(help="pytorch: print a script that trains so; --out FILE writes it"),
+        typer.Option(help="pytorch: print a training script for the plan; --out FILE writes it"),
     ] = None,
     epoch_samples: EpochSamples = None,
     price_per_hour: PricePerHour = None,

@@ -82,6 +82,8 @@ GpuName = Annotated[
 ]
 MAX_REGRESSION = "5%"
 _SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
+_EXIT_CODES = {True: 0, False: 1, None: 5}
+"""By whether a plan fits."""
 
 
 def predict(
@@ -126,7 +128,7 @@ def predict(
     if precisions is not None:
         as_text = json.dumps(precisions.to_dict(), indent=1) if as_json else str(precisions)
         print_result(as_text)
-        raise typer.Exit({True: 0, False: 1, None: 5}[precisions.fits])
+        raise typer.Exit(_EXIT_CODES[precisions.fits])
     with stdout_for_results_only():
         loaded, notes = workload_of(model, target, dtype, setting)
         workload = with_eval_batch(loaded, eval_batch)
@@ -149,15 +151,17 @@ def predict(
                 prediction = replace(prediction, notes=(*notes, *prediction.notes))
                 largest, told = _largest_of(prediction)
     if is_table:
-        print_result(json.dumps(table.to_dict(), indent=1) if as_json else str(table))
-        raise typer.Exit(0 if table.fits else 1)
+        as_text = "\n".join([*notes, str(table)])
+        as_data = table.to_dict() | {"notes": list(notes)}
+        print_result(json.dumps(as_data, indent=1) if as_json else as_text)
+        raise typer.Exit(_EXIT_CODES[table.fits])
     if as_json:
         more = {"largest_micro_batch": largest}
         print_result(json.dumps(prediction.to_dict() | more, indent=1))
     else:
         print_result(str(prediction))
         print_result(f"  {'largest micro-batch':<20}{told} on {prediction.gpu.name}")
-    raise typer.Exit({True: 0, False: 1, None: 5}[prediction.fits()])
+    raise typer.Exit(_EXIT_CODES[prediction.fits()])
 
 
 def _largest_of(prediction: Prediction) -> tuple[int | None, str]:
@@ -249,7 +253,7 @@ def check(
     if leads():
         _show(target, verdict, regression, as_json, junit_xml)
     passed = verdict.fits and (regression is None or regression.passed)
-    raise typer.Exit(5 if verdict.fits is None else 0 if passed else 1)
+    raise typer.Exit(_EXIT_CODES[passed if verdict.fits else verdict.fits])
 
 
 def _show(
@@ -264,7 +268,9 @@ def _show(
         compared = {"regression": regression.to_dict() if regression else None}
         print_result(json.dumps(verdict.to_dict() | compared, indent=1))
     else:
-        print_result(str(verdict) + (f"; {regression}" if regression else ""))
+        parts = [str(part) for part in (verdict, regression) if part is not None]
+        failed_growth = regression is not None and not regression.passed
+        print_result("; ".join(reversed(parts) if failed_growth and verdict.fits else parts))
     page = os.environ.get(_SUMMARY_VARIABLE)
     try:
         if junit_path is not None:

@@ -3,10 +3,11 @@
 Memory is the least total capacity found in public out-of-memory messages, which the column
 `memory_from` names; where none was found, the nominal size less what its generation loses. That is
 without what the driver reserves, but with what a desktop on the same GPU takes, which no data sheet
-says: where a screen hangs on it, or error correction changes the size, give bytes. Architecture and
-multiprocessor counts are from NVIDIA's data sheets and CUDA programming guide. Context bytes were
-measured on the H200 and the H100 alone (torch 2.11, driver 580); other GPUs have the H200's until a
-probe measures theirs (`Calibration`).
+says: where a display is attached, or error correction changes the size, give bytes. Architecture
+and multiprocessor counts are from NVIDIA's data sheets and CUDA programming guide; those of GeForce
+and Quadro GPUs were not all held against the sheets. Context bytes were measured on the H200 and
+the H100 alone (torch 2.11, driver 580); other GPUs have the H200's until a probe measures theirs
+(`Calibration`).
 Rates are those of the data sheets, without sparsity and with float32 accumulation, times the share
 of them that kernels reach on an H200 (`REACHED_...`).
 """
@@ -203,7 +204,7 @@ def _of_row(row: Mapping[str, str]) -> Gpu:
     return replace(gpu, context_bytes=context, context_margin_bytes=margin)
 
 
-_FORM_FACTORS = re.compile(r"sxm\d|hbm\de?")
+_FORM_FACTORS = re.compile(r"sxm\d?(?!\d)|hbm\de?")
 
 
 def _key(name: str) -> str:
@@ -249,9 +250,14 @@ def find_gpu(gpu: str | int | Gpu | None) -> Gpu:
         return _BY_KEY[_key(gpu)]
     if re.fullmatch(r"[\d.]+[kmgt]?i?b?", gpu.strip().lower()):
         return _of_size(parse_bytes(gpu), gpu, 1.0 if gpu.strip().isdigit() else USABLE_OF_A_SIZE)
-    near = get_close_matches(_key(gpu), _BY_KEY, n=3)
+    if gpu == "all" or "," in gpu:
+        raise InvalidArgument(
+            f'gpu={gpu!r} names several GPUs: predict takes a list, such as ["L4", "T4"] or '
+            '["all"], and check takes one'
+        )
+    near = get_close_matches(_key(gpu), _BY_KEY, n=3, cutoff=0.5)  # L5: L4
     meant = " or ".join(dict.fromkeys(_BY_KEY[key].name for key in near))
-    names = f"(do you mean {meant}?)" if meant else f"(known: {', '.join(_BY_NAME)})"
+    names = f"(do you mean {meant}?)" if meant else "(--gpu all shows those that are known)"
     raise InvalidArgument(
         f'unknown GPU {gpu!r} {names}: pass a known name, or its memory, such as "24GiB"'
     )

@@ -24,13 +24,18 @@ from autofit.errors import InvalidArgument, PredictionUnavailable
 from autofit.integrations.applied import library
 from autofit.plan import check_count
 from autofit.training.workload import Workload
+from autofit.units import counted
 
 HUB = "hf:"
 DTYPES = ("float32", "bfloat16", "float16")
 CONFIG = "config.json"
 # Tokens of a sample where none are asked for: as fine-tunes of language models often have them.
 DEFAULT_SEQUENCE = 2048
-# Positions are sold with a few to spare (RoBERTa has 514), which samples do not use.
+# Models whose positions begin after that of padding: of the 514 that RoBERTa has a sample uses 512.
+_POSITIONS_AFTER_PADDING = frozenset(
+    {"roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "xmod"}
+    | {"data2vec-text", "ibert", "longformer", "mpnet"}
+)
 _MULTIPLE = 8
 _WAY_OUT = (
     "write a function that returns its autofit.Workload, and name it as path/to/file.py:function"
@@ -137,6 +142,8 @@ class FineTune:
             library("peft")  # a search for it in the worker would come late
         config = _read_config(name)
         task = _task_of(config, name)
+        if task.lora == "SEQ_CLS" and getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0  # else such a model takes one sample; none of ours is padded
         return cls(name, config, task, batch, _sequence(config, task, sequence, name), lora_rank)
 
     @property
@@ -169,7 +176,9 @@ class FineTune:
     @property
     def _samples(self) -> str:
         if self.task.is_of_images:
-            return f"{self.batch} images of {'x'.join(map(str, _image_shape(self.config)))}"
+            return (
+                f"{counted(self.batch, 'image')} of {'x'.join(map(str, _image_shape(self.config)))}"
+            )
         return f"{self.batch} x {self.sequence} tokens"
 
     @property
@@ -227,7 +236,7 @@ def _read_config(name: str) -> Any:
     folder = _folder(name)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # of the config, whose code is transformers' own
         if "trust_remote_code" in str(error):
             raise InvalidArgument(
                 f"{name} brings code of its own, which is not run: {_WAY_OUT}"
@@ -344,6 +353,8 @@ def _sequence(config: Any, task: _Task, asked: int | None, name: str) -> int:
         _image_shape(config)
         return 0
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and config.model_type in _POSITIONS_AFTER_PADDING:
+        positions -= (config.pad_token_id or 0) + 1
     if asked is None:
         most = DEFAULT_SEQUENCE if positions is None else min(DEFAULT_SEQUENCE, positions)
         return max(most // _MULTIPLE * _MULTIPLE, 1)
@@ -372,6 +383,8 @@ def _language(config: Any, samples: int, sequence: int) -> Mapping[str, torch.Te
 def _labels(config: Any, samples: int) -> torch.Tensor:
     """Return a label of each sample, of the type that the model's loss goes by."""
     if getattr(config, "problem_type", None) == "multi_label_classification":
+        return torch.zeros(samples, config.num_labels)
+    if getattr(config, "problem_type", None) == "regression" and config.num_labels > 1:
         return torch.zeros(samples, config.num_labels)
     return torch.zeros(samples, dtype=torch.long if config.num_labels > 1 else torch.float32)
 

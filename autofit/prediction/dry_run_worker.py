@@ -47,7 +47,7 @@ _Result = TypeVar("_Result")
 
 MAX_KNOWN = 1024
 """Answers that are kept, of a few kilobytes each: more than a hyperparameter search asks for."""
-_known: OrderedDict[bytes, tuple[Any, Mapping[str, int]]] = OrderedDict()
+_known: OrderedDict[bytes, tuple[bytes, Mapping[str, int]]] = OrderedDict()
 
 
 def in_worker(
@@ -58,8 +58,10 @@ def in_worker(
 ) -> _Result:
     """Return `function(workload, *arguments)`, called in the worker with a copy of the workload.
 
-    An equal question is answered as it was before. Questions are equal where model (but for its
-    weights), functions, shapes, the integers of the batch, torch's flags and the user's files are.
+    An equal question about a model that was passed is answered as it was before. Questions are
+    equal where model (but for its weights), functions, shapes, the integers of the batch, torch's
+    flags and the user's modules are. A function that builds the model is called each time: it may
+    read other files.
 
     Args:
         function: of a module.
@@ -77,7 +79,8 @@ def in_worker(
     key = hashlib.sha256(pickle.dumps(around) + call).digest()
     with _shared.lock:
         if key in _known and not _is_outdated(_known[key][1]):
-            known: _Result = _known[key][0]
+            _known.move_to_end(key)
+            known: _Result = pickle.loads(_known[key][0])  # what a caller edits is its own
             return known
         prober = _shared.prober(around)
         _shared.progress = progress  # which is not told of the worker's start
@@ -89,7 +92,9 @@ def in_worker(
             raise
         finally:
             _shared.progress = None
-        result, _shared.read = _known[key] = answer
+        result, _shared.read = answer
+        if isinstance(workload.model, torch.nn.Module):
+            _known[key] = pickle.dumps(result), _shared.read
         if len(_known) > MAX_KNOWN:
             _known.popitem(last=False)
     return result

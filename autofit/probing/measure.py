@@ -491,7 +491,7 @@ def _seconds(device: Device, marks: Sequence[Any], counts: Sequence[float]) -> f
 
 MIN_TIMED_STEPS = 3
 MAX_TIMED_STEPS = 30
-# The fewest whose range holds their median with 95 %: 1 - 2 * 0.5**6 = 97 %, of 3 steps 75 %.
+# The fewest whose range holds their median with 95%: 1 - 2 * 0.5**6 = 97%, of 3 steps 75%.
 SURE_TIMED_STEPS = 6
 # Until so many seconds were timed, other processes may have hit every step: their slices take some
 # milliseconds.
@@ -500,7 +500,7 @@ SHORT_S = 0.1
 CLOSE_ENOUGH = 0.01
 # The same for a plan that has an incumbent to beat: unless the search is cut short, it is measured
 # again before it is the answer. On two cores three of four searches took a fifth to a third less
-# time than with 1 %, for plans as fast (measured on 2026-11-28).
+# time than with 1%, for plans as fast (measured on 2026-11-28).
 CLOSE_ENOUGH_TO_SEARCH = 0.03
 
 
@@ -508,7 +508,7 @@ def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
     """Return whether enough steps were timed.
 
     Without an incumbent, the interval of the median step time (`median_interval`) has to lie within
-    1 % of the median on either side; with one, within 3 %, or wholly above the incumbent's step
+    1% of the median on either side; with one, within 3%, or wholly above the incumbent's step
     time. Steps number at least 3, or 6 where they take less than 0.1 s, and at most 30; they end
     with the request's seconds.
 

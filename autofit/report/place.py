@@ -8,10 +8,10 @@ import shlex
 from dataclasses import dataclass
 
 FLAGS = frozenset({
-    "allow_accumulation_change", "allow_stand_in_loss", "device", "effort", "epoch_samples",
-    "eval_batch", "global_batch", "gpu", "max_micro_batch", "max_probes", "max_regression",
-    "micro_batch", "numerics", "planned_steps", "price_per_hour", "profile", "ranks", "seed",
-    "strategies", "study", "timeout", "vram_budget",
+    "allow_accumulation_change", "allow_stand_in_loss", "device", "dtype", "effort",
+    "epoch_samples", "eval_batch", "global_batch", "gpu", "lora_rank", "max_micro_batch",
+    "max_probes", "max_regression", "micro_batch", "numerics", "planned_steps", "price_per_hour",
+    "profile", "ranks", "seed", "strategies", "study", "timeout", "vram_budget",
 })  # fmt: skip
 """Arguments that the shell has too, as a flag: the name with hyphens."""
 

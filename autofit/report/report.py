@@ -292,8 +292,8 @@ class Report:
         """Draw speed against memory of every plan that ran, the frontier and the budget.
 
         Returns:
-            An SVG document, which a notebook shows and `save("frontier.svg")` writes. It follows
-            the light or dark scheme of the screen that shows it.
+            An SVG document, which a notebook shows; `report.save("frontier.svg")` writes the same.
+            It follows the light or dark scheme of the screen that shows it.
         """
         from autofit.report.charts import frontier_chart, standalone
 

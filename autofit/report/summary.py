@@ -18,7 +18,7 @@ from autofit.plan import Plan, Scalar, Settings, unlike
 from autofit.report.paste import lines_of_trainer
 from autofit.report.place import IN_PYTHON, Place
 from autofit.report.rates import rate_line
-from autofit.report.record import Record, Undecided
+from autofit.report.record import INTERRUPTED, Record, Undecided
 from autofit.rounds import Estimate
 from autofit.space import Space
 from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded, shortened
@@ -201,8 +201,9 @@ def speedup_words(record: Record, of: Trial | None = None, over: Trial | None = 
         return "not decided"
     if not (of.samples_per_second and over.samples_per_second):
         return None
-    words = _factor_words(record.ahead(of.plan, over.plan))
-    return words if record.is_confirmed else f"{words}, not confirmed"
+    if not record.is_confirmed:  # a probe's first speed is no factor: another says otherwise
+        return "not confirmed"
+    return _factor_words(record.ahead(of.plan, over.plan))
 
 
 def _factor_words(ahead: Estimate) -> str:
@@ -331,10 +332,9 @@ def warnings_of(record: Record) -> Iterator[str]:
     if not record.is_decided:
         yield undecided_words(record)
     elif not record.is_confirmed:
-        yield (
-            "Not confirmed: the final comparison did not end. The search stopped because "
-            f"{record.search.stopped_because}"
-        )
+        reason = record.search.stopped_because
+        because = "it was interrupted" if reason == INTERRUPTED else reason
+        yield f"Not confirmed: the final comparison did not end, since {because}"
     start = pay_off(record)
     if start is not None and start.steps is None:
         yield f"{start.words(record)}: search again on an idle machine before you rely on it"
@@ -497,7 +497,11 @@ def validity(record: Record) -> Iterator[str]:
     elif record.difference is not None:
         gradient = record.difference["gradient"]
         if gradient <= _EQUAL:
-            yield f"Gradients match the baseline to {gradient:.0e}"
+            yield (
+                f"Gradients match the baseline's to {gradient:.0e}"
+                if gradient
+                else "Gradients equal the baseline's"
+            )
         else:
             told = f"Gradients differ from the baseline's by {100 * gradient:.2g}%"
             explained = record.difference["tolerance"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,8 +42,8 @@ class BatchSize:
         peak_bytes: most bytes that the training held, non-torch bytes included; None: unknown.
         samples_per_second: as its report shows them; None: nothing was timed.
         largest_micro_batch: the largest that was found to fit, which may not be the fastest: the
-            next larger that was tried, a few percent above, did not. With a global batch the
-            largest split that ran.
+            next larger that was tried, a few percent above, did not, unless a warning says that the
+            probes ended before. With a global batch the largest split that ran.
         is_decided: whether the split was told from that of the sample batch; where it was not,
             this is the latter.
         warnings: of the search, such as that split gradients differ from whole ones.
@@ -112,56 +111,71 @@ def find_batch_size(
         options=used,
     )
     chosen = report.record.recommended
+    largest, ended = _largest(report, workload, used, Allowance(max_probes, timeout, began=began))
     return BatchSize(
         chosen.plan.micro_batch,
         chosen.plan.accumulation_steps,
         chosen.plan.samples_per_step,
         chosen.measurement.held_bytes,
         report.record.speed_of(chosen),
-        _largest(report, workload, used, Allowance(max_probes, timeout, began=began)),
+        largest,
         report.is_decided,
-        report.warnings,
+        (*report.warnings, *ended),
         report,
     )
 
 
 CLOSE = 32
-"""A larger size is tried where it is larger by a part in so many: by less no training gains."""
+"""Sizes less than 1/32 larger are not worth a probe."""
 STEP = 8
 """A line ends early where the caching allocator holds a segment that has room: so much is tried."""
+_MAY_FIT = "A micro-batch larger than largest_micro_batch may fit: {}"
 MAX_LARGER = 12
 """Probes for the largest size at most; a line through two sizes needs three or four."""
 
 
-def _largest(report: Report, workload: Workload, options: SearchOptions, limits: Allowance) -> int:
-    """Return the largest micro-batch that ran, after probes of larger ones where it is free."""
+def _largest(
+    report: Report, workload: Workload, options: SearchOptions, limits: Allowance
+) -> tuple[int, list[str]]:
+    """Return the largest micro-batch that ran, after probes of larger ones where it is free.
+
+    And a warning where these ended before one of them failed.
+    """
     record, trials = report.record, probes_of(report.trials)
     held = {t.plan.micro_batch: t.measurement.held_bytes or 0 for t in trials if t.ok}
     failed = {t.plan.micro_batch for t in trials if t.measurement.outcome.about_memory}
     probes, seconds = limits.probes_left(trials), limits.seconds_left
     is_over = record.search.stopped_because == INTERRUPTED or 0 in (probes, seconds)
-    if workload.global_batch is not None or is_over:
-        return max(held)
+    if workload.global_batch is not None:
+        return max(held), []
+    if is_over:
+        return max(held), [_MAY_FIT.format("the search ended first")]
     ends_at = math.inf if seconds is None else time.monotonic() + seconds
     target = Target(record.environment["device"], record.vram_budget_bytes, record.search.seed)
     most = options.max_micro_batch or UNBOUNDED_MICRO_BATCH
-    with (
-        # The search has its answer, and ends with it on Ctrl-C too
-        suppress(SearchTimedOut, WorkerFailed, DeviceUnavailable, KeyboardInterrupt),
-        open_prober(workload, (), target, ends_at=ends_at, executor=options.executor) as prober,
-    ):
-        for _ in range(MAX_LARGER if probes is None else min(MAX_LARGER, probes)):
-            size = next_larger(held, failed, record.vram_budget_bytes, most)
-            if size is None:
-                break
-            measured = prober.probe(ProbeRequest(ResolvedPlan(Plan(size)))).measurement
-            if measured.ok:
-                held[size] = measured.held_bytes or 0
-            elif measured.outcome.about_memory:
-                failed.add(size)
-            else:  # the user's code takes no more, say
-                break
-    return max(held)
+    ended = ["there were no more probes"]
+    try:
+        with open_prober(
+            workload, (), target, ends_at=ends_at, executor=options.executor
+        ) as prober:
+            for _ in range(MAX_LARGER if probes is None else min(MAX_LARGER, probes)):
+                size = next_larger(held, failed, record.vram_budget_bytes, most)
+                if size is None:
+                    ended = []
+                    break
+                measured = prober.probe(ProbeRequest(ResolvedPlan(Plan(size)))).measurement
+                if measured.ok:
+                    held[size] = measured.held_bytes or 0
+                elif measured.outcome.about_memory:
+                    failed.add(size)
+                else:  # the user's code takes no more, say
+                    ended = [f"a micro-batch of {size} ended as {measured.outcome.value}"]
+                    break
+    except KeyboardInterrupt:  # the search has its answer, and ends with it
+        ended = ["it was interrupted"]
+    except (SearchTimedOut, WorkerFailed, DeviceUnavailable) as error:
+        ended = [str(error)]
+    return max(held), [_MAY_FIT.format(why) for why in ended]
 
 
 def next_larger(

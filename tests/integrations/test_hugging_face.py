@@ -223,8 +223,8 @@ def test_samples_are_as_long_as_asked_for_and_no_longer_than_the_model_takes(
     path = folder("RobertaForSequenceClassification")
     assert workload(path).batch(1)["input_ids"].shape == (1, 512)
     assert workload(folder("LlamaForCausalLM")).batch(1)["input_ids"].shape == (1, 2048)
-    with pytest.raises(InvalidArgument, match=r"515.*514 positions"):
-        workload(path, sequence=515)
+    with pytest.raises(InvalidArgument, match=r"513.*512 positions"):
+        workload(path, sequence=513)
     with pytest.raises(InvalidArgument, match="images"):
         workload(folder("ViTForImageClassification"), sequence=64)
 
@@ -422,9 +422,20 @@ def test_a_gpu_is_asked_for_the_types_that_it_computes(folder: Callable[..., str
     assert list(lora) == ["float32", "mixed float16", "pure float16"]
     asked = run_here(*of_size, "L4", "--dtype", "float16").json["precisions"]
     assert list(asked) == ["pure float16"]
+    some = run_here(*of_size, "T4,L4", "--dtype", "bfloat16")
+    assert (some.json["lacking"], "1 of 2 GPUs" in some.json["verdict"]) == (["T4"], True)
     refused = run_here(*of_size, "T4", "--dtype", "bfloat16")
     assert (refused.code, refused.out) == (2, "")
     assert "T4" in refused.err
+
+
+def test_a_classifier_without_a_token_for_padding_takes_more_than_one_sample(
+    folder: Callable[..., str],
+) -> None:
+    path = folder("LlamaForCausalLM", architectures=["LlamaForSequenceClassification"])
+    told = run_here("predict", path, "--sequence", "64", "--gpu", "L4", "--json").json
+    rows = [row for found in told["precisions"].values() for row in found["gpus"]]
+    assert all(row["largest_micro_batch"] > 100 for row in rows)
 
 
 def test_check_answers_for_the_type_of_the_config(folder: Callable[..., str]) -> None:

@@ -132,10 +132,13 @@ class KnownValues:
         self._values[key] = gone, real.copy_(values).untyped_storage()
 
     def meta_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of that shape on meta, with its integers known if they were."""
+        """Return a tensor of that shape on meta, with its integers known if they were.
+
+        And the one real number of a tensor on the host, such as a buffer that the model looks at.
+        """
         copied = torch.empty_like(tensor.detach(), device="meta")
-        if is_number(tensor):
-            self.learn(copied, self.of(tensor))
+        if is_number(tensor) or (tensor.dim() == 0 and not tensor.is_meta):
+            self.learn(copied, self.of(tensor.detach()))
         return copied
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
