@@ -204,13 +204,12 @@ def _of_row(row: Mapping[str, str]) -> Gpu:
     return replace(gpu, context_bytes=context, context_margin_bytes=margin)
 
 
-_FORM_FACTORS = re.compile(r"sxm\d?(?!\d)|hbm\de?")
+_FORM_FACTORS = re.compile(r"sxm\d?\b|hbm\de?\b|sxm\d(?=\d)")
 
 
 def _key(name: str) -> str:
-    letters = re.sub(r"[^a-z0-9]", "", name.lower())
-    letters = letters.removeprefix("nvidia").removeprefix("tesla").removeprefix("geforce")
-    return _FORM_FACTORS.sub("", letters)
+    letters = re.sub(r"[^a-z0-9]", "", _FORM_FACTORS.sub("", name.lower()))
+    return letters.removeprefix("nvidia").removeprefix("tesla").removeprefix("geforce")
 
 
 _LINES = files("autofit.devices").joinpath("gpus.csv").read_text(encoding="utf-8").splitlines()

@@ -133,7 +133,7 @@ NO_DEVICES = ["tpu", "cuda:", "cuda:one", "cuda:-1", "cpu:0", "CUDA", "mps"]
 @pytest.mark.parametrize(
     ("find", "given", "words"),
     [
-        (find_gpu, "Voodoo 2", "A100-80GB"),
+        (find_gpu, "Voodoo 2", "--gpu all"),
         *((find_gpu, gpu, "24GiB") for gpu in NO_GPUS),
         *((open_device, name, '"cuda:N"') for name in NO_DEVICES),
     ],
